@@ -1,0 +1,46 @@
+"""Errors that Weft raises for its users.
+
+Job: one small family of exceptions whose messages say what was given, what is allowed and what to do.
+Owns: the exception classes. Does not know: who raises them.
+
+Invariants of Weft itself are checked with ``assert``; anything a user can cause raises a ``WeftError``.
+"""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """Base class of every error that a user of Weft can cause."""
+
+
+class ConfigError(WeftError, ValueError):
+    """A setting, flag or combination of settings is not valid."""
+
+
+class UnsupportedModelError(WeftError, ValueError):
+    """The checkpoint's config asks for something Weft does not implement."""
+
+
+class WeightsError(WeftError, ValueError):
+    """A checkpoint's tensors do not match the model: missing, left over, of the wrong shape, or unreadable."""
+
+
+class RequestError(WeftError, ValueError):
+    """One request is not valid. Other requests are not affected.
+
+    Args:
+        message: what was given, what is allowed, what to do.
+        param: the name of the offending request field, if one field is to blame (the OpenAI error's ``param``).
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class CapacityError(WeftError, RuntimeError):
+    """Memory for weights or caches does not suffice for the requested setting."""
+
+
+class EngineDeadError(WeftError, RuntimeError):
+    """The engine loop has died; no request can be served by it any more."""

@@ -1,0 +1,145 @@
+"""The one ambient object of a forward pass: what the batch looks like and where each layer's cache lives.
+
+Job: carry the metadata of the running batch, and the layer table, to the layers that need them (attention and Gated
+DeltaNet) without threading them through every ``forward``.
+Owns: the scope (exactly one context at a time; nesting is refused). Does not know: how batches are built, what a
+scheduler or a graph is. torch is imported for type checking only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """How the prefill sequences of a batch are cut into chunks for the chunked gated delta rule.
+
+    All tensors are int32 on the batch's device. Chunks of one sequence are consecutive and in order; sequences appear
+    in batch order. A chunk boundary stands wherever a state has to be stored, so chunks may be shorter than 64.
+
+    Attributes:
+        seq: ``[num_chunks]`` index of the chunk's sequence in the batch (row of ``cu_seqlens_q``, ``state_slots``).
+        start: ``[num_chunks]`` first token of the chunk, as an index into the batch's flat token axis.
+        length: ``[num_chunks]`` tokens in the chunk, 1 to 64; 0 for padding chunks.
+        checkpoint_slot: ``[num_chunks]`` slot that receives the state *after* the chunk's last token, or -1.
+        first: ``[num_seqs + 1]`` index of the first chunk of each sequence (a prefix sum; decode rows have none).
+    """
+
+    seq: Tensor
+    start: Tensor
+    length: Tensor
+    checkpoint_slot: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's metadata. ``T`` and ``S`` are padded token and sequence counts; the real ones are host integers.
+
+    Tokens of one sequence are contiguous; sequences that decode (one token, a state already there, no checkpoint to
+    store) come first, so token ``i`` belongs to sequence ``i`` for ``i < num_decodes``. Padding tokens write to page 0
+    and padding sequences use state slot 0; both are reserved.
+
+    Attributes:
+        num_tokens: real tokens in the batch, at most ``T``.
+        num_seqs: real sequences, at most ``S``.
+        num_decodes: leading sequences with exactly one token that only continue their state.
+        max_query_len: most tokens that one sequence brings in this step.
+        max_seq_len: longest sequence after this step, in tokens (bounds the KV that is read).
+        positions: ``[T]`` int64, position of each token in its sequence.
+        slot_mapping: ``[T]`` int64, ``page * page_size + offset`` where the token's KV goes.
+        cu_seqlens_q: ``[S + 1]`` int32, prefix sum of tokens per sequence; padding sequences have none.
+        seq_lens: ``[S]`` int32, length of each sequence after this step (0 for padding).
+        page_table: ``[S, max_pages]`` int32, page ids of each sequence; unused entries are 0.
+        state_slots: ``[S]`` int32, working slot of the recurrent state of each sequence. The state in the slot is
+            that of the tokens before this step; where the sequence starts here (``seq_lens`` equals its query length)
+            the slot's content is ignored and a zero state is used.
+        chunks: chunk table of the sequences from ``num_decodes`` on; None if the model has no recurrent layers or
+            every sequence decodes.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    positions: Tensor
+    slot_mapping: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    state_slots: Tensor
+    chunks: ChunkTable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """KV pages of one full-attention layer: two tensors ``[num_pages, page_size, num_kv_heads, head_dim]``."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """States of one linear layer: ``conv [num_slots, conv_dim, kernel - 1]``, ``recurrent [num_slots, HV, K, V]``."""
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What a forward pass may look up: the batch, and by layer name the layer's cache and the layer itself."""
+
+    batch: Batch
+    caches: dict[str, KVCache | StateCache]
+    layers: dict[str, Any] = field(default_factory=dict)
+
+    def kv_cache(self, layer_name: str) -> KVCache:
+        cache = self.caches[layer_name]
+        assert isinstance(cache, KVCache), f"{layer_name} is not a full-attention layer"
+        return cache
+
+    def state_cache(self, layer_name: str) -> StateCache:
+        cache = self.caches[layer_name]
+        assert isinstance(cache, StateCache), f"{layer_name} is not a linear-attention layer"
+        return cache
+
+
+_current: ForwardContext | None = None
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make ``context`` the current one for the body.
+
+    Raises:
+        RuntimeError: another context is already active (forward passes do not nest).
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError("a forward context is already active; forward passes do not nest")
+    _current = context
+    try:
+        yield context
+    finally:
+        _current = None
+
+
+def get_forward_context() -> ForwardContext:
+    """The active context.
+
+    Raises:
+        RuntimeError: no forward pass is running.
+    """
+    if _current is None:
+        raise RuntimeError("no forward context is active; wrap the model call in forward_context(...)")
+    return _current

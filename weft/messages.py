@@ -1,0 +1,120 @@
+"""What crosses the boundary between deciding and running: one step's orders, and one step's results.
+
+Job: two frozen, complete, serialisable messages (msgspec), made of plain numbers, never of tensors or references.
+Owns: their fields. Does not know: how either side works.
+
+The scheduler names *rows* (a request's place in the runner's tables), *pages* (KV) and *slots* (recurrent states); the
+runner obeys. A step is executed in this order: ``new_requests`` fill their rows, ``page_copies`` and ``state_forks``
+run, then the batch, then sampling. ``finished_rows`` are forgotten before anything else.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of a row with every default resolved (see ``SamplingParams`` for the meanings).
+
+    ``top_k`` 0 means all. ``seed`` is an unsigned 64-bit number. ``bad_words`` are token-id sequences.
+    ``blocked_before_min`` are the EOS and stop ids that may not be sampled before ``min_tokens`` tokens are out.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[list[int]] | None = None
+    seed: int = 0
+    min_tokens: int = 0
+    blocked_before_min: list[int] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class NewRequest(msgspec.Struct, frozen=True):
+    """A request enters (or, after a preemption, re-enters) the runner's tables at ``row``.
+
+    Attributes:
+        row: place in the runner's tables, 0 to ``max_num_seqs - 1``.
+        token_ids: every token known: the prompt, and after a preemption also the tokens generated so far.
+        num_prompt_tokens: how many of ``token_ids`` are prompt.
+        sampling: resolved parameters.
+    """
+
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: RowSampling
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True):
+    """What one request does in this step.
+
+    Attributes:
+        row: its row.
+        start: position of the first token to run; equals the tokens already computed.
+        num_tokens: tokens to run. Tokens come from the row: from ``NewRequest.token_ids`` while those last, after that
+            from the token sampled last, which never has to visit the host.
+        new_pages: page ids appended to the row's page table.
+        state_slot: working slot of the recurrent state (0 if the model has none).
+        samples: True if the step ends at the last known token, so that a new one is sampled.
+        checkpoints: ``(position, slot)`` orders: store the state after exactly ``position`` tokens into ``slot``.
+            ``start < position <= start + num_tokens``, ascending.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    new_pages: list[int]
+    state_slot: int
+    samples: bool
+    checkpoints: list[tuple[int, int]] = []
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """One step's orders. ``requests`` lists decoding requests (one token, no checkpoint) first."""
+
+    step: int
+    requests: list[ScheduledRequest]
+    new_requests: list[NewRequest] = []
+    finished_rows: list[int] = []
+    state_forks: list[tuple[int, int]] = []
+    page_copies: list[tuple[int, int]] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step runs."""
+        return sum(r.num_tokens for r in self.requests)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities at one position: of the token itself (with its rank, 1 is the likeliest), then of the top N.
+
+    ``token_ids[0]`` is the token that stands (or was sampled) there; the others are the likeliest, in order.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class ModelOutput(msgspec.Struct, frozen=True):
+    """One step's results: a token for every request that had ``samples`` set, in batch order.
+
+    ``rows`` and ``token_ids`` run side by side; ``logprobs`` and ``prompt_logprobs`` hold an entry for a row only if it
+    asked. ``prompt_logprobs[row]`` covers the prompt tokens whose *predecessor* ran in this step. ``failed_rows`` had
+    NaN logits: their token is meaningless and the request must fail alone.
+    """
+
+    step: int
+    rows: list[int]
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    failed_rows: list[int] = []

@@ -1,0 +1,148 @@
+"""How the next token of a request is chosen: the sampling parameters, their limits, and their validation.
+
+Job: one validated value object. Owns: ranges and defaults. Does not know: tokenizers, vocabularies or tensors; what
+depends on those (stop strings, bad words, token ids in range) is checked where the request is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from weft.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of one request; names and meanings as in vLLM and the OpenAI API.
+
+    ``None`` for ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` means: the checkpoint's
+    ``generation_config.json``, and where that is silent 1.0, off, 1.0, 0.0 and 1.0.
+
+    Attributes:
+        n: completions per prompt.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches it (after top_k), in (0, 1].
+        min_p: drop tokens less likely than this share of the likeliest one's probability, in [0, 1].
+        presence_penalty, frequency_penalty: in [-2, 2], over generated tokens (OpenAI).
+        repetition_penalty: > 0, over prompt and generated tokens (CTRL, arXiv 1909.05858).
+        logit_bias: token id -> value added to its logit, in [-100, 100].
+        allowed_token_ids: only these can be generated.
+        bad_words: texts that may not be generated.
+        seed: any 64-bit integer; the sample depends on (seed, output position, token id) and on nothing else. Without
+            one, the engine's seed and the request's number give one.
+        stop: strings that end the generation; cut off unless ``include_stop_str_in_output``.
+        stop_token_ids: token ids that end it, like the checkpoint's EOS ids (their text is dropped with the special
+            tokens; kept if ``include_stop_str_in_output``).
+        max_tokens: most tokens to generate; None: as many as the context allows.
+        min_tokens: no EOS, stop token or stop string before that many.
+        ignore_eos: EOS ids do not end the generation.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: False: token ids only, no text (then no stop strings either).
+        logprobs: report the chosen token's log probability and those of the N likeliest (0: the chosen one's only).
+        prompt_logprobs: the same for every prompt token.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """``stop`` as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_stops()
+        self._check_token_lists()
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, 64)
+        _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        _integer("top_k", self.top_k, -1, None)
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is greater than max_tokens={self.max_tokens}; lower one or raise the other",
+                "min_tokens",
+            )
+
+    def _check_stops(self) -> None:
+        stops = self.stop_strings
+        if len(stops) > MAX_STOPS:
+            raise RequestError(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise RequestError("stop holds an empty or non-text entry; every stop string needs at least one character", "stop")
+        if stops and not self.detokenize:
+            raise RequestError("stop strings need text: leave detokenize=True or use stop_token_ids", "stop")
+
+    def _check_token_lists(self) -> None:
+        for token, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias key", token, 0, None)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            for token in getattr(self, name) or ():
+                _integer(name, token, 0, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty, so no token could be generated; leave it out or name some", "allowed_token_ids")
+        for word in self.bad_words or ():
+            if not isinstance(word, str) or not word.strip():
+                raise RequestError(f"bad_words holds {word!r}; every entry must be a non-empty text", "bad_words")
+
+
+def _integer(name: str, value: Any, low: int | None, high: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}={value!r} is not an integer", name)
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise RequestError(f"{name}={value} is outside the allowed range: {_range(low, high)}", name)
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name}={value!r} is not a finite number", name)
+    if value < low or value > high or (open_low and value == low):
+        raise RequestError(f"{name}={value} is outside the allowed range: {'above' if open_low else 'from'} {low} to {high}", name)
+
+
+def _range(low: int | None, high: int | None) -> str:
+    return f"{low} or more" if high is None else f"{low} to {high}"
