@@ -1,0 +1,92 @@
+"""What a user gets back.
+
+Job: the public result objects, under the names that scripts for vLLM already use. Owns: their fields.
+Does not know: how they are produced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log probability of a token at one position.
+
+    Attributes:
+        logprob: natural logarithm of its probability before temperature, penalties and masks.
+        rank: 1 for the likeliest token of the vocabulary.
+        decoded_token: its text, None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+LogprobsDict = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    Attributes:
+        index: 0 to ``n - 1``.
+        text: generated text so far (empty under ``detokenize=False`` or without a tokenizer).
+        token_ids: generated tokens so far; the stop token is included.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` (the model produced NaN), or None while running.
+        stop_reason: the stop string or stop token id that ended it; None for EOS and everything else.
+        logprobs: per generated token, token id -> ``Logprob``; None if not asked for.
+        cumulative_logprob: sum over the generated tokens; None if logprobs were not asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[LogprobsDict] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds since the request arrived; None: not reached yet.
+
+    Attributes:
+        time_in_queue: until it was first scheduled.
+        time_to_first_token: until its first token was known.
+        e2e_latency: until its last completion ended.
+        num_preemptions: how often it had to give way and recompute.
+    """
+
+    time_in_queue: float | None = None
+    time_to_first_token: float | None = None
+    e2e_latency: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Everything known about one prompt.
+
+    Attributes:
+        request_id: as given or assigned.
+        prompt: the prompt's text, None if it came as token ids.
+        prompt_token_ids: its tokens.
+        outputs: one entry per completion (``n``).
+        finished: True once every completion has ended.
+        num_cached_tokens: prompt tokens that did not have to be computed.
+        prompt_logprobs: None for the first token, then token id -> ``Logprob``; None if not asked for.
+        metrics: times and counts.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[LogprobsDict | None] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

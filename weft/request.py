@@ -1,0 +1,131 @@
+"""One completion on its way through the engine.
+
+Job: hold what a request is and how far it has come. Owns: progress counters and the tokens so far.
+Does not know: pages, slots, rows of the runner, text. A prompt with ``n > 1`` is ``n`` requests.
+
+Progress, in tokens (``prompt + output`` are known on the host; ``pending`` were sampled by launched steps whose results
+are not back yet)::
+
+    |<---------- prompt ---------->|<--- output --->|<- pending ->|
+    |<------- num_computed_tokens (fed to the model) ------>|
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.messages import RowSampling, TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Moments of a request's life in seconds of ``time.monotonic()``; None: not reached."""
+
+    arrival: float = field(default_factory=time.monotonic)
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request as the scheduler sees it.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt_token_ids: at least one token.
+        sampling: resolved sampling parameters, for the runner.
+        max_tokens: most tokens to generate; prompt and output together fit the context.
+        stop_token_ids: ids that end the generation as the user's stop token; the id is the ``stop_reason``.
+        eos_token_ids: ids that end it as the model's own end (empty under ``ignore_eos``).
+        priority: smaller goes first under the ``priority`` policy.
+        arrival: number of the request in order of arrival.
+        num_computed_tokens: tokens fed to the model, counted when a step is launched.
+        num_pending: tokens sampled by launched steps and not back yet.
+        num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
+        num_preemptions: how often it had to give way.
+        prompt_logprobs: entries for prompt positions 1, 2, … as they arrive.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: RowSampling
+    max_tokens: int
+    arrival: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_pending: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    def __post_init__(self) -> None:
+        assert self.prompt_token_ids, "a request needs at least one prompt token"
+        assert self.max_tokens >= 1, "a request generates at least one token"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the request, those on their way back included."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Tokens that still have to be fed before the next one can be sampled."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        """Prompt and output known on the host (a copy)."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def will_be_full(self) -> bool:
+        """True if the tokens out and on their way already reach ``max_tokens``: no further step may be launched."""
+        return len(self.output_token_ids) + self.num_pending >= self.max_tokens
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """A sampled token has come back; sets ``finish_reason`` if it ends the generation."""
+        assert self.num_pending > 0, "a token came back that no step had sampled"
+        self.num_pending -= 1
+        self.output_token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.times.first_token is None:
+            self.times.first_token = time.monotonic()
+        self._check_stop(token_id)
+
+    def _check_stop(self, token_id: int) -> None:
+        enough = len(self.output_token_ids) >= self.sampling.min_tokens
+        if enough and token_id in self.eos_token_ids:
+            self.finish_reason = "stop"
+        elif enough and token_id in self.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif len(self.output_token_ids) >= self.max_tokens:
+            self.finish_reason = "length"

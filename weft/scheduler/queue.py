@@ -1,0 +1,45 @@
+"""The waiting line: who is served next.
+
+Job: keep waiting requests in the order of the policy. Owns: the order. Does not know: memory or budgets.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import Literal
+
+from weft.request import Request
+
+SchedulePolicy = Literal["fcfs", "priority"]
+
+
+def sort_key(policy: SchedulePolicy, request: Request) -> tuple[int, int]:
+    """Requests with a smaller key go first: by arrival (``fcfs``), or by priority and then arrival."""
+    return (request.priority if policy == "priority" else 0, request.arrival)
+
+
+class WaitingQueue:
+    """Waiting requests in policy order. A preempted request keeps its arrival, so it returns ahead of newer ones."""
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self.policy: SchedulePolicy = policy
+        self._entries: list[tuple[tuple[int, int], Request]] = []
+
+    def push(self, request: Request) -> None:
+        bisect.insort(self._entries, (sort_key(self.policy, request), request), key=lambda entry: entry[0])
+
+    def first(self) -> Request:
+        return self._entries[0][1]
+
+    def pop(self) -> Request:
+        return self._entries.pop(0)[1]
+
+    def remove(self, request: Request) -> None:
+        self._entries = [entry for entry in self._entries if entry[1] is not request]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._entries)

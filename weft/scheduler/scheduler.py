@@ -1,0 +1,308 @@
+"""What runs in the next step.
+
+Job: continuous batching under a token budget: admission, chunked prefill, growth, preemption, and taking in results.
+Owns: the waiting line, the running requests with their rows and leases, and the life of each request.
+Does not know: tensors, models, text; how a step is executed. Pages and slots come from the cache manager.
+
+One step is filled in this order:
+
+1. running requests, in policy order: one token each if they decode, a chunk of what is missing if they still prefill;
+2. waiting requests, in policy order, while rows, pages, slots and budget last.
+
+A running request that finds no page makes the *last* running request in policy order give way (its pages and its state
+are dropped, it returns to the line and recomputes), until there is room or it is itself the last. Nothing is admitted
+in a step in which something was preempted, and a request is admitted only if all its known tokens fit and every running
+request can still grow by a page: otherwise it would soon be thrown out again.
+
+Results may be up to some steps late (``num_pending``): what a launched step uses is given back only after its results
+are in, so nothing that a running step reads or writes changes owner.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from weft.cache.manager import Lease, Manager
+from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
+from weft.request import FinishReason, Request, RequestStatus
+from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request that holds a row and a lease; ``in_flight`` launched steps use them."""
+
+    request: Request
+    row: int
+    lease: Lease
+    in_flight: int = 0
+    announced: bool = False
+    num_pages_sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counters for metrics and progress bars, since the start."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_free_slots: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """Continuous batching over one cache manager."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: SchedulePolicy = "fcfs",
+    ) -> None:
+        assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode in one step"
+        self.manager = manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.policy: SchedulePolicy = policy
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._waiting = WaitingQueue(policy)
+        self._running: list[Running] = []
+        self._leaving: list[Running] = []
+        self._by_id: dict[str, Request] = {}
+        self._finished_rows: list[int] = []
+        self._launched: dict[int, list[tuple[Running, bool]]] = {}
+        self._step = 0
+        self._num_preemptions = 0
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """A new request joins the line."""
+        assert request.request_id not in self._by_id, f"request id {request.request_id} is already in use"
+        assert request.num_prompt_tokens + request.max_tokens - 1 <= self.manager.max_tokens, "request can never fit"
+        self._by_id[request.request_id] = request
+        self._waiting.push(request)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
+        """End a request from outside (abort, stop string). Returns False if it is unknown or has already ended."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return False
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request.status is RequestStatus.WAITING:
+            self._waiting.remove(request)
+            self._end(request)
+        else:
+            self._leave(next(r for r in self._running if r.request is request))
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits, runs, or has a step in flight."""
+        return bool(self._waiting or self._running or self._launched)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Launched steps whose results have not been taken in."""
+        return len(self._launched)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_free_pages=self.manager.pages.num_free,
+            num_free_slots=self.manager.slots.num_free,
+            num_preemptions=self._num_preemptions,
+        )
+
+    # -- a step goes out -----------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step's orders, or None if nothing can run now."""
+        preempted_before = self._num_preemptions
+        planned, budget = self._plan_running()
+        if self._num_preemptions == preempted_before:
+            self._plan_waiting(planned, budget)
+        if not planned:
+            return None
+        return self._launch(planned)
+
+    def _plan_running(self) -> tuple[list[tuple[Running, int]], int]:
+        """Tokens for each running request; decodes and prefill chunks alike. Returns the plan and the budget left."""
+        planned: list[tuple[Running, int]] = []
+        budget = self.max_num_batched_tokens
+        decoding = sum(1 for r in self._running if r.request.num_tokens_to_compute == 1)
+        for running in list(self._running):
+            request = running.request
+            if request.status is not RequestStatus.RUNNING or request.will_be_full:
+                continue  # preempted just now for an earlier one, or its last token is on its way
+            wanted = request.num_tokens_to_compute
+            is_decode = wanted == 1
+            # Decodes always fit; a chunk of prefill takes what they leave.
+            num_tokens = 1 if is_decode else min(wanted, budget - decoding)
+            if num_tokens <= 0 or not self._grow(running, request.num_computed_tokens + num_tokens):
+                continue
+            decoding -= is_decode
+            budget -= num_tokens
+            planned.append((running, num_tokens))
+        return planned, budget
+
+    def _grow(self, running: Running, num_tokens: int) -> bool:
+        """Pages for ``num_tokens`` tokens in all, if need be by making others give way."""
+        while self.manager.allocate(running.lease, num_tokens) is None:
+            victim = self._running[-1]
+            if victim.in_flight or self._leaving:
+                return False  # room comes back when a launched step is done; until then this request just waits
+            assert len(self._running) > 1, "a single request must fit: the context length is clamped to the pool"
+            self._preempt(victim)
+            if victim is running:
+                return False
+        return True
+
+    def _preempt(self, victim: Running) -> None:
+        """Take everything from ``victim`` and send it back to the line; it will recompute what it had."""
+        request = victim.request
+        assert victim.in_flight == 0 and request.num_pending == 0
+        self._running.remove(victim)
+        self.manager.preempt(victim.lease)
+        self._free_row(victim)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.prompt_logprobs.clear()
+        request.status = RequestStatus.WAITING
+        self._num_preemptions += 1
+        self._waiting.push(request)
+
+    def _plan_waiting(self, planned: list[tuple[Running, int]], budget: int) -> None:
+        """Admit waiting requests in order while everything they need is there; stop at the first that does not fit."""
+        while self._waiting and self._free_rows and budget > 0:
+            request = self._waiting.first()
+            reserve = len(self._running)
+            if not self.manager.can_allocate(None, request.num_tokens, reserve):
+                break
+            lease = self.manager.lease(self.manager.match(request.known_token_ids))
+            if lease is None:
+                break
+            self._waiting.pop()
+            running = self._admit(request, lease)
+            num_tokens = min(request.num_tokens_to_compute, budget)
+            pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
+            assert pages is not None, "can_allocate promised room"
+            budget -= num_tokens
+            planned.append((running, num_tokens))
+
+    def _admit(self, request: Request, lease: Lease) -> Running:
+        running = Running(request, self._free_rows.pop(), lease)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = lease.num_cached_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = lease.num_cached_tokens
+            request.times.first_scheduled = time.monotonic()
+        self._running.append(running)
+        self._running.sort(key=lambda r: sort_key(self.policy, r.request))
+        return running
+
+    def _launch(self, planned: list[tuple[Running, int]]) -> SchedulerOutput:
+        """Turn the plan into orders and count its tokens as fed."""
+        planned.sort(key=lambda entry: not _is_decode(*entry))
+        self._step += 1
+        new_requests = [self._announce(running) for running, _ in planned if not running.announced]
+        requests: list[ScheduledRequest] = []
+        sampled: list[tuple[Running, bool]] = []
+        for running, num_tokens in planned:
+            order = self._order(running, num_tokens)
+            requests.append(order)
+            sampled.append((running, order.samples))
+        self._launched[self._step] = sampled
+        finished_rows, self._finished_rows = self._finished_rows, []
+        return SchedulerOutput(self._step, requests, new_requests, finished_rows)
+
+    def _announce(self, running: Running) -> NewRequest:
+        running.announced = True
+        request = running.request
+        return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling)
+
+    def _order(self, running: Running, num_tokens: int) -> ScheduledRequest:
+        request, lease = running.request, running.lease
+        start = request.num_computed_tokens
+        samples = start + num_tokens == request.num_tokens
+        new_pages = lease.pages[running.num_pages_sent :]
+        running.num_pages_sent = len(lease.pages)
+        running.in_flight += 1
+        request.num_computed_tokens += num_tokens
+        request.num_pending += samples
+        self.manager.commit(lease, request.num_computed_tokens)
+        return ScheduledRequest(running.row, start, num_tokens, new_pages, lease.state_slot, samples)
+
+    # -- a step's results come in --------------------------------------------------------------------------------
+
+    def update(self, output: ModelOutput) -> list[Request]:
+        """Take in the results of a launched step.
+
+        Returns:
+            The requests that got a token or ended by it. Tokens of requests that had ended meanwhile are dropped.
+        """
+        results = dict(zip(output.rows, output.token_ids, strict=True))
+        changed: list[Request] = []
+        for running, samples in self._launched.pop(output.step):
+            running.in_flight -= 1
+            request = running.request
+            if request.finish_reason is not None:
+                request.num_pending -= samples
+                self._give_back_if_idle(running)
+                continue
+            request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
+            if running.row in output.failed_rows:
+                request.num_pending -= samples
+                request.finish_reason = "error"
+            elif samples:
+                request.append(results[running.row], output.logprobs.get(running.row))
+            if request.finish_reason is not None:
+                self._leave(running)
+            if samples or request.finish_reason is not None:
+                changed.append(request)
+        return changed
+
+    def _leave(self, running: Running) -> None:
+        """A running request has ended; what it holds goes back as soon as no launched step uses it."""
+        self._running.remove(running)
+        self._leaving.append(running)
+        self._end(running.request)
+        self._give_back_if_idle(running)
+
+    def _give_back_if_idle(self, running: Running) -> None:
+        if running.in_flight == 0 and running in self._leaving:
+            self._leaving.remove(running)
+            self.manager.release(running.lease)
+            self._free_row(running)
+
+    def _free_row(self, running: Running) -> None:
+        self._free_rows.append(running.row)
+        self._finished_rows.append(running.row)
+
+    def _end(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED
+        request.times.finished = time.monotonic()
+        del self._by_id[request.request_id]
+
+    # -- invariants ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that rows, leases and counters agree, and the manager's own invariants."""
+        self.manager.check()
+        rows = [r.row for r in self._running + self._leaving]
+        assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"
+        for running in self._running:
+            request = running.request
+            assert request.status is RequestStatus.RUNNING and request.finish_reason is None
+            assert request.num_computed_tokens <= len(running.lease.pages) * self.manager.spec.page_size
+            assert 0 <= request.num_computed_tokens <= request.num_tokens
+        for request in self._waiting:
+            assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
+
+
+def _is_decode(running: Running, num_tokens: int) -> bool:
+    return num_tokens == 1 and running.request.num_computed_tokens > 0
