@@ -1,0 +1,104 @@
+"""The shape of the bundled model, and the folder it is published in.
+
+Owns config.json, generation_config.json and the layout of model.safetensors (bfloat16, one tensor per expert,
+as the published Qwen3-Next checkpoints have it). Knows nothing of training.
+Run `python -m demo.geometry` for a folder with random weights, to try a change of shape.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+from demo.data import MODEL_DIR
+
+ENDOFTEXT, IM_END = 2039, 2041  # ids of the tokenizer; a test checks them
+LAYERS = 8
+CONFIG = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "decoder_sparse_step": 1,
+    "eos_token_id": IM_END,
+    "full_attention_interval": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 768,
+    "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(LAYERS)],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 4096,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "pad_token_id": ENDOFTEXT,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 256,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 2048,
+}
+GENERATION = {"do_sample": False, "eos_token_id": [IM_END, ENDOFTEXT], "pad_token_id": ENDOFTEXT}
+
+
+def new_model(seed: int = 0) -> Qwen3NextForCausalLM:
+    """The model with fresh weights, in float32."""
+    torch.manual_seed(seed)
+    settings = {k: v for k, v in CONFIG.items() if k not in ("architectures", "torch_dtype")}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**settings)).float()
+
+
+def published(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state under its published names: three matrices per expert, no tied head, bfloat16."""
+    tensors = {}
+    for name, tensor in state.items():
+        prefix, _, last = name.rpartition(".")
+        if name == "lm_head.weight":
+            continue
+        if last in ("gate_up_proj", "down_proj") and prefix.endswith("experts"):
+            tensors |= _experts(prefix, last, tensor)
+        else:
+            tensors[name] = tensor
+    return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+
+
+def _experts(prefix: str, last: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for i, matrix in enumerate(stacked):
+        parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True) if last == "gate_up_proj" else [(last, matrix)]
+        tensors |= {f"{prefix}.{i}.{name}.weight": part for name, part in parts}
+    return tensors
+
+
+def save(model: Qwen3NextForCausalLM, folder: Path = MODEL_DIR) -> None:
+    """Write the weights and the two configurations; the tokenizer's files are not touched."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(published(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    for name, settings in (("config.json", CONFIG), ("generation_config.json", GENERATION)):
+        (folder / name).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    fresh = new_model()
+    save(fresh)
+    print(f"{sum(p.numel() for p in fresh.parameters()):,} parameters, random")

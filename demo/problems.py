@@ -1,0 +1,110 @@
+"""From a template to a problem: names and numbers drawn, question rendered, solution worked out.
+
+Owns the drawing of problems and the split: a hash of (template, numbers) says whether a problem
+may be trained on, so no list of forbidden problems is needed and none can be forgotten.
+Knows nothing of tokens or of how problems are strung into chats.
+"""
+
+import hashlib
+import re
+from random import Random
+from typing import NamedTuple
+
+from demo import arithmetic, templates
+from demo.templates import Template
+
+CHOICE = re.compile(r"\[([^\]]*)\]")
+SLOT = re.compile(r"\{(\w+)\}")
+SPLITS = 24  # one part in 24 is kept for development problems, another for the evaluation
+EVAL, DEV, TRAIN = "eval", "dev", "train"
+
+
+class Problem(NamedTuple):
+    """A question with its worked answer; (template, numbers) identifies it."""
+
+    template: str
+    numbers: tuple[int, ...]
+    question: str
+    reply: str
+    answer: int
+    steps: int
+
+    @property
+    def split(self) -> str:
+        """Which part of the data this problem belongs to, from its identity alone."""
+        key = f"{self.template}|{','.join(map(str, self.numbers))}"
+        part = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()) % SPLITS
+        return {0: EVAL, 1: DEV}.get(part, TRAIN)
+
+
+def draw(template: Template, rng: Random, distract: float = 0.15) -> Problem:
+    """One problem from `template`: numbers redrawn until every step of the solution is allowed."""
+    text = CHOICE.sub(lambda m: rng.choice(m[1].split("|")), template.text)
+    slots = SLOT.findall(text)
+    letters = [s for s in dict.fromkeys(slots) if s in templates.RANGES]
+    while True:
+        numbers = {s: _number(s, rng) for s in letters}
+        worked = solve(template.steps, numbers)
+        if worked:
+            break
+    if template.name[:4] != "bare" and rng.random() < distract:
+        text = _with_distractor(text, rng)
+        numbers["z"] = _number("z", rng)
+    question = SLOT.sub(lambda m: str(words[m[1]]), text) if (words := _words(rng) | numbers) else text
+    identity = tuple(numbers[s] for s in dict.fromkeys(SLOT.findall(text)) if s in numbers)
+    lines, answer = worked
+    return Problem(template.name, identity, question, "\n".join([*lines, f"Answer: {answer}"]), answer, len(lines))
+
+
+def solve(steps: str, numbers: dict[str, int]) -> tuple[list[str], int] | None:
+    """The written lines and the answer, or None where a step leaves the allowed ranges."""
+    lines, results = [], []
+    for step in steps.split("; "):
+        match = re.fullmatch(r"(#?\d*|\w)([-+*/])(#?\d*|\w)", step)
+        a, b = (_operand(term, numbers, results) for term in (match[1], match[3]))
+        if not arithmetic.allowed(match[2], a, b):
+            return None
+        lines.append(arithmetic.write(match[2], a, b))
+        results.append(arithmetic.result(match[2], a, b))
+    return lines, results[-1]
+
+
+def chain(rng: Random) -> Template:
+    """A template put together from a start, two or three events and a closing question."""
+    events = [rng.randrange(len(templates.CHAIN_EVENTS)) for _ in range(rng.choice((2, 2, 3)))]
+    start, end = rng.randrange(len(templates.CHAIN_STARTS)), rng.randrange(len(templates.CHAIN_ENDS))
+    sentences, steps, left = [templates.CHAIN_STARTS[start]], [], "a"
+    for letter, event in zip("bcd", events, strict=False):
+        sentence, op = templates.CHAIN_EVENTS[event]
+        term = "m" if op == "*" else letter
+        sentences.append(sentence.replace("{v}", "{" + letter + "}"))
+        steps.append(f"{left}{op}{term}")
+        left = "#"
+    name = "chain-" + "-".join(map(str, [start, *events, end]))
+    return Template(name, " ".join([*sentences, templates.CHAIN_ENDS[end]]), "; ".join(steps))
+
+
+def _number(letter: str, rng: Random) -> int:
+    low, high = templates.RANGES[letter]
+    return rng.randint(low, high)
+
+
+def _operand(term: str, numbers: dict[str, int], results: list[int]) -> int:
+    if term.startswith("#"):
+        return results[int(term[1:] or 0) - 1]
+    return numbers[term]
+
+
+def _words(rng: Random) -> dict[str, str]:
+    (name, he), (other, _) = rng.sample(templates.NAMES, 2)
+    _, him, his = (he, *templates.PRONOUNS[he][1:])
+    x, y = rng.sample(templates.THINGS, 2)
+    words = {"N": name, "M": other, "x": x, "y": y, "he": he, "him": him, "his": his}
+    return words | {"He": he.capitalize(), "His": his.capitalize()}
+
+
+def _with_distractor(text: str, rng: Random) -> str:
+    """The text with one idle sentence before the closing question or after the first sentence."""
+    sentences = re.split(r"(?<=\.) ", text)
+    sentences.insert(rng.randint(min(1, len(sentences) - 1), len(sentences) - 1), rng.choice(templates.DISTRACTORS))
+    return " ".join(sentences)

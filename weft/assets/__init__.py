@@ -1,0 +1,19 @@
+"""The files that ship with Weft: the bundled model and the frozen evaluation set.
+
+Owns where they lie and the rule by which an answer is read from a reply.
+Knows nothing of how the model is run; imports no torch, so that a command line may ask for paths cheaply.
+"""
+
+import re
+from pathlib import Path
+
+MODEL_DIR = Path(__file__).parent / "weft-mini"
+EVAL_PATH = Path(__file__).parent / "eval_problems.jsonl"
+
+_ANSWER = re.compile(r"^Answer: (-?\d+)\s*$", re.MULTILINE)
+
+
+def extract_answer(text: str) -> str | None:
+    """The answer of a reply: the number on its last line of the form `Answer: 42`, or None if there is none."""
+    found = _ANSWER.findall(text)
+    return str(int(found[-1])) if found else None
