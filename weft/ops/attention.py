@@ -1,0 +1,106 @@
+"""Causal softmax attention over a paged KV cache, prefill and decode in one call.
+
+Job: read each sequence's pages and attend. Owns: the layout ``[num_pages, page_size, Hkv, D]`` on the read side.
+Does not know: who filled the pages (``kv_cache.store_kv`` has already written this step's keys and values), or what a
+layer is. Unwritten cache entries may hold anything, NaN included; they are never read.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.backend import Backend, missing_kernel
+
+
+def paged_attention_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, *, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """Torch reference of ``paged_attention``: decode rows in one call, prefill sequences one by one."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if batch.num_decodes:
+        _decode(q, k_cache, v_cache, batch, scale, out)
+    if batch.num_decodes < batch.num_seqs:
+        _prefill(q, k_cache, v_cache, batch, scale, out)
+    if batch.num_tokens < q.shape[0]:
+        out[batch.num_tokens :].zero_()
+    return out
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
+    """One query per sequence; the query heads of a group stand as rows, so that keys need no repetition."""
+    n, (_, page_size, num_kv_heads, head_dim) = batch.num_decodes, k_cache.shape
+    seq_lens = batch.seq_lens[:n, None]
+    offsets = torch.arange(batch.max_seq_len if n > 1 else int(seq_lens), device=q.device)
+    # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
+    positions = torch.minimum(offsets, seq_lens - 1) if n > 1 else offsets[None]
+    slots = _slots(batch.page_table[:n], positions, page_size).flatten()
+    k, v = (
+        c.flatten(0, 1).index_select(0, slots).view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
+        for c in (k_cache, v_cache)
+    )
+    mask = (offsets < seq_lens)[:, None, None] if n > 1 else None
+    grouped = q[:n].reshape(n, num_kv_heads, -1, head_dim)
+    out[:n] = F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(n, -1, head_dim)
+
+
+def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    for i in range(batch.num_decodes, batch.num_seqs):
+        start, end, kv_len = starts[i], starts[i + 1], seq_lens[i]
+        slots = _slots(batch.page_table[i : i + 1], torch.arange(kv_len, device=q.device)[None], page_size)[0]
+        k, v = (c.flatten(0, 1).index_select(0, slots).transpose(0, 1).unsqueeze(1) for c in (k_cache, v_cache))
+        rows = q[start:end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, group, query, D]
+        group = rows.shape[1]
+        attended = F.scaled_dot_product_attention(
+            rows,
+            k.expand(-1, group, -1, -1),
+            v.expand(-1, group, -1, -1),
+            _causal_mask(end - start, kv_len, q.device),
+            is_causal=end - start == kv_len,
+            scale=scale,
+        )
+        out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)
+
+
+def _slots(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Cache slots of token positions: ``[N, max_pages]``, ``[N, L]`` -> ``[N, L]`` int64."""
+    pages = page_table.gather(1, (positions // page_size).long())
+    return (pages * page_size + positions % page_size).long()
+
+
+def _causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor | None:
+    """The last ``query_len`` of ``kv_len`` positions ask: ``[query_len, kv_len]``. None if all do (plain causal)."""
+    if query_len == kv_len:
+        return None
+    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - query_len)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``softmax(scale * q k^T) v`` of each token over its sequence up to and including itself.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``; Hq is a multiple of Hkv, and query head h reads key head
+            ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245).
+        batch: says which tokens form which sequence and where their pages are.
+        out: ``[T, Hq, D]`` to write to, optional.
+
+    Returns:
+        ``[T, Hq, D]`` in q's dtype; padding rows are zero.
+    """
+    if backend is Backend.TORCH:
+        return paged_attention_reference(q, k_cache, v_cache, batch, scale=scale, out=out)
+    raise missing_kernel("paged_attention", backend)

@@ -1,0 +1,132 @@
+"""The short depthwise causal convolution in front of Gated DeltaNet, with SiLU and a state.
+
+Job: ``y_t = silu(bias + sum_j weight[:, j] * x_{t - (W - 1) + j})``. Owns: the convolution state, which holds the last
+``W - 1`` *inputs* of the convolution, oldest first. Does not know: what the channels mean.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.backend import Backend, missing_kernel
+
+
+def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch) -> Tensor:
+    """Torch reference of ``causal_conv1d``.
+
+    Every sequence is laid out behind its state in one long buffer, with ``W - 1`` rows of state before its tokens. The
+    state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
+    """
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    first, last = batch.num_decodes, batch.num_seqs
+    if first == last:
+        return out
+    history = weight.shape[1] - 1
+    begin, end = first, batch.num_tokens  # a decode row has one token each
+    starts = batch.cu_seqlens_q[first : last + 1].long()
+    query_lens = starts.diff()
+    count = last - first
+    # Row of the buffer at which each sequence's tokens start, and each token's own row.
+    bases = starts[:-1] - begin + history * torch.arange(1, count + 1, device=x.device)
+    rows = torch.arange(end - begin, device=x.device) + (bases - starts[:-1] + begin).repeat_interleave(
+        query_lens, output_size=end - begin
+    )
+    before = torch.arange(-history, 0, device=x.device)
+    slots = batch.state_slots[first:last].long()
+    continues = (batch.seq_lens[first:last] != query_lens)[:, None, None]
+    initial = torch.where(continues, conv_state.index_select(0, slots), 0.0).transpose(1, 2)
+
+    buffer = x.new_empty(end - begin + count * history, x.shape[1])
+    buffer[rows] = x[begin:end]
+    buffer[bases[:, None] + before] = initial.to(x.dtype)
+    out[begin:end] = _convolve(buffer, weight, bias)[rows - history]
+    conv_state.index_copy_(0, slots, _states(buffer, bases + query_lens, before, conv_state))
+    _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch)
+    return out
+
+
+def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``[L, C]`` -> ``[L - (W - 1), C]``: row i of the result sees rows i to i + W - 1 of the buffer."""
+    taps = weight.float().unbind(1)
+    length = buffer.shape[0] - len(taps) + 1
+    y = buffer[:length] * taps[0]
+    for j, tap in enumerate(taps[1:], start=1):
+        y.addcmul_(buffer[j : j + length], tap)
+    if bias is not None:
+        y += bias.float()
+    return F.silu(y).to(buffer.dtype)
+
+
+def _states(buffer: Tensor, ends: Tensor, before: Tensor, conv_state: Tensor) -> Tensor:
+    """The states after the tokens that end before rows ``ends``: ``[N, C, W - 1]``."""
+    return buffer[ends[:, None] + before].transpose(1, 2).to(conv_state.dtype)
+
+
+def _store_checkpoints(buffer: Tensor, shifts: Tensor, before: Tensor, conv_state: Tensor, batch: Batch) -> None:
+    """Store the state after each chunk that orders it. ``shifts[s]`` turns a token index into a buffer row."""
+    chunks = batch.chunks
+    if chunks is None:
+        return
+    ordered = (chunks.checkpoint_slot >= 0).nonzero().flatten()
+    if ordered.numel():
+        ends = chunks.start[ordered] + chunks.length[ordered]
+        ends = ends + shifts[chunks.seq[ordered].long() - batch.num_decodes]
+        slots = chunks.checkpoint_slot[ordered].long()
+        conv_state.index_copy_(0, slots, _states(buffer, ends, before, conv_state))
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch, *, backend: Backend
+) -> Tensor:
+    """Convolve the sequences from ``batch.num_decodes`` on; read and update their states.
+
+    Args:
+        x: ``[T, C]``.
+        weight: ``[C, W]``, W at least 2.
+        bias: ``[C]`` or None.
+        conv_state: ``[num_slots, C, W - 1]``. The initial state is that of ``batch.state_slots`` (zero for a sequence
+            that starts here); the final state is written back there, and the state after every chunk with a
+            ``checkpoint_slot`` into that slot.
+
+    Returns:
+        ``[T, C]`` in x's dtype; rows outside those sequences are zero.
+    """
+    if backend is Backend.TORCH:
+        return causal_conv1d_reference(x, weight, bias, conv_state, batch)
+    raise missing_kernel("causal_conv1d", backend)
+
+
+def causal_conv1d_update_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_slots: Tensor
+) -> Tensor:
+    """Torch reference of ``causal_conv1d_update``."""
+    slots = state_slots.long()
+    window = torch.cat([conv_state.index_select(0, slots).to(x.dtype), x.unsqueeze(2)], dim=2)
+    conv_state.index_copy_(0, slots, window[..., 1:].to(conv_state.dtype))
+    y = (window.float() * weight.float()).sum(-1)
+    if bias is not None:
+        y += bias.float()
+    return F.silu(y).to(x.dtype)
+
+
+def causal_conv1d_update(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_slots: Tensor, *, backend: Backend
+) -> Tensor:
+    """One step for N rows that continue a state; the states advance in place.
+
+    Args:
+        x: ``[N, C]``.
+        weight: ``[C, W]``, W at least 2.
+        bias: ``[C]`` or None.
+        conv_state: ``[num_slots, C, W - 1]``.
+        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
+
+    Returns:
+        ``[N, C]`` in x's dtype.
+    """
+    if backend is Backend.TORCH:
+        return causal_conv1d_update_reference(x, weight, bias, conv_state, state_slots)
+    raise missing_kernel("causal_conv1d_update", backend)

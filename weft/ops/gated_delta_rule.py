@@ -1,0 +1,250 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), chunked for prefill and one step for decode.
+
+Per value head, with key k, value v, decay exp(g) and write strength beta (all per token)::
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - k_t^T exp(g_t) S_{t-1}))^T        S: [K, V]
+    o_t = S_t^T q_t
+
+Queries and keys are L2-normalised (eps 1e-6 under the root), queries are scaled by ``K ** -0.5``; each of the HK key
+heads serves ``HV / HK`` consecutive value heads.
+
+Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[num_slots, HV, K, V]``, float32 or
+bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: projections, convolution, norms.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.forward_context import Batch, ChunkTable
+from weft.ops.backend import Backend, missing_kernel
+
+CHUNK_SIZE = 64
+_L2_EPS = 1e-6
+
+
+def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay ``g = -exp(A_log) * softplus(a + dt_bias)`` and write strength ``beta = sigmoid(b)``.
+
+    Args:
+        a, b: ``[T, HV]``.
+        A_log, dt_bias: ``[HV]``.
+
+    Returns:
+        ``(g, beta)``, each ``[T, HV]`` float32; g is at most 0.
+    """
+    g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
+    return g, b.float().sigmoid()
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _L2_EPS).rsqrt()
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+def recurrent_gated_delta_rule_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
+) -> Tensor:
+    """Torch reference of ``recurrent_gated_delta_rule``.
+
+    The state is read once: ``o = exp(g) S^T q + (q . k) delta`` gives the output without the updated state.
+    """
+    num_rows, num_v_heads, _ = v.shape
+    slots = state_slots.long()
+    qk = _l2norm(torch.stack([q, k], dim=2).float())  # [N, HK, 2, K]
+    if num_v_heads != q.shape[1]:
+        qk = qk.repeat_interleave(num_v_heads // q.shape[1], dim=1)
+    decay = g.exp()[..., None, None]
+    old = state.index_select(0, slots).float().mul_(decay)
+    from_q, from_k = torch.matmul(qk, old).unbind(2)
+    delta = (v.float() - from_k).mul_(beta.unsqueeze(-1))
+    queries, keys = qk.unbind(2)
+    overlap = (queries * keys).sum(-1, keepdim=True)
+    old.addcmul_(keys.unsqueeze(-1), delta.unsqueeze(-2))
+    state.index_copy_(0, slots, old.to(state.dtype))
+    return from_q.addcmul(overlap, delta).mul_(q.shape[-1] ** -0.5).to(v.dtype)
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """One step for N rows; their states advance in place.
+
+    Args:
+        q, k: ``[N, HK, K]``, not yet normalised.
+        v: ``[N, HV, V]``; HV is a multiple of HK.
+        g, beta: ``[N, HV]`` float32 from ``gdn_gates``.
+        state: ``[num_slots, HV, K, V]``.
+        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
+
+    Returns:
+        ``[N, HV, V]`` in v's dtype.
+    """
+    if backend is Backend.TORCH:
+        return recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    raise missing_kernel("recurrent_gated_delta_rule", backend)
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+def chunk_gated_delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    batch: Batch,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Torch reference of ``chunk_gated_delta_rule``.
+
+    Chunks are handled in the order of their index within the sequence, longest sequence first: the chunks of one step
+    of the state pass are then a slice, and the sequences still running a prefix.
+    """
+    out = v.new_zeros(v.shape) if out is None else out
+    out[batch.num_tokens :].zero_()
+    first, last = batch.num_decodes, batch.num_seqs
+    if first == last:
+        return out
+    assert batch.chunks is not None, "prefill sequences need a chunk table"
+    order, sequences, widths = _schedule(batch.chunks.first.tolist()[first : last + 1])
+    chunk_ids = torch.tensor(order, device=v.device)
+    tokens, valid = _token_grid(batch.chunks, chunk_ids)
+    wq, u, attention, k_decayed, decay = _intra_chunk(q, k, v, g, beta, tokens, valid)
+
+    seqs = torch.tensor(sequences, device=v.device) + first
+    slots = batch.state_slots[seqs].long()
+    continues = batch.seq_lens[seqs] != batch.cu_seqlens_q.diff()[seqs]
+    running = torch.where(continues[:, None, None, None], state[slots].float(), 0.0)
+    checkpoint_slots = batch.chunks.checkpoint_slot[chunk_ids].tolist()
+
+    inter, offset = torch.empty_like(u), 0
+    for width in widths:
+        step, live = slice(offset, offset + width), running[:width]
+        from_w, from_q = torch.matmul(wq[step], live).split(CHUNK_SIZE, dim=2)
+        u[step] -= from_w
+        inter[step] = from_q
+        live.mul_(decay[step]).add_(torch.matmul(k_decayed[step].transpose(2, 3), u[step]))
+        _store_checkpoints(state, live, checkpoint_slots[step])
+        offset += width
+
+    o = inter.add_(torch.matmul(attention, u)).transpose(1, 2)  # [chunks, 64, HV, V]
+    out[tokens[valid]] = o[valid].to(out.dtype)
+    state.index_copy_(0, slots, running.to(state.dtype))
+    return out
+
+
+def _schedule(first: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Order the chunks for the state pass.
+
+    Args:
+        first: index of the first chunk of each sequence, and the end.
+
+    Returns:
+        Chunk ids in processing order; sequences (local index) by falling number of chunks; and for each step of the
+        pass the number of sequences that still have a chunk.
+    """
+    counts = [b - a for a, b in zip(first, first[1:], strict=False)]
+    sequences = sorted(range(len(counts)), key=lambda s: -counts[s])
+    widths = [sum(c > i for c in counts) for i in range(max(counts))]
+    order = [first[s] + i for i, width in enumerate(widths) for s in sequences[:width]]
+    return order, sequences, widths
+
+
+def _token_grid(chunks: ChunkTable, chunk_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Token index and validity of every cell, ``[chunks, 64]``; invalid cells point at their chunk's first token."""
+    cells = torch.arange(CHUNK_SIZE, device=chunk_ids.device)
+    valid = cells < chunks.length[chunk_ids, None]
+    return chunks.start[chunk_ids, None].long() + cells * valid, valid
+
+
+def _intra_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tokens: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything that needs no state, for all chunks at once (the WY form of arXiv 2406.06484, with decay).
+
+    Unrolling the recurrence inside a chunk gives ``(I + A) (U - W S) = beta (V - decayed K S)`` with A strictly lower
+    triangular, ``A_ij = beta_i (k_i . k_j) exp(G_i - G_j)``, G the running sum of g. Cells past the chunk's end have
+    k = v = g = beta = 0 and so change nothing.
+
+    Returns:
+        ``wq [C, HV, 128, K]`` (W above the decayed queries), ``u [C, HV, 64, V]``, the masked attention inside the
+        chunk ``[C, HV, 64, 64]``, keys decayed to the chunk's end ``[C, HV, 64, K]``, and the chunk's whole decay
+        ``[C, HV, 1, 1]``.
+    """
+    group = v.shape[1] // k.shape[1]
+
+    def chunked(x: Tensor) -> Tensor:  # [T, H, D] -> [C, H, 64, D] float32, invalid cells zero
+        return torch.where(valid[:, :, None, None], x[tokens].float(), 0.0).transpose(1, 2)
+
+    queries = _l2norm(chunked(q)).mul_(q.shape[-1] ** -0.5).repeat_interleave(group, dim=1)
+    keys = _l2norm(chunked(k)).repeat_interleave(group, dim=1)
+    values = chunked(v)
+    strength = chunked(beta.unsqueeze(-1))
+    log_decay = chunked(g.unsqueeze(-1)).cumsum(2)  # [C, HV, 64, 1]
+
+    lower = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=v.device).tril()
+    pairwise = (log_decay - log_decay.transpose(2, 3)).masked_fill_(~lower, -torch.inf).exp_()
+    scores = torch.matmul(torch.cat([keys * strength, queries], dim=2), keys.transpose(2, 3))
+    system, attention = (s * pairwise for s in scores.split(CHUNK_SIZE, dim=2))
+    decayed = log_decay.exp()
+    right_side = torch.cat([keys * (strength * decayed), values * strength], dim=3)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    w, u = solved.split([keys.shape[3], values.shape[3]], dim=3)
+    last = log_decay[:, :, -1:]
+    wq = torch.cat([w, queries * decayed], dim=2)
+    return wq, u.contiguous(), attention, keys * (last - log_decay).exp(), last.exp()
+
+
+def _store_checkpoints(state: Tensor, live: Tensor, checkpoint_slots: list[int]) -> None:
+    rows = [i for i, slot in enumerate(checkpoint_slots) if slot >= 0]
+    if rows:
+        slots = torch.tensor([checkpoint_slots[i] for i in rows], device=state.device)
+        state.index_copy_(0, slots, live[rows].to(state.dtype))
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    batch: Batch,
+    *,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the sequences from ``batch.num_decodes`` on through the rule, cut as ``batch.chunks`` says.
+
+    Args:
+        q, k: ``[T, HK, K]``, not yet normalised.
+        v: ``[T, HV, V]``; HV is a multiple of HK.
+        g, beta: ``[T, HV]`` float32 from ``gdn_gates``.
+        state: ``[num_slots, HV, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
+            starts here); the final state is written back there, and the state after every chunk with a
+            ``checkpoint_slot`` into that slot, in the same pass.
+        out: ``[T, HV, V]`` to write to, optional.
+
+    Returns:
+        ``[T, HV, V]`` in v's dtype. Padding rows (``num_tokens`` on) are zero. The rows of decoding sequences are left
+        as they are in a given ``out``, and zero otherwise.
+    """
+    if backend is Backend.TORCH:
+        return chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out)
+    raise missing_kernel("chunk_gated_delta_rule", backend)

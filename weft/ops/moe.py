@@ -1,0 +1,111 @@
+"""Mixture of experts: choosing experts, and running each token through its own.
+
+Job: softmax routing and the expert MLPs (SwiGLU). Owns: the meaning of id -1 (no expert: padding). Does not know: the
+router's projection, shared experts, or how experts are sharded.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.ops.activation import silu_and_mul_reference
+from weft.ops.backend import Backend, missing_kernel
+
+# Up to this many (token, expert) pairs per expert weight, copying the hit experts' weights is cheaper than sorting.
+_GATHER_LIMIT = 8
+
+
+def topk_router_reference(
+    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Torch reference of ``topk_router``."""
+    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if renormalize:
+        weights /= weights.sum(-1, keepdim=True)
+    ids = ids.int()
+    if num_tokens < logits.shape[0]:
+        weights[num_tokens:] = 0.0
+        ids[num_tokens:] = -1
+    return weights, ids
+
+
+def topk_router(
+    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` likeliest experts of each token, by a float32 softmax over all experts.
+
+    Args:
+        logits: ``[T, E]``.
+        top_k: experts per token.
+        renormalize: make the chosen weights sum to one (``norm_topk_prob``).
+        num_tokens: real tokens; the rows from there on are padding.
+
+    Returns:
+        ``(weights [T, top_k] float32, ids [T, top_k] int32)``; padding rows have weight 0 and id -1.
+    """
+    if backend is Backend.TORCH:
+        return topk_router_reference(logits, top_k, renormalize=renormalize, num_tokens=num_tokens)
+    raise missing_kernel("topk_router", backend)
+
+
+def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Torch reference of ``fused_moe``."""
+    if ids.numel() <= _GATHER_LIMIT:
+        return _few_tokens(x, gate_up, down, weights, ids)
+    return _many_tokens(x, gate_up, down, weights, ids)
+
+
+def _few_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Loop over the (token, expert) pairs: no sorting, no copies of weights."""
+    rows = []
+    for row, (experts, shares) in enumerate(zip(ids.tolist(), weights.unbind(0), strict=True)):
+        token = x[row]
+        total = torch.zeros_like(token)
+        for expert, share in zip(experts, shares, strict=True):
+            if expert >= 0:
+                hidden = silu_and_mul_reference(F.linear(token, gate_up[expert]))
+                total.addcmul_(F.linear(hidden, down[expert]), share.to(x.dtype))
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def _many_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Sort the (token, expert) pairs by expert and run each hit expert once over its tokens."""
+    top_k, num_experts = ids.shape[1], gate_up.shape[0]
+    flat = ids.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+    order = order[counts[0] :]  # id -1 sorts first: padding meets no expert
+    tokens = order // top_k
+    results = x.new_empty(order.shape[0], x.shape[1])
+    gathered = x.index_select(0, tokens)
+    begin = 0
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            rows = slice(begin, begin + count)
+            hidden = silu_and_mul_reference(F.linear(gathered[rows], gate_up[expert]))
+            results[rows] = F.linear(hidden, down[expert])
+            begin += count
+    weighted = results.float() * weights.flatten()[order, None]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return out.index_add_(0, tokens, weighted).to(x.dtype)
+
+
+def fused_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, *, backend: Backend) -> Tensor:
+    """``sum_j weights[t, j] * down[e] (silu(gate[e] x_t) * (up[e] x_t))`` with ``e = ids[t, j]``.
+
+    Args:
+        x: ``[T, H]``.
+        gate_up: ``[E, 2 * I, H]``: gate rows, then up rows.
+        down: ``[E, H, I]``.
+        weights: ``[T, k]``.
+        ids: ``[T, k]`` integers; -1 means no expert.
+
+    Returns:
+        ``[T, H]`` in x's dtype; rows without experts are zero.
+    """
+    if backend is Backend.TORCH:
+        return fused_moe_reference(x, gate_up, down, weights, ids)
+    raise missing_kernel("fused_moe", backend)

@@ -1,0 +1,74 @@
+"""Root-mean-square normalisation (RMSNorm, arXiv 1910.07467), plain, zero-centred and gated.
+
+Job: the three variants that the supported models use. Owns: the arithmetic, float32 inside with one rounding at the
+end, whatever the input dtype. Does not know: layers or weights' names.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.ops.backend import Backend, missing_kernel
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Torch reference of ``rms_norm``."""
+    if residual is not None:
+        residual = x + residual
+        x = residual
+    scale = weight.float()
+    if zero_centered:
+        scale = scale + 1.0
+    y = F.rms_norm(x.float(), (x.shape[-1],), scale, eps).to(x.dtype)
+    return y if residual is None else (y, residual)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    residual: Tensor | None = None,
+    backend: Backend,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``y = x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+    Args:
+        x: ``[..., H]``, any float dtype.
+        weight: ``[H]``.
+        eps: added to the mean square.
+        zero_centered: scale by ``1 + weight`` instead (Qwen3-Next).
+        residual: ``[..., H]``; if given, ``x + residual`` is normalised.
+
+    Returns:
+        ``y`` in x's dtype; with ``residual``, the pair ``(y, x + residual)``. Inputs are not modified.
+    """
+    if backend is Backend.TORCH:
+        return rms_norm_reference(x, weight, eps, zero_centered=zero_centered, residual=residual)
+    raise missing_kernel("rms_norm", backend)
+
+
+def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Torch reference of ``gated_rms_norm``."""
+    y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
+    return y.mul_(F.silu(gate.float())).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tensor:
+    """``weight * rms_norm(x) * silu(gate)``: the output norm of Gated DeltaNet (arXiv 2412.06464).
+
+    Args:
+        x: ``[N, V]``, one row per token and value head.
+        gate: ``[N, V]``.
+        weight: ``[V]``, never zero-centred.
+
+    Returns:
+        ``[N, V]`` in x's dtype.
+    """
+    if backend is Backend.TORCH:
+        return gated_rms_norm_reference(x, gate, weight, eps)
+    raise missing_kernel("gated_rms_norm", backend)

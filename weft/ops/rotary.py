@@ -1,0 +1,141 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), with the length scalings that the supported models use.
+
+Job: frequencies, the cos/sin table, and the rotation of queries and keys ("rotate half" pairing: dimension i turns
+with dimension i + rotary_dim / 2). Owns: the formulas. Does not know: which layers are rotated.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.config.model import RopeConfig
+from weft.errors import UnsupportedModelError
+from weft.ops.backend import Backend, missing_kernel
+
+
+def inverse_frequencies(rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:
+    """Angle per position of each rotated pair, and the factor for cos and sin.
+
+    Args:
+        rope: geometry and scaling.
+        max_position_embeddings: the model's context; YaRN derives its factor from it where the checkpoint names none.
+
+    Returns:
+        ``[rotary_dim / 2]`` float32 on the CPU, and the attention factor (1.0 but for YaRN).
+
+    Raises:
+        UnsupportedModelError: a scaling other than default, linear, llama3 and yarn.
+    """
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    parameters: dict[str, Any] = dict(rope.parameters)
+    match rope.scaling:
+        case "default":
+            return inv_freq, 1.0
+        case "linear":
+            return inv_freq / parameters["factor"], 1.0
+        case "llama3":
+            return _llama3(inv_freq, parameters), 1.0
+        case "yarn":
+            return _yarn(inv_freq, rope, parameters, max_position_embeddings)
+    raise UnsupportedModelError(
+        f"rope scaling {rope.scaling!r} is not supported; supported: default, linear, llama3, yarn"
+    )
+
+
+def _llama3(inv_freq: Tensor, parameters: dict[str, Any]) -> Tensor:
+    """Llama 3.1: long wavelengths are slowed by ``factor``, short ones kept, those between interpolated."""
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = parameters["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - keep) * inv_freq / parameters["factor"] + keep * inv_freq
+
+
+def _yarn(
+    inv_freq: Tensor, rope: RopeConfig, parameters: dict[str, Any], max_position_embeddings: int
+) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071), "NTK by parts": fast pairs extrapolate, slow pairs interpolate, a ramp between."""
+    original = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or max_position_embeddings / original
+    low = _yarn_dimension(parameters.get("beta_fast") or 32, rope, original)
+    high = _yarn_dimension(parameters.get("beta_slow") or 1, rope, original)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return inv_freq / factor * ramp + inv_freq * (1.0 - ramp), _yarn_attention_factor(factor, parameters)
+
+
+def _yarn_dimension(turns: float, rope: RopeConfig, original_length: int) -> float:
+    """The (real-valued) pair that makes ``turns`` full turns over the original context."""
+    return rope.rotary_dim * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def _yarn_attention_factor(factor: float, parameters: dict[str, Any]) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    numerator, denominator = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if numerator and denominator:
+        return mscale(numerator) / mscale(denominator)
+    return mscale(1.0)
+
+
+def rotary_table(rope: RopeConfig, max_position_embeddings: int, max_len: int, device: torch.device | str) -> Tensor:
+    """Cosines and sines of every position.
+
+    Returns:
+        ``[max_len, rotary_dim]`` float32 on ``device``: ``rotary_dim / 2`` cosines, then as many sines; the attention
+        factor is folded in.
+    """
+    inv_freq, attention_factor = inverse_frequencies(rope, max_position_embeddings)
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+    return table.to(device)
+
+
+def apply_rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Torch reference of ``apply_rotary``."""
+    rotary_dim = cos_sin.shape[-1]
+    num_q_heads = q.shape[1]
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    x = torch.cat([q, k], dim=1)  # queries and keys turn by the same angles: one pass over both
+    rotated = x[..., :rotary_dim].float()
+    first, second = rotated.chunk(2, dim=-1)
+    out = torch.empty_like(x)
+    half = rotary_dim // 2
+    out[..., :half] = (first * cos).addcmul_(second, sin, value=-1.0)
+    out[..., half:rotary_dim] = (second * cos).addcmul_(first, sin)
+    if rotary_dim < x.shape[-1]:
+        out[..., rotary_dim:] = x[..., rotary_dim:]
+    return out[:, :num_q_heads], out[:, num_q_heads:]
+
+
+def apply_rotary(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, *, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first ``rotary_dim`` dimensions of every head; the others pass through.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k: ``[T, Hkv, D]``, same dtype.
+        positions: ``[T]`` int64, each below ``cos_sin``'s length.
+        cos_sin: ``[max_len, rotary_dim]`` float32 from ``rotary_table``; ``rotary_dim`` is at most D.
+
+    Returns:
+        The rotated ``(q, k)``, computed in float32 and rounded once to q's dtype. The inputs are not modified; the
+        results need not be contiguous.
+    """
+    if backend is Backend.TORCH:
+        return apply_rotary_reference(q, k, positions, cos_sin)
+    raise missing_kernel("apply_rotary", backend)
