@@ -1,0 +1,111 @@
+"""Typed reading of the JSON files in a model folder.
+
+Job: open a JSON file and hand out its values with the type that the caller names, or an error that names file, key and
+value. Owns: those errors' wording. Does not know: which keys exist or what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError
+
+
+class JsonObject:
+    """One JSON object with typed accessors; a key that is absent or ``null`` counts as not given.
+
+    Args:
+        values: the parsed object.
+        where: what error messages call it, for example ``/models/x/config.json`` or ``… (text_config)``.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    @classmethod
+    def load(cls, path: Path) -> JsonObject:
+        """Parse the file.
+
+        Raises:
+            ConfigError: missing, unreadable, not UTF-8, not JSON (truncated, for example), or not an object.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist; a model folder needs it (save_pretrained writes it)") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text ({error}); copy or download it again") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid JSON ({error}); it may be truncated: copy or download it again") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds a JSON {type(values).__name__}, not an object; copy or download it again")
+        return cls(values, str(path))
+
+    def given(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def object(self, key: str) -> JsonObject | None:
+        """A nested object, or None."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return JsonObject(value, f"{self.where} ({key})")
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """An integer of at least ``low``; without ``default`` the key is required."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.wrong(key, f"an integer of at least {low}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, low: float = 0.0, open_low: bool = True) -> float:
+        """A finite number above ``low`` (or from ``low`` on)."""
+        value = self._value(key, default)
+        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf")
+        if bad or value < low or (open_low and value == low):
+            raise self.wrong(key, f"a number {'above' if open_low else 'of at least'} {low:g}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """An integer or a list of integers, all at least 0; empty if not given."""
+        value = self.values.get(key)
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in items):
+            raise self.wrong(key, "an integer of at least 0 or a list of such")
+        return tuple(items)
+
+    def wrong(self, key: str, expected: str) -> ConfigError:
+        """The error for a value that is not what the key needs."""
+        return ConfigError(f"{self.where}: {key}={self.values.get(key)!r} is not valid; expected {expected}")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"{self.where}: required key {key!r} is missing")
+        return default
