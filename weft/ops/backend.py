@@ -32,7 +32,7 @@ def resolve_backend(requested: str, device_type: str) -> Backend:
     if requested in ("auto", Backend.TORCH):
         return Backend.TORCH
     if requested == Backend.TRITON:
-        raise ConfigError(f"backend 'triton' has no kernels for device '{device_type}' in this version; use 'torch' or 'auto'")
+        raise ConfigError(f"no 'triton' kernels for device {device_type!r} in this version; use 'torch' or 'auto'")
     raise ConfigError(f"unknown backend {requested!r}; allowed: 'auto', 'torch', 'triton'")
 
 

@@ -14,6 +14,8 @@ bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,7 +55,7 @@ def recurrent_gated_delta_rule_reference(
 
     The state is read once: ``o = exp(g) S^T q + (q . k) delta`` gives the output without the updated state.
     """
-    num_rows, num_v_heads, _ = v.shape
+    num_v_heads = v.shape[1]
     slots = state_slots.long()
     qk = _l2norm(torch.stack([q, k], dim=2).float())  # [N, HK, 2, K]
     if num_v_heads != q.shape[1]:
@@ -159,7 +161,7 @@ def _schedule(first: list[int]) -> tuple[list[int], list[int], list[int]]:
         Chunk ids in processing order; sequences (local index) by falling number of chunks; and for each step of the
         pass the number of sequences that still have a chunk.
     """
-    counts = [b - a for a, b in zip(first, first[1:], strict=False)]
+    counts = [b - a for a, b in pairwise(first)]
     sequences = sorted(range(len(counts)), key=lambda s: -counts[s])
     widths = [sum(c > i for c in counts) for i in range(max(counts))]
     order = [first[s] + i for i, width in enumerate(widths) for s in sequences[:width]]

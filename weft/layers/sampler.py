@@ -1,0 +1,179 @@
+"""From logits to tokens: masks, bias, penalties, the draw, and log probabilities.
+
+Job: apply what the rows of a batch ask for, and nothing that no row asks for. Owns: the order of the steps (allowed
+ids, blocked ids, logit bias, penalties, then the draw of ``ops/sampling.py``) and the form of log probabilities. Does
+not know: requests, rows' histories, or stop conditions; the runner hands in tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.ops.backend import Backend
+from weft.ops.sampling import apply_penalties_, sample
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of all rows; a row without them has 0, 0 and 1.
+
+    Attributes:
+        presence, frequency, repetition: ``[N]`` float32.
+        output_counts: ``[N, V]`` int32, how often each token was generated.
+        prompt_mask: ``[N, V]`` bool, whether it stands in the prompt.
+    """
+
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+    output_counts: Tensor
+    prompt_mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Sparse additions: ``values[i]`` to the logit of ``tokens[i]`` in ``rows[i]``, pairs unique. ``[M]`` each."""
+
+    rows: Tensor
+    tokens: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedTokens:
+    """Pairs that may not be drawn (stop ids before ``min_tokens``, last tokens of bad words). ``[M]`` int64 each."""
+
+    rows: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What the sampled rows of one step ask for. Optional parts are present only if some row needs them.
+
+    Attributes:
+        temperature, top_p, min_p: ``[N]`` float32.
+        top_k: ``[N]`` int64, 0 for all.
+        seeds: ``[N]`` int64, the bits of an unsigned 64-bit seed.
+        positions: ``[N]`` int64, tokens generated so far.
+        all_greedy: every temperature is 0.
+        candidates: from ``ops.sampling.filter_candidates``.
+        uses_min_p: some row has a min-p.
+        penalties, bias, blocked: see their classes.
+        allowed: ``[N, V]`` bool, False where a token may not be drawn.
+        num_logprobs: most alternatives that a row wants reported (0: the chosen token alone); None: no row wants any.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    all_greedy: bool
+    candidates: int = 0
+    uses_min_p: bool = False
+    penalties: Penalties | None = None
+    bias: LogitBias | None = None
+    allowed: Tensor | None = None
+    blocked: BlockedTokens | None = None
+    num_logprobs: int | None = None
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if any row's logits change before the draw."""
+        parts = (self.penalties, self.bias, self.allowed, self.blocked)
+        return any(part is not None for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities at N positions.
+
+    Attributes:
+        token_ids: ``[N, 1 + top_n]`` int64: the token that stands there, then the likeliest ones in order.
+        logprobs: ``[N, 1 + top_n]`` float32.
+        ranks: ``[N]`` int64, rank of the token that stands there; 1 is the likeliest.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Results of one step.
+
+    Attributes:
+        token_ids: ``[N]`` int64.
+        logprobs: None unless ``num_logprobs`` was set; of the model's own distribution, before any edit.
+        nan_rows: ``[N]`` bool: the row's logits hold NaN or infinity, or nothing may be drawn; its token is
+            meaningless.
+    """
+
+    token_ids: Tensor
+    logprobs: Logprobs | None
+    nan_rows: Tensor
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, top_n: int) -> Logprobs:
+    """Log probabilities of given tokens, and of the ``top_n`` likeliest, under ``softmax(logits)``.
+
+    Args:
+        logits: ``[N, V]``, any float dtype; computed in float32.
+        token_ids: ``[N]`` int64.
+        top_n: at least 0, at most V.
+    """
+    scores = logits.float().log_softmax(-1)
+    chosen_ids = token_ids[:, None]
+    chosen = scores.gather(1, chosen_ids)
+    ranks = (scores > chosen).sum(-1).add_(1)
+    if top_n == 0:
+        return Logprobs(chosen_ids, chosen, ranks)
+    values, ids = scores.topk(top_n, dim=-1)
+    return Logprobs(torch.cat([chosen_ids, ids], dim=1), torch.cat([chosen, values], dim=1), ranks)
+
+
+class Sampler:
+    """Draws the next token of every row."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """Draw one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
+        raw = logits.float()
+        edited = _edit(raw.clone(), batch) if batch.edits_logits else raw
+        token_ids = sample(
+            edited,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            batch.seeds,
+            batch.positions,
+            all_greedy=batch.all_greedy,
+            candidates=batch.candidates,
+            uses_min_p=batch.uses_min_p,
+            backend=self._backend,
+        )
+        logprobs = None if batch.num_logprobs is None else logprobs_of(raw, token_ids, batch.num_logprobs)
+        return SamplerOutput(token_ids, logprobs, ~edited.amax(-1).isfinite())
+
+
+def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Masks, bias and penalties, in place."""
+    if batch.allowed is not None:
+        logits.masked_fill_(~batch.allowed, -torch.inf)
+    if batch.blocked is not None:
+        logits[batch.blocked.rows, batch.blocked.tokens] = -torch.inf
+    if batch.bias is not None:
+        logits.index_put_((batch.bias.rows, batch.bias.tokens), batch.bias.values, accumulate=True)
+    if batch.penalties is not None:
+        p = batch.penalties
+        apply_penalties_(logits, p.presence, p.frequency, p.repetition, p.output_counts, p.prompt_mask)
+    return logits
