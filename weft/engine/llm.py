@@ -1,0 +1,265 @@
+"""The offline engine: ``LLM(model).generate(prompts)``.
+
+Job: the public Python interface: prompts in, ``RequestOutput`` objects out, all at once or step by step.
+Owns: the engine core, the tokenizer, and the open requests' outputs. Does not know: scheduling, caches, models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from weft.config import EngineConfig, resolve
+from weft.engine.core import EngineCore
+from weft.engine.inputs import InputProcessor, Prompt
+from weft.engine.outputs import OutputStream
+from weft.engine.progress import Progress
+from weft.errors import RequestError
+from weft.outputs import RequestOutput
+from weft.request import Request
+from weft.sampling_params import SamplingParams
+from weft.scheduler.scheduler import SchedulerStats
+from weft.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """An engine in this process.
+
+    Args:
+        model: a folder or hub id; None: the bundled model.
+        **settings: every field of ``EngineConfig``, by name (``weft config`` explains them).
+
+    Raises:
+        ConfigError: an unknown or invalid setting.
+        UnsupportedModelError, WeightsError, CapacityError: the checkpoint cannot be served, and why.
+
+    Example:
+        >>> with LLM() as llm:
+        ...     outputs = llm.chat([{"role": "user", "content": "What is 12 + 30?"}])
+        ...     print(outputs[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self.config: EngineConfig = resolve(model=model, **settings)
+        self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
+        self._core = EngineCore(self.config)
+        self._inputs = InputProcessor(self.config, self.tokenizer, self.max_model_len)
+        self._streams: dict[str, OutputStream] = {}
+        self._by_request: dict[Request, OutputStream] = {}
+        self._ids = itertools.count()
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length in tokens, after clamping to what the cache can hold."""
+        return self._core.plan.max_model_len
+
+    # -- all at once ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many.
+
+        Args:
+            prompts: a text, a list of token ids, a dict with ``prompt`` or ``prompt_token_ids``, or a list of those.
+            sampling_params: one for all, or one per prompt; None: ``SamplingParams()``.
+            use_tqdm: show a progress bar with prefill and decode tokens per second.
+            priority: for the ``priority`` policy, smaller first; one for all or one per prompt.
+
+        Returns:
+            One output per prompt, in the order given.
+
+        Raises:
+            RequestError: a prompt or parameter is not valid; then none of them was started.
+        """
+        batch = [prompts] if _is_single(prompts) else list(prompts)
+        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(batch))
+        priorities = _per_prompt("priority", priority, int, len(batch))
+        if self._streams:
+            raise RequestError("generate() cannot run while requests of add_request() are open; finish or abort them first")
+        ids: list[str] = []
+        try:
+            for prompt, p, rank in zip(batch, params, priorities, strict=True):
+                ids.append(self.add_request(prompt, p, priority=rank))
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            while self._core.has_work:
+                self._core.step()
+            raise
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        with Progress(total=len(ids), enabled=use_tqdm) as progress:
+            while not self.is_finished():
+                outputs = self.step()
+                progress.step(outputs)
+                done.update((o.request_id, o) for o in outputs if o.finished)
+        return [done[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, rendered by the checkpoint's own chat template.
+
+        Args:
+            messages: a list of ``{"role": …, "content": …}``, or a list of such lists.
+            tools: function descriptions (JSON schema) for the template.
+            chat_template_kwargs: further arguments of the template, for example ``enable_thinking``.
+            add_generation_prompt, continue_final_message: as in ``transformers``' ``apply_chat_template``.
+
+        Raises:
+            RequestError: no tokenizer or chat template, or messages that the template refuses.
+        """
+        conversations = [messages] if _is_conversation(messages) else list(messages)
+        prompts = [
+            self.render_chat(m, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
+            for m in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> dict[str, Any]:
+        """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages")
+        text = self.tokenizer.render_chat(
+            [dict(m) for m in messages],
+            tools=[dict(t) for t in tools] if tools else None,
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    # -- step by step --------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a request for ``step``. Returns its id.
+
+        Raises:
+            RequestError: the prompt, a parameter or the id is not valid; nothing else is disturbed.
+        """
+        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
+        params = sampling_params or SamplingParams()
+        prepared = self._inputs.prepare_prompt(prompt)
+        requests = self._inputs.make_requests(request_id, prepared, params, priority)
+        stream = OutputStream(request_id, prepared.text, requests, params, self.tokenizer)
+        self._streams[request_id] = stream
+        for request in requests:
+            self._by_request[request] = stream
+            self._core.add(request)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the engine.
+
+        Returns:
+            A snapshot of every request that got a token or ended; ``finished`` ones appear once and are forgotten.
+        """
+        changed: dict[str, OutputStream] = {}
+        for request in self._core.step():
+            stream = self._by_request[request]
+            stop = stream.take(request)
+            if stop is not None and not self._core.finish(request.request_id, "stop", stop):
+                request.finish_reason, request.stop_reason = "stop", stop  # its last token completed the stop string
+            changed[stream.request_id] = stream
+        outputs = [stream.output() for stream in changed.values()]
+        for output in outputs:
+            if output.finished:
+                self._forget(output.request_id)
+        return outputs
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now. Returns what it had, or None if it is unknown or has ended already."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return None
+        for request in stream.requests:
+            if request.finish_reason is None:
+                self._core.finish(request.request_id, "abort")
+                stream.take(request)
+        self._forget(request_id)
+        return stream.output()
+
+    def is_finished(self) -> bool:
+        """True if no request is open."""
+        return not self._streams
+
+    def _forget(self, request_id: str) -> None:
+        for request in self._streams.pop(request_id).requests:
+            self._by_request.pop(request, None)
+
+    def stats(self) -> SchedulerStats:
+        """Queue lengths, free pages and slots, preemptions."""
+        return self._core.stats()
+
+    def shutdown(self) -> None:
+        """Let go of weights and caches, and write the profile if one was asked for."""
+        self._core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+
+def _is_single(prompts: Any) -> bool:
+    """True for one prompt: a text, a dict, or a list of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is a {type(prompts).__name__}; give a text, token ids, a dict, or a list of those", "prompts")
+    return len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
+
+
+def _is_conversation(messages: Any) -> bool:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError("messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages")
+    return isinstance(messages[0], Mapping)
+
+
+def _per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """``value`` for each of ``count`` prompts."""
+    if isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count or not all(isinstance(v, kind) for v in values):
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one per prompt", name)
+    return values
+
+

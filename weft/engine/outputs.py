@@ -1,0 +1,175 @@
+"""From tokens to what the user sees.
+
+Job: detokenize as tokens arrive, find stop strings, assemble ``RequestOutput`` objects.
+Owns: the text of every live request. Does not know: scheduling, models, HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.messages import TokenLogprobs
+from weft.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
+from weft.request import Request
+from weft.sampling_params import SamplingParams
+from weft.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
+
+
+@dataclass(slots=True)
+class Completion:
+    """One completion in the making: its request, its text so far, what has been taken in."""
+
+    request: Request
+    index: int
+    detokenizer: IncrementalDetokenizer | None
+    stops: StopStrings | None
+    text: str = ""
+    num_tokens_seen: int = 0
+    cumulative_logprob: float = 0.0
+    logprobs: list[LogprobsDict] = field(default_factory=list)
+
+
+class OutputStream:
+    """All completions of one prompt.
+
+    Args:
+        request_id: the user's id.
+        prompt: text or None.
+        requests: one per completion.
+        params: as the user gave them.
+        tokenizer: None: token ids only.
+    """
+
+    def __init__(
+        self, request_id: str, prompt: str | None, requests: list[Request], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.request_id = request_id
+        self._prompt = prompt
+        self._params = params
+        self._tokenizer = tokenizer
+        self._completions = [self._completion(i, request) for i, request in enumerate(requests)]
+
+    def _completion(self, index: int, request: Request) -> Completion:
+        params = self._params
+        if self._tokenizer is None or not params.detokenize:
+            return Completion(request, index, None, None)
+        detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output) if params.stop_strings else None
+        return Completion(request, index, detokenizer, stops)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [c.request for c in self._completions]
+
+    @property
+    def finished(self) -> bool:
+        return all(c.request.finish_reason is not None for c in self._completions)
+
+    def take(self, request: Request) -> str | None:
+        """Take in the new tokens of ``request``, one of this prompt's completions.
+
+        Returns:
+            The stop string that now ends it (the caller must end the request), or None.
+        """
+        completion = next(c for c in self._completions if c.request is request)
+        new = request.output_token_ids[completion.num_tokens_seen :]
+        for token_id in new:
+            stop = self._take_token(completion, token_id)
+            if stop is not None:
+                return stop
+        if request.finish_reason is not None:
+            return self._flush(completion)
+        return None
+
+    def _take_token(self, completion: Completion, token_id: int) -> str | None:
+        request = completion.request
+        position = completion.num_tokens_seen
+        completion.num_tokens_seen += 1
+        if self._params.logprobs is not None:
+            entry = self._logprobs(request.logprobs[position])
+            completion.logprobs.append(entry)
+            completion.cumulative_logprob += request.logprobs[position].logprobs[0]
+        if completion.detokenizer is None or self._is_dropped(request, position, token_id):
+            return None
+        delta = completion.detokenizer.append(token_id)
+        if completion.stops is None:
+            completion.text += delta
+            return None
+        enough = completion.num_tokens_seen >= self._params.min_tokens
+        completion.text += completion.stops.append(delta, may_stop=enough)
+        return completion.stops.matched
+
+    def _is_dropped(self, request: Request, position: int, token_id: int) -> bool:
+        """The token that ended the generation is not part of the text, unless the user wants to see stops."""
+        is_last = request.finish_reason == "stop" and position == len(request.output_token_ids) - 1
+        if not is_last or self._params.include_stop_str_in_output:
+            return False
+        return token_id in request.stop_token_ids or token_id in request.eos_token_ids and self._params.skip_special_tokens
+
+    def _flush(self, completion: Completion) -> str | None:
+        """The request has ended: emit what was held back."""
+        if completion.detokenizer is None:
+            return None
+        delta = completion.detokenizer.finish()
+        if completion.stops is None:
+            completion.text += delta
+            return None
+        completion.text += completion.stops.append(delta) + completion.stops.finish()
+        return None
+
+    def output(self) -> RequestOutput:
+        """A snapshot of everything known."""
+        first = self._completions[0].request
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=[self._completion_output(c) for c in self._completions],
+            finished=self.finished,
+            num_cached_tokens=first.num_cached_tokens or 0,
+            prompt_logprobs=self._prompt_logprobs(first),
+            metrics=self._metrics(),
+        )
+
+    def _completion_output(self, completion: Completion) -> CompletionOutput:
+        request = completion.request
+        wants_logprobs = self._params.logprobs is not None
+        return CompletionOutput(
+            index=completion.index,
+            text=completion.text,
+            token_ids=list(request.output_token_ids[: completion.num_tokens_seen]),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=list(completion.logprobs) if wants_logprobs else None,
+            cumulative_logprob=completion.cumulative_logprob if wants_logprobs else None,
+        )
+
+    def _prompt_logprobs(self, request: Request) -> list[LogprobsDict | None] | None:
+        if self._params.prompt_logprobs is None:
+            return None
+        return [None, *(self._logprobs(entry) for entry in request.prompt_logprobs)]
+
+    def _logprobs(self, entry: TokenLogprobs) -> LogprobsDict:
+        """Chosen token first; its rank is its own, the others' follow from their order."""
+        result: LogprobsDict = {entry.token_ids[0]: self._logprob(entry.token_ids[0], entry.logprobs[0], entry.rank)}
+        for rank, (token, logprob) in enumerate(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), start=1):
+            result.setdefault(token, self._logprob(token, logprob, rank))
+        return result
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False) if self._tokenizer is not None else None
+        return Logprob(logprob, rank, text)
+
+    def _metrics(self) -> RequestMetrics:
+        times = [c.request.times for c in self._completions]
+        start = times[0].arrival
+        return RequestMetrics(
+            time_in_queue=_since(start, times[0].first_scheduled),
+            time_to_first_token=_since(start, min((t.first_token for t in times if t.first_token is not None), default=None)),
+            e2e_latency=_since(start, max((t.finished or start for t in times))) if self.finished else None,
+            num_preemptions=sum(c.request.num_preemptions for c in self._completions),
+        )
+
+
+def _since(start: float, moment: float | None) -> float | None:
+    return None if moment is None else moment - start

@@ -1,0 +1,64 @@
+"""What the runner remembers of each running request: its row.
+
+Job: hold per-row tokens, page table and sampling parameters between steps. Owns: the row tables.
+Does not know: why a row is filled or emptied, how a batch is laid out, how a token is chosen.
+
+Token ids that a request brought along are on the host; tokens sampled since then live on the device (``last_token``)
+and need not visit the host before they are fed again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.messages import NewRequest, RowSampling, ScheduledRequest
+
+
+class RowTable:
+    """``num_rows`` rows; every array below is indexed by row.
+
+    Attributes:
+        page_table: ``[num_rows, max_pages]`` int32 on the host.
+        last_token: ``[num_rows]`` int64 on the device, the token sampled last.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        self.page_table = np.zeros((num_rows, max_pages), dtype=np.int32)
+        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._num_pages = [0] * num_rows
+        self._token_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
+        self._num_prompt_tokens = [0] * num_rows
+        self._sampling: list[RowSampling | None] = [None] * num_rows
+
+    def fill(self, new: NewRequest) -> None:
+        """A request takes its row; whatever stood there is gone."""
+        row = new.row
+        self._num_pages[row] = 0
+        self._token_ids[row] = np.asarray(new.token_ids, dtype=np.int32)
+        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self._sampling[row] = new.sampling
+
+    def append_pages(self, order: ScheduledRequest) -> None:
+        """Append the order's new pages to the row's page table."""
+        if order.new_pages:
+            row, held = order.row, self._num_pages[order.row]
+            self.page_table[row, held : held + len(order.new_pages)] = order.new_pages
+            self._num_pages[row] = held + len(order.new_pages)
+
+    def known_tokens(self, row: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` as far as the host knows them (shorter if the last ones were sampled since)."""
+        return self._token_ids[row][start:stop]
+
+    def num_prompt_tokens(self, row: int) -> int:
+        return self._num_prompt_tokens[row]
+
+    def sampling(self, row: int) -> RowSampling:
+        params = self._sampling[row]
+        assert params is not None, f"row {row} is empty"
+        return params
+
+    def set_last_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Remember the sampled ``token_ids [N]`` of ``rows [N]`` for the next step."""
+        self.last_token.index_copy_(0, rows, token_ids)
