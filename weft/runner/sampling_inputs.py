@@ -1,0 +1,193 @@
+"""From rows to what the sampler needs.
+
+Job: gather the sampling parameters of the rows that sample in a step, and keep the histories that some of them need
+(token counts for penalties, recent tokens for bad words). Owns: those histories, on the device, so that a sampled token
+need not visit the host. Does not know: logits, or how a token is drawn. A row that asks for nothing costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.layers.sampler import BlockedTokens, LogitBias, Penalties, SamplingBatch
+from weft.messages import NewRequest, RowSampling, ScheduledRequest
+from weft.ops.sampling import filter_candidates
+from weft.runner.rows import RowTable
+
+NOTHING = -1
+"""Stands in a token history where there is no token, and in a bad word's prefix where any token will do."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """``output [V]`` int32, how often each token was generated; ``prompt [V]`` bool, whether the prompt has it."""
+
+    output: Tensor
+    prompt: Tensor
+
+
+@dataclass(slots=True)
+class BadWords:
+    """Bad words of one row, right-aligned.
+
+    Attributes:
+        prefixes: ``[B, L]`` int64, all but the last token of each; ``NOTHING`` on the left where a word is shorter.
+        last: ``[B]`` int64, the last tokens: blocked while the row's latest tokens equal the prefix.
+        recent: ``[L]`` int64, the row's latest generated tokens.
+    """
+
+    prefixes: Tensor
+    last: Tensor
+    recent: Tensor
+
+    def blocked(self) -> Tensor:
+        """``[B]`` bool: which of ``last`` must not come next."""
+        return ((self.prefixes == self.recent) | (self.prefixes == NOTHING)).all(-1)
+
+
+class SamplingInputs:
+    """Builds ``SamplingBatch`` objects for one runner."""
+
+    def __init__(self, rows: RowTable, vocab_size: int, device: torch.device) -> None:
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts: dict[int, Counts] = {}
+        self._bad_words: dict[int, BadWords] = {}
+        self._allowed: dict[int, Tensor] = {}
+
+    # -- rows come and go ----------------------------------------------------------------------------------------
+
+    def fill(self, new: NewRequest) -> None:
+        """Start the histories that the new request of a row needs."""
+        self.forget(new.row)
+        params = new.sampling
+        output = new.token_ids[new.num_prompt_tokens :]
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            self._counts[new.row] = self._start_counts(new.token_ids[: new.num_prompt_tokens], output)
+        if params.bad_words:
+            self._bad_words[new.row] = self._start_bad_words(params.bad_words, output)
+        if params.allowed_token_ids is not None:
+            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+            allowed[params.allowed_token_ids] = True
+            self._allowed[new.row] = allowed.to(self._device)
+
+    def forget(self, row: int) -> None:
+        for table in (self._counts, self._bad_words, self._allowed):
+            table.pop(row, None)
+
+    def _start_counts(self, prompt: list[int], output: list[int]) -> Counts:
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        mask[prompt] = True
+        counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self._vocab_size)
+        return Counts(counts.to(self._device, torch.int32), mask.to(self._device))
+
+    def _start_bad_words(self, words: list[list[int]], output: list[int]) -> BadWords:
+        width = max(1, max(len(w) for w in words) - 1)
+        prefixes = [[NOTHING] * (width - len(w) + 1) + w[:-1] for w in words]
+        recent = ([NOTHING] * width + output)[-width:]
+        # A history's NOTHING must not equal a token of a prefix; a prefix's NOTHING equals everything.
+        return BadWords(
+            torch.tensor(prefixes, device=self._device),
+            torch.tensor([w[-1] for w in words], device=self._device),
+            torch.tensor(recent, device=self._device),
+        )
+
+    def record(self, sampled: list[ScheduledRequest], token_ids: Tensor) -> None:
+        """Add the sampled ``token_ids [N]`` to the histories of their rows."""
+        if not self._counts and not self._bad_words:
+            return
+        for i, order in enumerate(sampled):
+            counts, words = self._counts.get(order.row), self._bad_words.get(order.row)
+            if counts is not None:
+                counts.output.index_add_(0, token_ids[i : i + 1], torch.ones_like(counts.output[:1]))
+            if words is not None:
+                words.recent = torch.cat([words.recent[1:], token_ids[i : i + 1]])
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def build(self, sampled: list[ScheduledRequest]) -> SamplingBatch:
+        """The sampling batch of the orders that sample, in order."""
+        params = [self._rows.sampling(order.row) for order in sampled]
+        generated = [o.start + o.num_tokens - self._rows.num_prompt_tokens(o.row) for o in sampled]
+        top_k, top_p = [p.top_k for p in params], [p.top_p for p in params]
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        return SamplingBatch(
+            temperature=self._floats([p.temperature for p in params]),
+            top_k=self._ints(top_k),
+            top_p=self._floats(top_p),
+            min_p=self._floats([p.min_p for p in params]),
+            seeds=self._ints([_signed64(p.seed) for p in params]),
+            positions=self._ints(generated),
+            all_greedy=all(p.temperature == 0 for p in params),
+            candidates=filter_candidates(top_k, top_p, self._vocab_size),
+            uses_min_p=any(p.min_p > 0 for p in params),
+            penalties=self._penalties(sampled, params),
+            bias=self._bias(params),
+            allowed=self._allowed_mask(sampled),
+            blocked=self._blocked(sampled, params, generated),
+            num_logprobs=max(wanted) if wanted else None,
+        )
+
+    def _penalties(self, sampled: list[ScheduledRequest], params: list[RowSampling]) -> Penalties | None:
+        rows = [self._counts.get(o.row) for o in sampled]
+        if not any(rows):
+            return None
+        none = Counts(
+            torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device),
+            torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device),
+        )
+        counts = [row or none for row in rows]
+        return Penalties(
+            presence=self._floats([p.presence_penalty for p in params]),
+            frequency=self._floats([p.frequency_penalty for p in params]),
+            repetition=self._floats([p.repetition_penalty for p in params]),
+            output_counts=torch.stack([c.output for c in counts]),
+            prompt_mask=torch.stack([c.prompt for c in counts]),
+        )
+
+    def _bias(self, params: list[RowSampling]) -> LogitBias | None:
+        entries = [(i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
+        if not entries:
+            return None
+        rows, tokens, values = zip(*entries, strict=True)
+        return LogitBias(self._ints(list(rows)), self._ints(list(tokens)), self._floats(list(values)))
+
+    def _allowed_mask(self, sampled: list[ScheduledRequest]) -> Tensor | None:
+        masks = [self._allowed.get(o.row) for o in sampled]
+        if all(mask is None for mask in masks):
+            return None
+        everything = torch.ones(self._vocab_size, dtype=torch.bool, device=self._device)
+        return torch.stack([everything if mask is None else mask for mask in masks])
+
+    def _blocked(
+        self, sampled: list[ScheduledRequest], params: list[RowSampling], generated: list[int]
+    ) -> BlockedTokens | None:
+        """Ends before ``min_tokens``, and last tokens of bad words whose beginning was just generated."""
+        rows, tokens = [], []
+        for i, (order, p, count) in enumerate(zip(sampled, params, generated, strict=True)):
+            if count < p.min_tokens:
+                rows.append(torch.full((len(p.blocked_before_min),), i))
+                tokens.append(torch.tensor(p.blocked_before_min, dtype=torch.int64))
+            words = self._bad_words.get(order.row)
+            if words is not None:
+                last = words.last[words.blocked()]
+                rows.append(torch.full_like(last, i))
+                tokens.append(last)
+        if not rows:
+            return None
+        return BlockedTokens(torch.cat(rows).to(self._device), torch.cat(tokens).to(self._device))
+
+    def _floats(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _signed64(seed: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit seed."""
+    return seed - 2**64 if seed >= 2**63 else seed
