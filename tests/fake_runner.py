@@ -1,0 +1,111 @@
+"""A model made of hashes: obeys a step's orders exactly as the real runner must, on plain Python lists.
+
+Its next token is a function of every token read through the pages *and* of a recurrent state kept in the slot, so a
+page or slot that changes owner too early, a stale page table, a state fed twice, or a wrong position changes the output.
+``oracle`` computes the same function from the tokens alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
+
+VOCAB = 1009
+START_STATE = 7
+
+
+def fold(state: int, token: int) -> int:
+    """One step of the recurrent 'layer'."""
+    return (state * 31 + token + 1) % 1_000_003
+
+
+def read(tokens: list[int]) -> int:
+    """The 'attention' over everything in the cache."""
+    return sum((i + 1) * (t + 3) for i, t in enumerate(tokens)) % 999_983
+
+
+def next_token(state: int, tokens: list[int]) -> int:
+    return (state ^ read(tokens)) % VOCAB
+
+
+def oracle(prompt: list[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+    """The ``count`` tokens that follow ``prompt`` (fewer if one of ``stop`` comes up; it is included)."""
+    tokens, state, out = list(prompt), START_STATE, []
+    for token in tokens:
+        state = fold(state, token)
+    while len(out) < count:
+        token = next_token(state, tokens)
+        out.append(token)
+        if token in stop:
+            break
+        tokens.append(token)
+        state = fold(state, token)
+    return out
+
+
+@dataclass
+class FakeRow:
+    new: NewRequest
+    pages: list[int] = field(default_factory=list)
+
+
+class FakeRunner:
+    """Runs steps in order; results may be collected later."""
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int, hybrid: bool = True) -> None:
+        self.page_size = page_size
+        self.hybrid = hybrid
+        self.pages = [[-1] * page_size for _ in range(num_pages)]
+        self.states = [-1] * num_slots
+        self.rows: dict[int, FakeRow] = {}
+        self.last_token: dict[int, int] = {}
+        self.num_tokens_run = 0
+
+    def run(self, orders: SchedulerOutput) -> ModelOutput:
+        for row in orders.finished_rows:
+            self.rows.pop(row, None)
+        for new in orders.new_requests:
+            self.rows[new.row] = FakeRow(new)
+        for source, target in orders.page_copies:
+            self.pages[target] = list(self.pages[source])
+        for source, target in orders.state_forks:
+            self.states[target] = self.states[source]
+        seen_decode_end = False
+        rows, tokens = [], []
+        for order in orders.requests:
+            is_decode = order.num_tokens == 1 and order.start > 0 and not order.checkpoints
+            assert not (is_decode and seen_decode_end), "decodes must come first"
+            seen_decode_end |= not is_decode
+            token = self._run_one(order)
+            if order.samples:
+                rows.append(order.row)
+                tokens.append(token)
+        for row, token in zip(rows, tokens, strict=True):
+            self.last_token[row] = token
+        return ModelOutput(orders.step, rows, tokens)
+
+    def _run_one(self, order: ScheduledRequest) -> int:
+        row = self.rows[order.row]
+        row.pages.extend(order.new_pages)
+        assert len(set(row.pages)) == len(row.pages) and 0 not in row.pages
+        state = self.states[order.state_slot] if order.start and self.hybrid else START_STATE
+        if not self.hybrid:
+            for token in self._cached(row, order.start):
+                state = fold(state, token)
+        checkpoints = dict(order.checkpoints)
+        for position in range(order.start, order.start + order.num_tokens):
+            known = row.new.token_ids
+            token = known[position] if position < len(known) else self.last_token[order.row]
+            self.pages[row.pages[position // self.page_size]][position % self.page_size] = token
+            state = fold(state, token)
+            if position + 1 in checkpoints:
+                self.states[checkpoints[position + 1]] = state
+        if self.hybrid:
+            assert order.state_slot > 0
+            self.states[order.state_slot] = state
+        self.num_tokens_run += order.num_tokens
+        return next_token(state, self._cached(row, order.start + order.num_tokens))
+
+    def _cached(self, row: FakeRow, count: int) -> list[int]:
+        return [self.pages[row.pages[p // self.page_size]][p % self.page_size] for p in range(count)]
