@@ -19,9 +19,7 @@ def store_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, s
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
 
 
-def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, backend: Backend
-) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, backend: Backend) -> None:
     """Write one key and one value per token, in place.
 
     Args:

@@ -17,9 +17,7 @@ from weft.ops.backend import Backend, missing_kernel
 _GATHER_LIMIT = 8
 
 
-def topk_router_reference(
-    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int
-) -> tuple[Tensor, Tensor]:
+def topk_router_reference(logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Torch reference of ``topk_router``."""
     weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
