@@ -1,1 +1,10 @@
+"""Settings: what the user may set, how the rest is chosen, and the geometry of models.
 
+Job: one frozen ``EngineConfig``, resolved once. Owns: fields, aliases, validation, checkpoint configs.
+Does not know: torch, devices beyond "is there a GPU", memory.
+"""
+
+from weft.config.fields import EngineConfig
+from weft.config.resolve import resolve
+
+__all__ = ["EngineConfig", "resolve"]

@@ -1,0 +1,35 @@
+# Each target makes .venv, installs Weft into it once, and runs. Variables:
+#   PYTHON     the interpreter that makes .venv          (default: python3)
+#   PIP_FLAGS  further arguments of pip install          (for example an index with CPU builds of torch)
+#   JOBS       test processes                            (default: 2)
+PYTHON ?= python3
+PIP_FLAGS ?=
+JOBS ?= 2
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint types install clean
+
+demo: $(INSTALLED)
+	$(BIN)/weft demo
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weft needs Python 3.11 or newer: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,52 @@
+"""Weft: an inference engine for language models that weave paged softmax attention with Gated DeltaNet.
+
+Job: the public names. Owns: nothing; each name is loaded from its module on first use, so that ``import weft`` takes
+milliseconds and loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.config import EngineConfig
+    from weft.engine.llm import LLM
+    from weft.errors import WeftError
+    from weft.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from weft.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "WeftError",
+    "__version__",
+]
+
+_MODULES = {
+    "LLM": "weft.engine.llm",
+    "CompletionOutput": "weft.outputs",
+    "EngineConfig": "weft.config",
+    "Logprob": "weft.outputs",
+    "RequestMetrics": "weft.outputs",
+    "RequestOutput": "weft.outputs",
+    "SamplingParams": "weft.sampling_params",
+    "WeftError": "weft.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

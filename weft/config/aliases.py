@@ -1,0 +1,37 @@
+"""Other names of the settings: the flags that users of other engines know.
+
+Job: one table from alias to field, with the value where the flag itself implies one. Owns: the aliases.
+Does not know: how flags are parsed. Every field also has the flag of its own name (``max_model_len``:
+``--max-model-len``), and every boolean field its negation (``--no-enable-prefix-caching``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """``field`` is set to the flag's argument, or to ``value`` for a flag without one."""
+
+    field: str
+    value: bool | None = None
+
+
+ALIASES: Mapping[str, Alias] = {
+    "--tp": Alias("tensor_parallel_size"),
+    "--tp-size": Alias("tensor_parallel_size"),
+    "--mem-fraction-static": Alias("gpu_memory_utilization"),
+    "--max-running-requests": Alias("max_num_seqs"),
+    "--chunked-prefill-size": Alias("max_num_batched_tokens"),
+    "--context-length": Alias("max_model_len"),
+    "--disable-cuda-graph": Alias("enforce_eager", value=True),
+    "--disable-radix-cache": Alias("enable_prefix_caching", value=False),
+    "--mamba-scheduler-strategy": Alias("state_checkpoint_policy"),
+    "--mamba-radix-cache-strategy": Alias("state_checkpoint_policy"),
+    "--profile": Alias("profile_dir"),
+}
+
+SERVER_FLAGS = ("--api-key", "--host", "--port")
+"""Flags of the HTTP server. This version has none, so they are refused by name and not called unknown."""

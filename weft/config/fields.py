@@ -1,0 +1,173 @@
+"""Every setting of the engine: one frozen dataclass, and beside each field what it accepts.
+
+Job: ``EngineConfig``, the resolved settings that the rest of the engine reads, with a reason for each automatic choice.
+Owns: field names, defaults, ranges, choices, help texts; which settings wait for a feature of a later version.
+Does not know: flags (``aliases.py``, the command line), how automatic values are found (``resolve.py``), torch.
+
+Build one with ``weft.config.resolve``; the constructor checks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.config.checkpoint import GenerationDefaults
+from weft.config.model import ModelConfig
+
+Kind = Literal["int", "float", "bool", "text", "path", "ints", "texts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one field accepts from the user.
+
+    Attributes:
+        default: the value when the user gives none; None usually means "find one" (the help text says what).
+        kind: type of the value; ``ints`` and ``texts`` are non-empty lists.
+        low, high: inclusive limits; ``above`` an exclusive lower one.
+        choices: allowed texts.
+        later: the feature that this version lacks. The default then resolves to ``off``; ``off`` itself may be asked
+            for; anything else is refused by name.
+        later_choices: single choices that wait for a feature, by choice.
+        synonyms: other names of choices, in the words of other engines.
+    """
+
+    help: str
+    kind: Kind
+    default: Any
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    later: str | None = None
+    off: Any = None
+    later_choices: Mapping[str, str] = field(default_factory=dict)
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+
+
+def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"option": Option(help=help, kind=kind, default=default, **limits)})
+
+
+GRAPHS = "CUDA graphs"
+PIECEWISE = "piecewise CUDA graphs"
+COMPILE = "torch.compile"
+PREFIX_CACHE = "the prefix cache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine, every one of them resolved: no field still means "automatic".
+
+    ``None`` means "off" or "not set", as the field's help text says. Four fields are found, not given: ``model_path``,
+    ``tokenizer_path``, ``model_config``, ``generation``. ``reasons`` holds a sentence for each automatic choice.
+    """
+
+    # model
+    model: str = _option("text", None, "folder or hub id of the checkpoint; default: the bundled weft-mini")
+    tokenizer: str = _option("text", None, "folder or hub id of the tokenizer; default: the model's")
+    served_model_name: str = _option("text", None, "name of the model in answers; default: the hub id or folder name")
+    load_format: str = _option(
+        "text", "auto", "auto: safetensors; dummy: random weights, only config.json is needed", choices=("auto", "dummy")
+    )
+    skip_tokenizer_init: bool = _option("bool", False, "load no tokenizer: token ids in, token ids out")
+    dtype: str = _option(
+        "text", "auto", "computing dtype; auto: the checkpoint's on a GPU, float32 on the CPU",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )  # fmt: skip
+    max_model_len: int = _option("int", None, "longest sequence in tokens; default: the checkpoint's", low=1)
+    seed: int = _option("int", 0, "seed of requests without one, and of dummy weights", low=0, high=2**63 - 1)
+    # device
+    device: str = _option("text", "auto", "auto: a CUDA GPU if there is one", choices=("auto", "cpu", "cuda"))
+    backend: str = _option(
+        "text", "auto", "implementation of the operations", choices=("auto", "torch", "triton"),
+        later_choices={"triton": "the Triton kernels"},
+    )  # fmt: skip
+    tensor_parallel_size: int = _option(
+        "int", 1, "GPUs that share one model", low=1, later="tensor parallelism", off=1
+    )
+    # memory
+    gpu_memory_utilization: float = _option(
+        "float", 0.9, "share of GPU memory for weights, activations and caches", above=0.0, high=1.0
+    )
+    cpu_cache_gib: float = _option("float", 1.0, "memory of KV pages and states on the CPU, in GiB", above=0.0)
+    page_size: int = _option("int", 16, "tokens per KV page", low=1, high=1024)
+    num_kv_pages: int | None = _option(
+        "int", None, "KV pages, the reserved one included; default: what memory allows", low=2
+    )
+    num_state_slots: int | None = _option(
+        "int", None, "recurrent-state slots, the reserved one included; default: what memory allows", low=2
+    )
+    mamba_ssm_dtype: str = _option(
+        "text", "auto", "dtype of the recurrent state; auto: the checkpoint's, else float32",
+        choices=("auto", "float32", "bfloat16"),
+    )  # fmt: skip
+    # scheduling
+    max_num_seqs: int = _option("int", None, "most requests that run at a time", low=1, high=4096)
+    max_num_batched_tokens: int = _option("int", None, "token budget of one step; longer prompts run in chunks", low=1)
+    schedule_policy: str = _option(
+        "text", "fcfs", "which request goes first: fcfs, priority, or lpm (longest prefix match)",
+        choices=("fcfs", "priority", "lpm"), later_choices={"lpm": PREFIX_CACHE},
+    )  # fmt: skip
+    enable_overlap: bool = _option(
+        "bool", True, "launch a step before the last one's tokens are read", later="overlapped steps", off=False
+    )
+    # prefix cache
+    enable_prefix_caching: bool = _option("bool", True, "reuse KV and states", later=PREFIX_CACHE, off=False)
+    state_checkpoint_policy: str | None = _option(
+        "text", "exact", "where recurrent states are kept for reuse", choices=("exact", "aligned", "finish_only"),
+        synonyms={"extra_buffer": "aligned", "no_buffer": "finish_only"}, later=PREFIX_CACHE,
+    )  # fmt: skip
+    eviction_policy: str | None = _option(
+        "text", "flops", "what leaves the cache first", choices=("flops", "lru"), later=PREFIX_CACHE
+    )
+    # graphs
+    enforce_eager: bool = _option("bool", False, "run without CUDA graphs", later=GRAPHS, off=True)
+    cuda_graph_mode: str = _option(
+        "text", None, "which batches run as graphs; default: chosen per device", later=GRAPHS, off="NONE",
+        choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
+    )  # fmt: skip
+    cuda_graph_bs: tuple[int, ...] | None = _option("ints", None, "decode batch sizes to capture", low=1, later=GRAPHS)
+    cuda_graph_max_bs: int | None = _option("int", None, "largest decode batch to capture", low=1, later=GRAPHS)
+    enable_cudagraph_gc: bool = _option(
+        "bool", False, "leave the garbage collector on during capture", later=GRAPHS, off=False
+    )
+    enable_piecewise_cuda_graph: bool = _option(
+        "bool", False, "capture prefill in pieces between the split operations", later=PIECEWISE, off=False
+    )
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None = _option(
+        "ints", None, "token counts to capture in pieces", low=1, later=PIECEWISE
+    )
+    piecewise_cuda_graph_max_tokens: int | None = _option(
+        "int", None, "largest token count to capture in pieces", low=1, later=PIECEWISE
+    )
+    piecewise_cuda_graph_compiler: str | None = _option(
+        "text", "capture", "where pieces come from", choices=("capture", "eager", "inductor"), later=PIECEWISE
+    )
+    splitting_ops: tuple[str, ...] | None = _option(
+        "texts", None, "operations that separate the pieces", later=PIECEWISE
+    )
+    enable_torch_compile: bool = _option(
+        "bool", False, "compile the model inside decode graphs", later=COMPILE, off=False
+    )
+    torch_compile_max_bs: int | None = _option("int", None, "largest batch to compile for", low=1, later=COMPILE)
+    enable_torch_compile_debug_mode: bool = _option(
+        "bool", False, "check input addresses on every replay", later=PIECEWISE, off=False
+    )
+    # looking inside
+    profile_dir: Path | None = _option("path", None, "write a torch profiler trace into this folder")
+    # found, not given
+    model_path: Path
+    tokenizer_path: Path
+    model_config: ModelConfig
+    generation: GenerationDefaults
+    reasons: Mapping[str, str] = field(compare=False)
+
+
+OPTIONS: Mapping[str, Option] = {
+    f.name: f.metadata["option"] for f in fields(EngineConfig) if "option" in f.metadata
+}
+"""What the user may set, in the order of the fields."""

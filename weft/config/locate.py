@@ -1,0 +1,54 @@
+"""Where a checkpoint lies: a folder, a hub id, or the bundled model.
+
+Job: a local folder for what the user called the model. Owns: the rule that a folder goes first, then the local hub
+cache, then a download. Does not know: what is in the folder.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from weft.assets import MODEL_DIR
+from weft.errors import ConfigError
+
+BUNDLED_NAME = "weft-mini"
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CONFIG_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+
+
+def locate(name: str | None, *, weights: bool = True) -> Path:
+    """Folder of checkpoint ``name``; None: the bundled model.
+
+    Args:
+        name: a folder, or a hub id such as ``Qwen/Qwen3-0.6B``.
+        weights: the safetensors files are needed too.
+
+    Raises:
+        ConfigError: there is no such folder and no such model on the hub or in its local cache.
+    """
+    if name is None or name == BUNDLED_NAME and not Path(name).exists():
+        return MODEL_DIR
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"model {name!r} is a file; give the folder that holds its config.json")
+    if not _HUB_ID.fullmatch(name) or name.startswith((".", "/")):
+        raise ConfigError(f"model {name!r}: there is no such folder; give a folder, or a hub id like Qwen/Qwen3-0.6B")
+    return _from_hub(name, _CONFIG_FILES + _WEIGHT_FILES if weights else _CONFIG_FILES)
+
+
+def _from_hub(name: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 (only checkpoints that are not on disk need it)
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the client raises errors of many libraries: HTTP, validation, files
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
+        raise ConfigError(
+            f"model {name!r}: there is no such folder, and it cannot be had from the hub ({type(error).__name__}: "
+            f"{reason}); check the name and the network, or give a local folder"
+        ) from error

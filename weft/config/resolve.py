@@ -1,0 +1,130 @@
+"""From what the user gave to an ``EngineConfig``, once.
+
+Job: validate the user's settings, read the checkpoint's config, choose what was left open, and say why.
+Owns: the rules of automatic choices. Does not know: flags, memory (pool sizes are planned later, from measurements).
+
+torch is asked for a GPU only where the choice depends on one and a driver is there; nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from weft.config.checkpoint import read_checkpoint_config, read_generation_config
+from weft.config.fields import OPTIONS, EngineConfig
+from weft.config.locate import BUNDLED_NAME, locate
+from weft.config.model import ModelConfig
+from weft.config.validate import check_names, check_value
+from weft.errors import ConfigError
+
+MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
+MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+def resolve(**user: Any) -> EngineConfig:
+    """Every setting of the engine, from the few that the user gave.
+
+    Args:
+        **user: fields of ``EngineConfig``. None means "not given".
+
+    Raises:
+        ConfigError: an unknown name (close ones are suggested), a value that is not allowed, a feature that this
+            version lacks, or settings that contradict each other or the checkpoint.
+        UnsupportedModelError: a checkpoint that Weft does not support.
+    """
+    check_names(user)
+    values = {name: option.default for name, option in OPTIONS.items()}
+    values |= {name: check_value(name, value) for name, value in user.items() if value is not None}
+    reasons: dict[str, str] = {}
+    _switch_off(values, reasons)
+    model_path = locate(values["model"], weights=values["load_format"] != "dummy")
+    tokenizer_path = locate(values["tokenizer"], weights=False) if values["tokenizer"] else model_path
+    model = read_checkpoint_config(model_path)
+    generation = read_generation_config(model_path)
+    _choose_names(values, reasons)
+    _choose_device(values, reasons)
+    _choose_dtypes(values, reasons, model)
+    _choose_limits(values, reasons, model)
+    return EngineConfig(
+        **values,
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        model_config=model,
+        generation=generation,
+        reasons=reasons,
+    )
+
+
+def _switch_off(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    """A default whose feature this version lacks becomes "off"."""
+    for name, option in OPTIONS.items():
+        if option.later and values[name] != option.off:
+            values[name] = option.off
+            reasons[name] = f"not in this version: {option.later}"
+
+
+def _choose_names(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    if values["model"] is None:
+        values["model"] = BUNDLED_NAME
+        reasons["model"] = "no model was given: the bundled one"
+    if values["tokenizer"] is None:
+        values["tokenizer"] = values["model"]
+        reasons["tokenizer"] = "the model's"
+    if values["served_model_name"] is None:
+        values["served_model_name"] = values["model"]
+        reasons["served_model_name"] = "as the model was given"
+
+
+def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    if values["device"] == "auto":
+        values["device"] = "cuda" if cuda_available() else "cpu"
+        reasons["device"] = "a CUDA GPU is there" if values["device"] == "cuda" else "no CUDA GPU that torch can use"
+    elif values["device"] == "cuda" and not cuda_available():
+        raise ConfigError("device='cuda', but torch finds no CUDA GPU here; use device='cpu' or install torch with CUDA")
+    if values["backend"] == "auto":
+        values["backend"] = "torch"
+        reasons["backend"] = (
+            "the CPU has no other" if values["device"] == "cpu" else "not in this version: the Triton kernels"
+        )
+
+
+def _choose_dtypes(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+    if values["dtype"] == "auto":
+        on_cpu = values["device"] == "cpu"
+        values["dtype"] = "float32" if on_cpu else model.dtype
+        reasons["dtype"] = "float32 on the CPU" if on_cpu else "the checkpoint's"
+    if values["mamba_ssm_dtype"] == "auto":
+        values["mamba_ssm_dtype"] = model.state_dtype or "float32"
+        reasons["mamba_ssm_dtype"] = "the checkpoint's" if model.state_dtype else "the checkpoint names none"
+
+
+def _choose_limits(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+    limit, given, device = model.max_position_embeddings, values["max_model_len"], values["device"]
+    if given is None:
+        values["max_model_len"] = limit
+        reasons["max_model_len"] = "the checkpoint's (max_position_embeddings)"
+    elif given > limit:
+        raise ConfigError(
+            f"max_model_len={given}: the checkpoint's positions end at {limit} (max_position_embeddings); "
+            f"give {limit} or less"
+        )
+    if values["max_num_batched_tokens"] is None:
+        values["max_num_batched_tokens"] = MAX_NUM_BATCHED_TOKENS[device]
+        reasons["max_num_batched_tokens"] = f"default on {device}"
+    if values["max_num_seqs"] is None:
+        budget = values["max_num_batched_tokens"]
+        values["max_num_seqs"] = min(MAX_NUM_SEQS[device], budget)
+        clamped = budget < MAX_NUM_SEQS[device]
+        reasons["max_num_seqs"] = "no more than max_num_batched_tokens" if clamped else f"default on {device}"
+
+
+def cuda_available() -> bool:
+    """True if torch can use a CUDA GPU. Without an NVIDIA driver the answer is no and torch is not imported."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch  # noqa: PLC0415 (seconds; needed only where a driver is there)
+
+    return torch.cuda.is_available()

@@ -1,0 +1,114 @@
+"""Is a value one that a setting accepts?
+
+Job: check kind, range and choice of one user value, and refuse by name what waits for a later version.
+Owns: the wording of those errors. Does not know: where values come from, how automatic ones are found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from weft.config.aliases import ALIASES
+from weft.config.fields import OPTIONS, Option
+from weft.errors import ConfigError
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ConfigError for names that are not settings, with the names that were probably meant."""
+    by_alias = {flag.removeprefix("--").replace("-", "_"): alias.field for flag, alias in ALIASES.items()}
+    for name in names:
+        if name in OPTIONS:
+            continue
+        if name in by_alias:
+            raise ConfigError(f"unknown setting {name!r}: as a keyword it is called {by_alias[name]!r}")
+        close = difflib.get_close_matches(name, OPTIONS, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "`weft config` lists all settings"
+        raise ConfigError(f"unknown setting {name!r}; {hint}")
+
+
+def check_value(name: str, value: Any) -> Any:
+    """``value`` in its canonical form (lists as tuples, paths as ``Path``, synonyms replaced).
+
+    Raises:
+        ConfigError: wrong kind, outside the range, no such choice, or a feature that this version lacks.
+    """
+    option = OPTIONS[name]
+    if value is None and (option.default is None or option.later):
+        return value
+    value = _canonical(name, option, value)
+    if option.later and value not in (option.default, option.off):
+        remedy = "leave it out" if option.off is None else f"leave it out or set it to {option.off!r}"
+        raise ConfigError(
+            f"{name}={value!r} needs {option.later}, which this version of Weft does not have; {remedy}"
+        )
+    if isinstance(value, str) and value in option.later_choices:
+        allowed = [c for c in option.choices if c not in option.later_choices]
+        raise ConfigError(
+            f"{name}={value!r} needs {option.later_choices[value]}, which this version of Weft does not have; "
+            f"allowed are {', '.join(allowed)}"
+        )
+    return value
+
+
+def _canonical(name: str, option: Option, value: Any) -> Any:
+    match option.kind:
+        case "int" | "float":
+            return _number(name, option, value)
+        case "bool":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} is not a truth value; give True or False")
+            return value
+        case "text":
+            return _text(name, option, value)
+        case "path":
+            if not isinstance(value, (str, Path)) or not str(value):
+                raise ConfigError(f"{name}={value!r} is not a path")
+            return Path(value)
+        case "ints" | "texts":
+            return _items(name, option, value)
+
+
+def _number(name: str, option: Option, value: Any) -> int | float:
+    wanted = "an integer" if option.kind == "int" else "a number"
+    allowed_types = (int,) if option.kind == "int" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed_types) or not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r} is not {wanted}; allowed: {describe_range(option)}")
+    too_low = (option.low is not None and value < option.low) or (option.above is not None and value <= option.above)
+    if too_low or (option.high is not None and value > option.high):
+        raise ConfigError(f"{name}={value!r} is out of range; allowed: {describe_range(option)}")
+    return value if option.kind == "int" else float(value)
+
+
+def _text(name: str, option: Option, value: Any) -> str:
+    if isinstance(value, Path) and not option.choices:
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={value!r} is not a text" + _choices(option))
+    value = option.synonyms.get(value, value)
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{name}={value!r} is not known" + _choices(option))
+    return value
+
+
+def _items(name: str, option: Option, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f"{name}={value!r} is not a non-empty list")
+    if option.kind == "texts":
+        return tuple(_text(name, option, item) for item in value)
+    single = Option(help="", kind="int", default=None, low=option.low, high=option.high)
+    return tuple(_number(name, single, item) for item in value)
+
+
+def _choices(option: Option) -> str:
+    return f"; allowed: {', '.join(option.choices)}" if option.choices else ""
+
+
+def describe_range(option: Option) -> str:
+    """The allowed numbers in words: ``1 or more``, ``above 0 and at most 1``."""
+    low = f"above {option.above:g}" if option.above is not None else f"{option.low:,} or more" if option.low else ""
+    high = f"at most {option.high:,}" if option.high is not None else ""
+    return " and ".join(part for part in (low, high) if part) or "any"
