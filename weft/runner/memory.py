@@ -7,6 +7,7 @@ from (on the CPU: ``cpu_cache_gib``; on a GPU: measured free memory).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +107,7 @@ def _plan_pages(
 
 
 def allocate_caches(
-    spec: CacheSpec, plan: CachePlan, attention_names: list[str], linear_names: list[str], device: torch.device
+    spec: CacheSpec, plan: CachePlan, attention_names: Sequence[str], linear_names: Sequence[str], device: torch.device
 ) -> dict[str, KVCache | StateCache]:
     """The cache tensors by layer name, zero-filled (padding rows read page 0 and slot 0)."""
     caches: dict[str, KVCache | StateCache] = {}

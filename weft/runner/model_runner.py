@@ -23,7 +23,7 @@ from weft.messages import ModelOutput, SchedulerOutput, TokenLogprobs
 from weft.models.registry import create_model
 from weft.ops.backend import resolve_backend
 from weft.ops.kv_cache import copy_pages
-from weft.parallel import TensorParallel
+from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, PreparedStep
 from weft.runner.memory import CachePlan, allocate_caches, plan_caches
 from weft.runner.rows import RowTable
@@ -43,9 +43,10 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self._layers = LayerTable()
         self.model = self._load_model()
+        self._layer_modules = self._layers.by_name()
         self.plan = self._plan()
         self.caches = allocate_caches(
-            self.spec, self.plan, self._layers.attention_names, self._layers.linear_names, self.device
+            self.spec, self.plan, self._layers.names("full_attention"), self._layers.names("linear_attention"), self.device
         )
         max_pages = self.spec.pages_for(self.plan.max_model_len)
         self._rows = RowTable(self.plan.max_num_seqs, max_pages, self.device)
@@ -65,7 +66,7 @@ class ModelRunner:
         context = ModelContext(
             dtype=getattr(torch, config.dtype),
             device=self.device,
-            tp=TensorParallel(),
+            tp=SingleRank(),
             backend=resolve_backend(config.backend, self.device.type),
             layers=self._layers,
             max_model_len=config.max_model_len,
@@ -103,7 +104,7 @@ class ModelRunner:
         self._update_rows(orders)
         self._move(orders)
         step = self._builder.build(orders)
-        with forward_context(ForwardContext(step.batch, self.caches, self._layers)):
+        with forward_context(ForwardContext(step.batch, self.caches, self._layer_modules)):
             hidden_states = self.model(step.input_ids)
         prompt_logprobs = self._prompt_logprobs(orders, step, hidden_states)
         if not step.sampled:

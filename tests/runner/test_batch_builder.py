@@ -1,0 +1,111 @@
+"""Batches hold exactly what the orders say."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.runner.batch_builder import BatchBuilder, PreparedStep, chunk_bounds
+from weft.runner.rows import RowTable
+
+PAGE = 16
+CPU = torch.device("cpu")
+
+
+def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]:
+    table = RowTable(rows, 64, CPU)
+    builder = BatchBuilder(
+        table, page_size=PAGE, max_num_tokens=512, max_num_seqs=rows, has_recurrent_layers=recurrent, device=CPU
+    )
+    return table, builder
+
+
+def build(table: RowTable, builder: BatchBuilder, orders: list[ScheduledRequest]) -> PreparedStep:
+    for order in orders:
+        table.append_pages(order)
+    return builder.build(SchedulerOutput(1, orders))
+
+
+def test_chunk_bounds_stand_at_absolute_multiples_and_checkpoints() -> None:
+    assert chunk_bounds(0, 64, []) == [0, 64]
+    assert chunk_bounds(0, 65, []) == [0, 64, 65]
+    assert chunk_bounds(63, 2, []) == [63, 64, 65]
+    assert chunk_bounds(10, 200, [100, 210]) == [10, 64, 100, 128, 192, 210]
+    assert chunk_bounds(0, 128, [64]) == [0, 64, 128]
+
+
+def test_chunks_do_not_depend_on_how_a_prefill_is_split() -> None:
+    whole = set(chunk_bounds(0, 1000, []))
+    split = set(chunk_bounds(0, 210, [])) | set(chunk_bounds(210, 790, []))
+    assert split - whole == {210}
+
+
+def test_mixed_batch() -> None:
+    table, builder = make()
+    table.fill(NewRequest(3, [7] * 20, 20, RowSampling()))
+    table.fill(NewRequest(5, list(range(100, 210)), 110, RowSampling()))
+    table.append_pages(ScheduledRequest(3, 0, 20, [9, 4], 2, True))
+    table.set_last_tokens(torch.tensor([3]), torch.tensor([42]))
+    orders = [
+        ScheduledRequest(3, 20, 1, [], 2, True),
+        ScheduledRequest(5, 0, 70, [1, 2, 3, 5, 6], 7, False, [(33, 4)]),
+    ]
+    step = build(table, builder, orders)
+    batch = step.batch
+    assert (batch.num_tokens, batch.num_seqs, batch.num_decodes) == (71, 2, 1)
+    assert (batch.max_query_len, batch.max_seq_len) == (70, 70)
+    assert step.input_ids.tolist() == [42, *range(100, 170)]
+    assert batch.positions.tolist() == [20, *range(70)]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 71]
+    assert batch.seq_lens.tolist() == [21, 70]
+    assert batch.state_slots.tolist() == [2, 7]
+    assert batch.slot_mapping[0] == 4 * PAGE + 4
+    assert batch.slot_mapping[1 + 50] == 5 * PAGE + 2
+    assert batch.page_table.tolist() == [[9, 4, 0, 0, 0], [1, 2, 3, 5, 6]]
+    assert step.sample_indices.tolist() == [0] and step.sample_rows.tolist() == [3]
+    chunks = batch.chunks
+    assert chunks is not None
+    assert chunks.seq.tolist() == [1, 1, 1]
+    assert chunks.start.tolist() == [1, 34, 65]
+    assert chunks.length.tolist() == [33, 31, 6]
+    assert chunks.checkpoint_slot.tolist() == [4, -1, -1]
+    assert chunks.first.tolist() == [0, 0, 3]
+
+
+def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
+    table, builder = make()
+    for row in (1, 2):
+        table.fill(NewRequest(row, [5, 6], 2, RowSampling()))
+        table.append_pages(ScheduledRequest(row, 0, 2, [row], row, True))
+    table.set_last_tokens(torch.tensor([1, 2]), torch.tensor([11, 22]))
+    step = build(table, builder, [ScheduledRequest(r, 2, 1, [], r, True) for r in (2, 1)])
+    assert step.input_ids.tolist() == [22, 11]
+    assert step.batch.chunks is None and step.batch.num_decodes == 2
+
+
+def test_resumed_request_feeds_the_tokens_it_brought() -> None:
+    table, builder = make()
+    table.fill(NewRequest(0, [1, 2, 3, 4, 5], 3, RowSampling()))
+    table.set_last_tokens(torch.tensor([0]), torch.tensor([99]))
+    step = build(table, builder, [ScheduledRequest(0, 0, 5, [3], 1, True)])
+    assert step.input_ids.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_refilled_row_starts_with_an_empty_page_table() -> None:
+    table, builder = make()
+    table.fill(NewRequest(0, [1] * 40, 40, RowSampling()))
+    build(table, builder, [ScheduledRequest(0, 0, 40, [3, 4, 5], 1, True)])
+    table.fill(NewRequest(0, [2] * 10, 10, RowSampling()))
+    step = build(table, builder, [ScheduledRequest(0, 0, 10, [8], 1, True)])
+    assert step.batch.page_table.tolist() == [[8]]
+
+
+def test_largest_step_fits_the_buffers() -> None:
+    """Every sequence in the worst place: each token count that adds the most chunks, all checkpoints taken."""
+    table, builder = make(rows=8)
+    for row in range(8):
+        table.fill(NewRequest(row, [0] * 200, 200, RowSampling()))
+        table.append_pages(ScheduledRequest(row, 0, 63, list(range(1, 14)), 1, False))
+    orders = [ScheduledRequest(r, 63, 64, [], r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
+    step = builder.build(SchedulerOutput(1, orders))
+    assert step.batch.chunks is not None and int(step.batch.chunks.length.sum()) == 512
