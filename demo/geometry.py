@@ -6,6 +6,7 @@ Run `python -m demo.geometry` for a folder with random weights, to try a change 
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -65,7 +66,19 @@ def new_model(seed: int = 0) -> Qwen3NextForCausalLM:
     """The model with fresh weights, in float32."""
     torch.manual_seed(seed)
     settings = {k: v for k, v in CONFIG.items() if k not in ("architectures", "torch_dtype")}
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**settings)).float()
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**settings)).float()
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            _spread_memory(layer.linear_attn)
+    return model
+
+
+@torch.no_grad()
+def _spread_memory(mixer: torch.nn.Module) -> None:
+    """Let the heads start with memories of a few to a thousand tokens; the library's own start forgets at once."""
+    step = torch.exp(torch.empty_like(mixer.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)))
+    mixer.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus(dt_bias) = step
+    mixer.A_log.copy_(torch.empty_like(mixer.A_log).uniform_(1, 8).log())
 
 
 def published(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,119 @@
+"""The reference evaluation: the 200 problems with nothing but transformers' generate, greedy.
+
+Owns the figures of the bundled model that `weft eval` is compared with: accuracy, and how far bfloat16 is from
+float32. Knows nothing of training, nor of Weft's engine.
+Run: python -m demo.evaluate --device cuda --json eval.json
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from weft.assets import EVAL_PATH, MODEL_DIR, extract_answer
+
+NEW_TOKENS = 320
+
+
+def read_problems(path: Path = EVAL_PATH) -> list[dict]:
+    """The evaluation set, one record per line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@torch.inference_mode()
+def replies(model, tokenizer, problems: list[dict], batch: int = 128) -> list[str]:
+    """Greedy replies. Prompts are padded on the left; the mask keeps padding out of attention and of GDN's state."""
+    texts = [tokenizer.apply_chat_template(p["messages"], tokenize=False, add_generation_prompt=True) for p in problems]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    found: dict[int, str] = {}
+    for at in range(0, len(order), batch):
+        part = order[at : at + batch]
+        inputs = tokenizer([texts[i] for i in part], return_tensors="pt", padding=True, padding_side="left")
+        inputs = {k: inputs[k].to(model.device) for k in ("input_ids", "attention_mask")}
+        out = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        new = out[:, inputs["input_ids"].shape[1] :]
+        found.update(zip(part, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True))
+    return [found[i] for i in range(len(texts))]
+
+
+def score(problems: list[dict], texts: list[str]) -> dict:
+    """Accuracy over all, by template, and of the templates never seen in training; and what went wrong."""
+    right = [extract_answer(text) == p["answer"] for p, text in zip(problems, texts, strict=True)]
+    groups = defaultdict(list)
+    for problem, ok in zip(problems, right, strict=True):
+        groups[problem["template"].split("-")[0] if problem["template"].startswith("chain") else problem["template"]].append(ok)
+    unseen = [ok for p, ok in zip(problems, right, strict=True) if p["unseen_template"]]
+    seen = [ok for p, ok in zip(problems, right, strict=True) if not p["unseen_template"]]
+    wrong = [
+        {"id": p["id"], "question": p["messages"][-1]["content"], "answer": p["answer"], "reply": text}
+        for p, text, ok in zip(problems, texts, right, strict=True)
+        if not ok
+    ]
+    return {
+        "accuracy": _mean(right),
+        "seen_templates": _mean(seen),
+        "unseen_templates": _mean(unseen),
+        "problems": len(problems),
+        "by_template": {name: _mean(oks) for name, oks in sorted(groups.items())},
+        "wrong": wrong,
+    }
+
+
+@torch.inference_mode()
+def agreement(model, tokenizer, problems: list[dict], texts: list[str]) -> dict:
+    """How bfloat16 departs from float32 over the replies: the same best token, and the divergence."""
+    half = type(model).from_pretrained(MODEL_DIR_OF[model], dtype=torch.bfloat16).to(model.device)
+    same, divergence, tokens = 0, 0.0, 0
+    for problem, text in zip(problems, texts, strict=True):
+        prompt = tokenizer.apply_chat_template(problem["messages"], tokenize=False, add_generation_prompt=True)
+        start = len(tokenizer(prompt)["input_ids"])
+        ids = tokenizer(prompt + text + "<|im_end|>", return_tensors="pt")["input_ids"].to(model.device)
+        full, low = (m(ids).logits[0, start - 1 : -1].float().log_softmax(-1) for m in (model, half))
+        same += int((full.argmax(-1) == low.argmax(-1)).sum())
+        divergence += float((full.exp() * (full - low)).sum())
+        tokens += len(full)
+    return {"tokens": tokens, "same_best_token": same / tokens, "mean_divergence": divergence / tokens}
+
+
+MODEL_DIR_OF: dict = {}  # where each loaded model came from, so that it can be loaded again in another dtype
+
+
+def load(folder: Path, dtype: torch.dtype, device: str):
+    """The model (its bfloat16 weights, computed with in `dtype`) and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").to(device).eval()
+    MODEL_DIR_OF[model] = folder
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _mean(values: list[bool]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--limit", type=int, default=None, help="the first N problems only")
+    parser.add_argument("--agreement", action="store_true", help="also compare bfloat16 with float32")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model, tokenizer = load(args.model, getattr(torch, args.dtype), args.device)
+    problems, started = read_problems()[: args.limit], time.time()
+    texts = replies(model, tokenizer, problems)
+    figures = {"dtype": args.dtype, "seconds": round(time.time() - started, 1), **score(problems, texts)}
+    if args.agreement:
+        figures["bfloat16_against_float32"] = agreement(model, tokenizer, problems, texts)
+    print(json.dumps({k: v for k, v in figures.items() if k not in ("by_template", "wrong")}, indent=1))
+    for miss in figures["wrong"]:
+        print(f"{miss['id']}: {miss['question']}\n  expected {miss['answer']}, said {miss['reply']!r}")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

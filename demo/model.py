@@ -1,0 +1,219 @@
+"""The training-time forward pass: the same function as transformers' Qwen3-Next, in few and large operations.
+
+Owns a faster way to compute it: Gated DeltaNet chunk by chunk with no loop over rows, experts as one dense product,
+and layers written as plain functions so that one compiled layer serves all of its kind.
+Knows nothing of data, optimisers or generation. The parameters are those of the transformers model, by name;
+a test compares loss and gradients with it.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+CHUNK = 64
+Weights = dict[str, Tensor]
+
+
+class UnitLowerInverse(torch.autograd.Function):
+    """(I + L)^-1 for strictly lower triangular L, by joining inverted blocks of 1, 2, 4 ... rows.
+
+    Unlike a sum of powers of L this stays accurate when keys repeat; its gradient needs only the result.
+    """
+
+    @staticmethod
+    def forward(ctx, lower: Tensor) -> Tensor:
+        size = lower.shape[-1]
+        index = torch.arange(size, device=lower.device)
+        inverse = torch.eye(size, device=lower.device, dtype=lower.dtype).expand_as(lower)
+        block = 1
+        while block < size:
+            same_pair = (index // (2 * block))[:, None] == (index // (2 * block))[None, :]
+            below = (index // block)[:, None] > (index // block)[None, :]
+            inverse = inverse - inverse @ (lower * (same_pair & below)) @ inverse
+            block *= 2
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        return -(transposed @ grad @ transposed).tril(-1)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """The gated delta rule from an empty state; [batch, length, heads, dim], length a multiple of CHUNK.
+
+    Each chunk changes the state by S' = M S + C. All M and C are found at once, so that the walk over chunks
+    is one product each; then all outputs are found at once.
+    """
+    rows, length, heads, dim = v.shape
+    shape = (rows, length // CHUNK, CHUNK, heads)
+    q, k, v = (x.float().view(*shape, -1).permute(0, 3, 1, 2, 4) for x in (q, k, v))
+    decay, beta = (x.float().view(shape).permute(0, 3, 1, 2) for x in (decay, beta))
+    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+    total = decay.cumsum(-1)
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+    k_beta = k * beta[..., None]
+    inverse = UnitLowerInverse.apply((k_beta @ k.transpose(-1, -2) * between).tril(-1))
+    new_values = inverse @ (v * beta[..., None])
+    read_keys = inverse @ (k_beta * total.exp()[..., None])
+    write_keys = (k * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
+    fade = total[..., -1].exp()[..., None, None]
+    step = fade * torch.eye(k.shape[-1], device=q.device) - write_keys @ read_keys
+    states = _states_before(step, write_keys @ new_values)
+    values = new_values - read_keys @ states
+    out = (q * total.exp()[..., None]) @ states + (q @ k.transpose(-1, -2) * between) @ values
+    return out.permute(0, 2, 3, 1, 4).reshape(rows, length, heads, dim)
+
+
+def _states_before(step: Tensor, added: Tensor) -> Tensor:
+    """The state before each chunk, of S' = step S + added; [batch, heads, chunks, dim, dim]."""
+    state = torch.zeros_like(added[:, :, 0])
+    states = []
+    for i in range(added.shape[2]):
+        states.append(state)
+        state = step[:, :, i] @ state + added[:, :, i]
+    return torch.stack(states, 2)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Length one along the last dimension, as the delta rule wants its keys and queries."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """A product in the dtype of `x`; the float32 master weight is cast for it."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Qwen3-Next's RMS norm: the weight is stored as its distance from one."""
+    y = x.float()
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * (1 + weight)).to(x.dtype)
+
+
+def delta_net(x: Tensor, w: Weights, config: Qwen3NextConfig) -> Tensor:
+    """A Gated DeltaNet mixer."""
+    rows, length, _ = x.shape
+    heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    groups = config.linear_num_value_heads // heads
+    value = groups * config.linear_value_head_dim
+    mixed = linear(x, w["in_proj_qkvz.weight"]).view(rows, length, heads, -1)
+    q, k, v, z = mixed.split([dim, dim, value, value], -1)
+    b, a = linear(x, w["in_proj_ba.weight"]).view(rows, length, heads, -1).split([groups, groups], -1)
+    qkv = torch.cat([t.reshape(rows, length, -1) for t in (q, k, v)], -1)
+    qkv = short_convolution(qkv, w["conv1d.weight"])
+    q, k, v = qkv.split([heads * dim, heads * dim, heads * value], -1)
+    q, k = (t.view(rows, length, heads, dim).repeat_interleave(groups, 2) for t in (q, k))
+    v = v.view(rows, length, heads * groups, -1)
+    decay = -w["A_log"].exp() * F.softplus(a.reshape(rows, length, -1).float() + w["dt_bias"])
+    beta = b.reshape(rows, length, -1).sigmoid()
+    out = gated_delta_rule(q, k, v, decay, beta)
+    out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * w["norm.weight"]
+    out = out * F.silu(z.reshape(out.shape).float())
+    return linear(out.to(x.dtype).reshape(rows, length, -1), w["out_proj.weight"])
+
+
+def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """The causal depthwise convolution as a sum of shifted products, which fuses into one kernel."""
+    width, length = weight.shape[-1], x.shape[1]
+    padded = F.pad(x, (0, 0, width - 1, 0))
+    taps = weight[:, 0].to(x.dtype)
+    return F.silu(sum(padded[:, i : i + length] * taps[:, i] for i in range(width)))
+
+
+def attention(x: Tensor, w: Weights, config: Qwen3NextConfig, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """A gated softmax attention mixer."""
+    rows, length, _ = x.shape
+    dim, eps = config.head_dim, config.rms_norm_eps
+    q, gate = linear(x, w["q_proj.weight"]).view(rows, length, -1, 2 * dim).chunk(2, -1)
+    k = linear(x, w["k_proj.weight"]).view(rows, length, -1, dim)
+    v = linear(x, w["v_proj.weight"]).view(rows, length, -1, dim)
+    q = rotate(norm(q, w["q_norm.weight"], eps), rope).transpose(1, 2)
+    k = rotate(norm(k, w["k_norm.weight"], eps), rope).transpose(1, 2)
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.transpose(1, 2).repeat_interleave(groups, 1)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return linear((out * gate.sigmoid()).reshape(rows, length, -1), w["o_proj.weight"])
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions on the first dims of each head."""
+    cos, sin = (t[None, :, None].to(x.dtype) for t in rope)
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    left, right = turned.chunk(2, -1)
+    return torch.cat([turned * cos + torch.cat([-right, left], -1) * sin, rest], -1)
+
+
+def experts(x: Tensor, w: Weights, config: Qwen3NextConfig) -> tuple[Tensor, Tensor]:
+    """The mixture of experts, every expert computed and weighted (most by zero), and its balancing loss."""
+    logits = linear(x, w["gate.weight"])
+    probabilities = logits.float().softmax(-1)
+    rest, chosen = probabilities, torch.zeros_like(probabilities)
+    for _ in range(config.num_experts_per_tok):
+        best = F.one_hot(rest.argmax(-1), config.num_experts).to(rest.dtype)
+        chosen, rest = chosen + best, rest - best
+    routing = probabilities * chosen
+    routing = (routing / routing.sum(-1, keepdim=True)).to(x.dtype)
+    gate, up = linear(x, w["experts.gate_up_proj"].flatten(0, 1)).unflatten(-1, (config.num_experts, 2, -1)).unbind(-2)
+    inner = (F.silu(gate) * up * routing[..., None]).flatten(-2)
+    out = linear(inner, w["experts.down_proj"].transpose(1, 2).flatten(0, 1).T)
+    shared = F.silu(linear(x, w["shared_expert.gate_proj.weight"])) * linear(x, w["shared_expert.up_proj.weight"])
+    shared = linear(shared, w["shared_expert.down_proj.weight"])
+    balance = (chosen.mean((0, 1)) * probabilities.mean((0, 1))).sum() * config.num_experts
+    return out + linear(x, w["shared_expert_gate.weight"]).sigmoid() * shared, balance
+
+
+def layer(x: Tensor, w: dict[str, Weights], config: Qwen3NextConfig, rope: tuple[Tensor, Tensor] | None):
+    """One decoder layer: linear attention where no `rope` is given."""
+    y = norm(x, w["norms"]["input_layernorm.weight"], config.rms_norm_eps)
+    x = x + (delta_net(y, w["mixer"], config) if rope is None else attention(y, w["mixer"], config, rope))
+    y = norm(x, w["norms"]["post_attention_layernorm.weight"], config.rms_norm_eps)
+    y, balance = experts(y, w["mlp"], config)
+    return x + y, balance
+
+
+def head_loss(x: Tensor, labels: Tensor, norm_weight: Tensor, head: Tensor, eps: float) -> Tensor:
+    """Mean cross entropy of the next token over the learned ones."""
+    logits = linear(norm(x, norm_weight, eps), head)[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten().long(), ignore_index=-100)
+
+
+class Trainable:
+    """A transformers model with its layers' weights sorted for the functions above."""
+
+    def __init__(self, model: Qwen3NextForCausalLM, dtype: torch.dtype, compiled: bool = False):
+        self.config, self.dtype, self.model = model.config, dtype, model
+        wrap: Callable = (lambda f: torch.compile(f, fullgraph=True, dynamic=False)) if compiled else (lambda f: f)
+        self._layer, self._head_loss = wrap(layer), wrap(head_loss)
+        self._layers = [_sorted_weights(m) for m in model.model.layers]
+
+    def loss(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropy and the mean balancing loss of the layers."""
+        body = self.model.model
+        x = F.embedding(ids.long(), body.embed_tokens.weight).to(self.dtype)
+        rope = self._rope(ids.shape[1], ids.device)
+        balances = []
+        for kind, weights in zip(self.config.layer_types, self._layers, strict=True):
+            x, balance = self._layer(x, weights, self.config, rope if kind == "full_attention" else None)
+            balances.append(balance)
+        head = self.model.lm_head.weight
+        cross_entropy = self._head_loss(x, labels, body.norm.weight, head, self.config.rms_norm_eps)
+        return cross_entropy, torch.stack(balances).mean()
+
+    def _rope(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        inverse = self.model.model.rotary_emb.inv_freq.to(device).float()
+        angles = torch.arange(length, device=device).float()[:, None] * inverse
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+
+def _sorted_weights(module: torch.nn.Module) -> dict[str, Weights]:
+    mixer = module.linear_attn if hasattr(module, "linear_attn") else module.self_attn
+    norms = {k: v for k, v in module.named_parameters() if k.endswith("layernorm.weight")}
+    return {"mixer": dict(mixer.named_parameters()), "mlp": dict(module.mlp.named_parameters()), "norms": norms}
