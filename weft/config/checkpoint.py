@@ -178,7 +178,7 @@ def _model_config(architecture: str, family: _Family, top: JsonObject, text: Jso
         model_type=text.text("model_type", ""),
         vocab_size=text.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=text.integer("intermediate_size", 1 if family.moe else None),
+        intermediate_size=_intermediate_size(text, family),
         num_hidden_layers=len(layer_types),
         num_attention_heads=num_heads,
         num_key_value_heads=_num_key_value_heads(text, num_heads),
@@ -210,6 +210,13 @@ def _head_dim(text: JsonObject, hidden_size: int, num_heads: int) -> int:
             f"{text.where}: hidden_size={hidden_size} is not divisible by num_attention_heads={num_heads} and no head_dim is given"
         )
     return hidden_size // num_heads
+
+
+def _intermediate_size(text: JsonObject, family: _Family) -> int:
+    """Width of the dense MLP; 0 where every layer has experts and the checkpoint names none."""
+    if family.moe and not text.given("intermediate_size"):
+        return 0
+    return text.integer("intermediate_size")
 
 
 def _num_key_value_heads(text: JsonObject, num_heads: int) -> int:

@@ -1,0 +1,188 @@
+"""Run a model by hand: batches, page tables and caches built in plain Python, without scheduler or runner.
+
+Job: a small, slow and obvious way to drive ``CausalLM`` in tests. ``Sequence`` objects are run in any mix of decodes and
+prefill chunks, with padding rows and NaN-filled caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.config.checkpoint import read_checkpoint_config
+from weft.config.model import ModelConfig
+from weft.forward_context import Batch, ChunkTable, ForwardContext, KVCache, StateCache, forward_context
+from weft.layers.context import ModelContext
+from weft.layers.table import LayerTable
+from weft.models.decoder import CausalLM
+from weft.models.registry import create_model
+from weft.ops.backend import Backend
+from weft.parallel.tensor_parallel import SingleRank, TensorParallel
+from weft.weights import load_weights
+
+CHUNK = 64
+
+
+def model_context(max_model_len: int = 512, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32) -> ModelContext:
+    return ModelContext(dtype, torch.device("cpu"), tp or SingleRank(), Backend.TORCH, LayerTable(), max_model_len)
+
+
+def poison(model: torch.nn.Module) -> None:
+    """Fill every parameter with NaN, so that one that the loader forgets shows in the output."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence: its tokens so far, how many of them have been run, its pages and its state slot.
+
+    ``checkpoints`` maps positions to the slots that receive the state there.
+    """
+
+    tokens: list[int]
+    slot: int
+    pages: list[int]
+    num_computed: int = 0
+    checkpoints: dict[int, int] = field(default_factory=dict)
+
+
+class Harness:
+    """A loaded model with its caches."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        page_size: int = 16,
+        num_pages: int = 96,
+        num_slots: int = 12,
+        tp: TensorParallel | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.config: ModelConfig = read_checkpoint_config(folder)
+        self.context = model_context(self.config.max_position_embeddings, tp, dtype)
+        self.model: CausalLM = create_model(self.config, self.context)
+        poison(self.model)
+        load_weights(self.model, self.config, folder, "auto", 0)
+        self.page_size = page_size
+        self._free_pages = list(range(1, num_pages))
+        self._free_slots = list(range(1, num_slots))
+        self.caches = self._make_caches(num_pages, num_slots, dtype)
+
+    def _make_caches(self, num_pages: int, num_slots: int, dtype: torch.dtype) -> dict[str, KVCache | StateCache]:
+        config, caches = self.config, {}
+        for name in self.context.layers.names("full_attention"):
+            shape = (num_pages, self.page_size, config.num_key_value_heads, config.head_dim)
+            caches[name] = KVCache(*(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)))
+        for name in self.context.layers.names("linear_attention"):
+            linear = config.linear
+            assert linear is not None
+            conv = torch.full((num_slots, linear.conv_dim, linear.conv_kernel - 1), float("nan"), dtype=dtype)
+            state = torch.full((num_slots, linear.num_v_heads, linear.head_k_dim, linear.head_v_dim), float("nan"))
+            caches[name] = StateCache(conv, state)
+        return caches
+
+    def sequence(self, tokens: list[int], capacity: int | None = None) -> Sequence:
+        """A new sequence with pages for ``capacity`` tokens (in scattered order)."""
+        count = -(-(capacity or len(tokens) + 48) // self.page_size)
+        return Sequence(list(tokens), self.free_slot(), [self._free_pages.pop(-1 - i % 2) for i in range(count)])
+
+    def free_slot(self) -> int:
+        return self._free_slots.pop()
+
+    def run(self, work: list[tuple[Sequence, int]], *, pad_tokens: int = 0, pad_seqs: int = 0) -> list[Tensor]:
+        """Run the next ``n`` tokens of every ``(sequence, n)`` in one forward; decodes are moved to the front.
+
+        Padding rows are given NaN vectors by the embedding.
+
+        Returns:
+            logits ``[n, vocab_size]`` per entry of ``work``.
+        """
+        ordered = sorted(work, key=lambda item: not self._decodes(*item))
+        batch, input_ids = self._batch(ordered, pad_tokens, pad_seqs)
+        hook = self.model.model.embed_tokens.register_forward_hook(lambda _m, _i, out: _poison_rows(out, batch.num_tokens))
+        with hook, torch.no_grad(), forward_context(ForwardContext(batch, self.caches, self.context.layers.by_name())):
+            hidden = self.model(input_ids)
+            logits = self.model.compute_logits(hidden[: batch.num_tokens])
+        results, start = {}, 0
+        for sequence, n in ordered:
+            results[id(sequence)] = logits[start : start + n]
+            sequence.num_computed += n
+            start += n
+        return [results[id(sequence)] for sequence, _ in work]
+
+    def generate(self, sequence: Sequence, steps: int) -> tuple[list[int], Tensor]:
+        """Prefill in one go, then ``steps`` greedy tokens. Returns them and the prompt's logits."""
+        logits = self.run([(sequence, len(sequence.tokens) - sequence.num_computed)])[0]
+        prompt_logits, out = logits, []
+        for _ in range(steps):
+            out.append(int(logits[-1].argmax()))
+            sequence.tokens.append(out[-1])
+            logits = self.run([(sequence, 1)])[0]
+        return out, prompt_logits
+
+    def _decodes(self, sequence: Sequence, n: int) -> bool:
+        return n == 1 and sequence.num_computed > 0 and sequence.num_computed + 1 not in sequence.checkpoints
+
+    def _batch(self, work: list[tuple[Sequence, int]], pad_tokens: int, pad_seqs: int) -> tuple[Batch, Tensor]:
+        ids, positions, mapping, cu, seq_lens, slots = [], [], [], [0], [], []
+        for sequence, n in work:
+            span = range(sequence.num_computed, sequence.num_computed + n)
+            ids += [sequence.tokens[p] for p in span]
+            positions += span
+            mapping += [sequence.pages[p // self.page_size] * self.page_size + p % self.page_size for p in span]
+            cu.append(cu[-1] + n)
+            seq_lens.append(span.stop)
+            slots.append(sequence.slot)
+        num_pages = max(len(sequence.pages) for sequence, _ in work)
+        table = [sequence.pages + [0] * (num_pages - len(sequence.pages)) for sequence, _ in work]
+        num_decodes = sum(self._decodes(*item) for item in work)
+        needs_chunks = self.config.is_hybrid and num_decodes < len(work)
+        batch = Batch(
+            num_tokens=cu[-1],
+            num_seqs=len(work),
+            num_decodes=num_decodes,
+            max_query_len=max(n for _, n in work),
+            max_seq_len=max(seq_lens),
+            positions=torch.tensor(positions + [0] * pad_tokens),
+            slot_mapping=torch.tensor(mapping + [0] * pad_tokens),
+            cu_seqlens_q=_int32(cu + [cu[-1]] * pad_seqs),
+            seq_lens=_int32(seq_lens + [0] * pad_seqs),
+            page_table=_int32(table + [[0] * num_pages] * pad_seqs),
+            state_slots=_int32(slots + [0] * pad_seqs),
+            chunks=_chunk_table(work, num_decodes, pad_seqs) if needs_chunks else None,
+        )
+        return batch, torch.tensor(ids + [0] * pad_tokens)
+
+
+def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: int) -> ChunkTable:
+    rows: list[tuple[int, int, int, int]] = []
+    first, flat = [], 0
+    for i, (sequence, n) in enumerate(work):
+        first.append(len(rows))
+        borders = [p - sequence.num_computed for p in sorted(sequence.checkpoints)]
+        start = 0
+        while i >= num_decodes and start < n:
+            end = min([start + CHUNK, n, *(b for b in borders if b > start)])
+            slot = sequence.checkpoints.get(sequence.num_computed + end, -1)
+            rows.append((i, flat + start, end - start, slot))
+            start = end
+        flat += n
+    first += [len(rows)] * (1 + pad_seqs)
+    seq, starts, lengths, slots = zip(*rows, strict=True)
+    return ChunkTable(_int32(seq), _int32(starts), _int32(lengths), _int32(slots), _int32(first))
+
+
+def _poison_rows(vectors: Tensor, num_tokens: int) -> Tensor:
+    vectors = vectors.clone()
+    vectors[num_tokens:] = float("nan")
+    return vectors
+
+
+def _int32(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

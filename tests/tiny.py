@@ -1,0 +1,113 @@
+"""Tiny random checkpoints of every supported architecture, saved by transformers.
+
+Job: ``make_checkpoint`` writes a folder that looks like a published one, with a few thousand random parameters.
+Does not know: Weft.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+
+_BASE = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+_LINEAR = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = {"shared_expert_intermediate_size": 40}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+}
+
+_TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", _BASE),
+    "Qwen3ForCausalLM": ("Qwen3Config", _BASE),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", _BASE | _MOE | {"norm_topk_prob": True}),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", _BASE | _LINEAR | _MOE | _SHARED),
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", _BASE | _LINEAR),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _BASE | _LINEAR | _MOE | _SHARED),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3_5Config", _BASE | _LINEAR),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeConfig", _BASE | _LINEAR | _MOE | _SHARED),
+}
+_WITHOUT_DENSE_MLP = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+
+
+def make_config(arch: str, **overrides: Any) -> Any:
+    """The transformers config of a tiny ``arch``; ``overrides`` are keys of its (text) config."""
+    name, defaults = _TEXT_CONFIGS[arch]
+    settings = {**defaults, **overrides}
+    if arch in _WITHOUT_DENSE_MLP:
+        settings.pop("intermediate_size", None)
+    config_class = getattr(transformers, name)
+    if not arch.endswith("ForConditionalGeneration"):
+        return config_class(**settings)
+    tied = settings.pop("tie_word_embeddings", False)
+    vision = _VISION | {"out_hidden_size": settings["hidden_size"]}
+    return config_class(text_config=settings, vision_config=vision, tie_word_embeddings=tied)
+
+
+def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
+    """A random transformers model in float32; every parameter that is usually constant is random too."""
+    config = make_config(arch, **overrides)
+    config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, arch)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "layernorm.weight", "dt_bias", ".bias")):
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
+    return model
+
+
+def make_checkpoint(arch: str, path: Path, seed: int = 0, *, with_tokenizer: bool = False, **overrides: Any) -> Path:
+    """Save a tiny random checkpoint (``config.json``, ``generation_config.json``, ``model.safetensors``) and return its folder.
+
+    Args:
+        arch: one of ``ARCHITECTURES``.
+        with_tokenizer: add a byte-level BPE tokenizer with Qwen's special tokens and a chat template; the vocabulary
+            is then at least 320 and EOS is ``<|im_end|>``.
+        overrides: keys of the (text) config, and ``save_options`` for ``save_pretrained``.
+    """
+    save_options = overrides.pop("save_options", {})
+    if with_tokenizer:
+        from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer
+
+        overrides = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID} | overrides
+        save_tokenizer(Path(path))
+    make_model(arch, seed, **overrides).save_pretrained(path, **save_options)
+    return Path(path)

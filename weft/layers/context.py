@@ -1,0 +1,36 @@
+"""What a layer needs to know about its surroundings when it is built.
+
+Job: one frozen value through every constructor. Owns: nothing. Does not know: the model's geometry (``ModelConfig``)
+or a running batch (``forward_context``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.layers.table import LayerTable
+from weft.ops.backend import Backend
+from weft.parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """Surroundings of one model instance on one rank.
+
+    Attributes:
+        dtype: of weights and activations.
+        device: where parameters are allocated.
+        tp: the tensor-parallel group.
+        backend: which implementation of the operations runs.
+        layers: filled while the model is built.
+        max_model_len: longest sequence that will be run, in tokens (length of the rotary table).
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    tp: TensorParallel
+    backend: Backend
+    layers: LayerTable
+    max_model_len: int

@@ -1,0 +1,72 @@
+"""Token embedding and output head, split over the tensor-parallel group by vocabulary.
+
+Job: ids to vectors and vectors to logits. Owns: the vocabulary shards (the last one is padded with zero rows where the
+vocabulary does not divide). Does not know: the decoder between them.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.layers.context import ModelContext
+from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
+
+
+def _shard(vocab_size: int, context: ModelContext) -> RowMap:
+    """This rank's rows: shards of equal, rounded-up size, of which the last ones may be short or empty."""
+    share = -(-vocab_size // context.tp.size)
+    start = min(context.tp.rank * share, vocab_size)
+    return RowMap(vocab_size, (RowRun(start, 0, min(share, vocab_size - start)),))
+
+
+def _allocate(vocab_size: int, hidden_size: int, rows: RowMap, context: ModelContext) -> nn.Parameter:
+    share = -(-vocab_size // context.tp.size)
+    weight = empty_parameter(share, hidden_size, dtype=context.dtype, device=context.device)
+    weight[rows.runs[0].count :].zero_()
+    return weight
+
+
+class VocabParallelEmbedding(WeightModule):
+    """``[T] int64 -> [T, hidden_size]``. Each rank looks up the ids in its shard; the others count as zero."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext) -> None:
+        super().__init__()
+        self._tp = context.tp
+        self._rows = _shard(vocab_size, context)
+        self.weight = _allocate(vocab_size, hidden_size, self._rows, context)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return F.embedding(ids, self.weight)
+        run = self._rows.runs[0]
+        local = ids - run.source
+        foreign = (local < 0) | (local >= run.count)
+        vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._tp.all_reduce(vectors.masked_fill(foreign.unsqueeze(-1), 0.0))
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": self._rows.piece(self.weight)},)
+
+
+class ParallelLMHead(WeightModule):
+    """``[N, hidden_size] -> logits [N, vocab_size]`` on every rank.
+
+    Args:
+        tied: the embedding whose weight the head shares; the head then has no tensors of its own.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, tied: VocabParallelEmbedding | None) -> None:
+        super().__init__()
+        self._tp, self._vocab_size, self._tied = context.tp, vocab_size, tied is not None
+        self._rows = _shard(vocab_size, context)
+        self.weight = _allocate(vocab_size, hidden_size, self._rows, context) if tied is None else tied.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(hidden, self.weight)
+        if self._tp.size == 1:
+            return logits
+        return self._tp.all_gather(logits)[..., : self._vocab_size]
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({} if self._tied else {"weight": self._rows.piece(self.weight)},)

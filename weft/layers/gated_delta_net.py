@@ -1,0 +1,202 @@
+"""Gated DeltaNet, the recurrent token mixer of Qwen3-Next and Qwen3.5 (arXiv 2412.06464).
+
+Job: one merged input projection, short convolution, gated delta rule (one step for decoding rows, chunks for the rest),
+gated norm, output projection. Owns: the layer's weights, sharded by head, and the order of the merged projection,
+``q | k | v | z | b | a``. Does not know: how states are allocated or forked; it finds them by its own name in the forward
+context.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from weft.config.model import LinearAttentionConfig, ModelConfig
+from weft.forward_context import Batch, StateCache, get_forward_context
+from weft.layers.context import ModelContext
+from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.norm import GatedRMSNorm
+from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
+from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from weft.parallel.sharding import divide
+from weft.parallel.tensor_parallel import TensorParallel
+
+
+class InProjLayout(StrEnum):
+    """How a checkpoint stores the input projection.
+
+    ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, whose rows are grouped by key head: that head's q, k, then
+    v and z (or b and a) of the value heads that it serves. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``, ``b``, ``a``.
+    """
+
+    GROUPED = "grouped"
+    SEPARATE = "separate"
+
+
+def shard_linear(linear: LinearAttentionConfig, tp: TensorParallel) -> LinearAttentionConfig:
+    """One rank's geometry: heads are split, a key head stays with the value heads that it serves."""
+    return LinearAttentionConfig(
+        divide(linear.num_k_heads, tp.size, "linear_num_key_heads"),
+        divide(linear.num_v_heads, tp.size, "linear_num_value_heads"),
+        linear.head_k_dim,
+        linear.head_v_dim,
+        linear.conv_kernel,
+    )
+
+
+def _qkv_rows(whole: LinearAttentionConfig, local: LinearAttentionConfig, rank: int) -> RowMap:
+    """Rows of ``q | k | v`` (each sorted by head) of one rank."""
+    key, value = local.key_dim, local.value_dim
+    runs = (
+        RowRun(rank * key, 0, key),
+        RowRun(whole.key_dim + rank * key, key, key),
+        RowRun(2 * whole.key_dim + rank * value, 2 * key, value),
+    )
+    return RowMap(whole.conv_dim, runs)
+
+
+def _grouped_rows(heads: range, total_heads: int, widths: list[int], starts: list[int]) -> RowMap:
+    """Rows of a tensor grouped by key head.
+
+    Args:
+        heads: this rank's key heads, of ``total_heads``.
+        widths: rows of each part within one head's group, in order.
+        starts: row of the merged projection at which each part begins.
+    """
+    group = sum(widths)
+    runs = []
+    for local, head in enumerate(heads):
+        source = head * group
+        for width, start in zip(widths, starts, strict=True):
+            runs.append(RowRun(source, start + local * width, width))
+            source += width
+    return RowMap(total_heads * group, tuple(runs))
+
+
+class GatedDeltaNetProjection(ColumnParallelLinear):
+    """``[T, hidden_size] -> [T, q | k | v | z | b | a]`` for the rank's heads, in one product."""
+
+    def __init__(self, hidden_size: int, linear: LinearAttentionConfig, layout: InProjLayout, context: ModelContext) -> None:
+        local = shard_linear(linear, context.tp)
+        rows = local.conv_dim + local.value_dim + 2 * local.num_v_heads
+        parts = (_grouped_parts if layout is InProjLayout.GROUPED else _separate_parts)(linear, local, context.tp.rank)
+        self._build(hidden_size, rows, parts, False, context)
+
+
+def _grouped_parts(whole: LinearAttentionConfig, local: LinearAttentionConfig, rank: int) -> dict[str, RowMap]:
+    heads = range(rank * local.num_k_heads, (rank + 1) * local.num_k_heads)
+    served = whole.num_v_heads // whole.num_k_heads
+    k_dim, v_dim = whole.head_k_dim, served * whole.head_v_dim
+    q, k, v, z = 0, local.key_dim, 2 * local.key_dim, local.conv_dim
+    b = z + local.value_dim
+    a = b + local.num_v_heads
+    return {
+        "0.": _grouped_rows(heads, whole.num_k_heads, [k_dim, k_dim, v_dim, v_dim], [q, k, v, z]),
+        "1.": _grouped_rows(heads, whole.num_k_heads, [served, served], [b, a]),
+    }
+
+
+def _separate_parts(whole: LinearAttentionConfig, local: LinearAttentionConfig, rank: int) -> dict[str, RowMap]:
+    z = local.conv_dim
+    b = z + local.value_dim
+    a = b + local.num_v_heads
+    heads = local.num_v_heads
+    return {
+        "0.": _qkv_rows(whole, local, rank),
+        "1.": RowMap(whole.value_dim, (RowRun(rank * local.value_dim, z, local.value_dim),)),
+        "2.": RowMap(whole.num_v_heads, (RowRun(rank * heads, b, heads),)),
+        "3.": RowMap(whole.num_v_heads, (RowRun(rank * heads, a, heads),)),
+    }
+
+
+class ShortConvolution(WeightModule):
+    """Weight of the depthwise causal convolution, ``[conv_dim / tp, kernel]`` (``[conv_dim, 1, kernel]`` in files)."""
+
+    def __init__(self, linear: LinearAttentionConfig, context: ModelContext) -> None:
+        super().__init__()
+        local = shard_linear(linear, context.tp)
+        self._rows = _qkv_rows(linear, local, context.tp.rank)
+        self.weight = empty_parameter(local.conv_dim, linear.conv_kernel, dtype=context.dtype, device=context.device)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": self._rows.piece(self.weight, middle=(1,))},)
+
+
+class GatedDeltaNet(WeightModule):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``; padding rows are zero.
+
+    Args:
+        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.linear_attn``.
+        layout: how the checkpoint stores the input projection.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext, name: str, layout: InProjLayout) -> None:
+        super().__init__()
+        assert config.linear is not None, f"{name}: the model config has no linear-attention geometry"
+        self.name, self._backend, self._tp = name, context.backend, context.tp
+        linear = config.linear
+        self.local = local = shard_linear(linear, context.tp)
+        self.in_proj = GatedDeltaNetProjection(config.hidden_size, linear, layout, context)
+        self._split_sizes = [local.conv_dim, local.value_dim, local.num_v_heads, local.num_v_heads]
+        self.conv1d = ShortConvolution(linear, context)
+        # The decay is an exponential of an exponential: both its parameters stay in float32 whatever the model's dtype.
+        self.A_log = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
+        self.dt_bias = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
+        self.norm = GatedRMSNorm(linear.head_v_dim, config.rms_norm_eps, context)
+        self.out_proj = RowParallelLinear(
+            linear.value_dim, config.hidden_size, bias=False, context=context, what="linear value heads * head_dim"
+        )
+        context.layers.register(name, "linear_attention", self)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        context = get_forward_context()
+        batch, cache = context.batch, context.state_cache(self.name)
+        qkv, z, b, a = self.in_proj(hidden_states).split(self._split_sizes, dim=-1)
+        g, beta = gdn_gates(a, b, self.A_log, self.dt_bias)
+        mixed = self._mix(qkv, g, beta, batch, cache)
+        head_dim = self.local.head_v_dim
+        normed = self.norm(mixed.view(-1, head_dim), z.reshape(-1, head_dim)).view(-1, self.local.value_dim)
+        if batch.num_tokens < normed.shape[0]:
+            normed[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
+        return self.out_proj(normed)
+
+    def _mix(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+        """``[T, HV, V]``: decoding rows advance one step, the others run in chunks, padding rows are zero."""
+        n = batch.num_decodes
+        if n == qkv.shape[0]:
+            return self._decode(qkv, g, beta, batch, cache)
+        mixed = self._prefill(qkv, g, beta, batch, cache)
+        if n:
+            mixed[:n] = self._decode(qkv[:n], g[:n], beta[:n], batch, cache)
+        return mixed
+
+    def _decode(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+        slots = batch.state_slots[: batch.num_decodes]
+        qkv = causal_conv1d_update(qkv, self.conv1d.weight, None, cache.conv, slots, backend=self._backend)
+        q, k, v = self._heads(qkv)
+        return recurrent_gated_delta_rule(q, k, v, g, beta, cache.recurrent, slots, backend=self._backend)
+
+    def _prefill(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+        qkv = causal_conv1d(qkv, self.conv1d.weight, None, cache.conv, batch, backend=self._backend)
+        q, k, v = self._heads(qkv)
+        return chunk_gated_delta_rule(q, k, v, g, beta, cache.recurrent, batch, backend=self._backend)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[N, conv_dim]`` -> ``q, k [N, HK, K]``, ``v [N, HV, V]``, as views."""
+        local = self.local
+        q, k, v = qkv.split([local.key_dim, local.key_dim, local.value_dim], dim=-1)
+        shape = (local.num_k_heads, local.head_k_dim)
+        return q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, (local.num_v_heads, local.head_v_dim))
+
+    def layouts(self) -> tuple[Layout, ...]:
+        heads = self.local.num_v_heads
+        rows = RowMap(heads * self._tp.size, (RowRun(self._tp.rank * heads, 0, heads),))
+        return ({"A_log": rows.piece(self.A_log), "dt_bias": rows.piece(self.dt_bias)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        """Random decays as in training: A in [1, 16], time steps in [0.001, 0.1] (through softplus, near its log)."""
+        return (0.0, math.log(16.0)) if name == "A_log" else (math.log(1e-3), math.log(1e-1))

@@ -1,0 +1,35 @@
+"""The dense MLP (SwiGLU, arXiv 2002.05202).
+
+Job: ``down(silu(gate(x)) * up(x))`` with gate and up merged. Owns: its projections. Does not know: experts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from weft.layers.context import ModelContext
+from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from weft.ops.activation import silu_and_mul
+
+
+class MLP(nn.Module):
+    """``[T, hidden_size] -> [T, hidden_size]``.
+
+    Args:
+        reduce: False returns this rank's partial sum (a shared expert, reduced together with the routed ones).
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, context: ModelContext, *, bias: bool = False, reduce: bool = True
+    ) -> None:
+        super().__init__()
+        self._backend = context.backend
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, [intermediate_size] * 2, bias=bias, context=context, what="intermediate_size"
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size, hidden_size, bias=bias, context=context, what="intermediate_size", reduce=reduce
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x), backend=self._backend))

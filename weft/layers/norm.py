@@ -1,0 +1,62 @@
+"""Normalisation layers: RMSNorm, plain or zero-centred, and the gated one of Gated DeltaNet.
+
+Job: hold the weight and call the operation. Owns: one weight per layer, whole on every rank. Does not know: where in a
+block it stands.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weft.layers.context import ModelContext
+from weft.layers.weight import Layout, WeightModule, empty_parameter, whole
+from weft.ops.norm import gated_rms_norm, rms_norm
+
+
+class RMSNorm(WeightModule):
+    """``x / rms(x) * weight`` over the last dimension; ``1 + weight`` if zero-centred (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
+        super().__init__()
+        self._eps, self._zero_centered, self._backend = eps, zero_centered, context.backend
+        self.weight = empty_parameter(size, dtype=context.dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.weight, self._eps, zero_centered=self._zero_centered, backend=self._backend)
+        assert isinstance(y, Tensor)
+        return y
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``(norm(x + residual), x + residual)`` in one pass; no residual at the first layer counts as zero."""
+        if residual is None:
+            return self(x), x
+        y = rms_norm(
+            x, self.weight, self._eps, zero_centered=self._zero_centered, residual=residual, backend=self._backend
+        )
+        assert isinstance(y, tuple)
+        return y
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": whole(self.weight)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        centre = 0.0 if self._zero_centered else 1.0
+        return centre - 0.1, centre + 0.1
+
+
+class GatedRMSNorm(WeightModule):
+    """``weight * x / rms(x) * silu(gate)``, row by row: ``[N, V], [N, V] -> [N, V]`` (arXiv 2412.06464)."""
+
+    def __init__(self, size: int, eps: float, context: ModelContext) -> None:
+        super().__init__()
+        self._eps, self._backend = eps, context.backend
+        self.weight = empty_parameter(size, dtype=context.dtype, device=context.device)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, self._eps, backend=self._backend)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": whole(self.weight)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return 0.9, 1.1

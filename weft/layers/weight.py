@@ -1,0 +1,112 @@
+"""How a parameter is filled: which checkpoint tensors feed it, and which of their rows.
+
+Job: the contract between layers (which own parameters and know their sharding), models (which own a table of names)
+and the loader (which owns files). Owns: ``WeightPiece``, ``WeightModule``, ``WeightTable``.
+Does not know: file formats or checkpoint folders.
+
+A layer offers one or more *layouts*. A layout names every tensor that the layer needs, relative to the layer; for a
+merged layer the name starts with the number of the part (``"0.weight"``), which the model's table turns into the
+checkpoint's name of that part (``q_proj.weight``).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """One tensor of a checkpoint: its whole shape, and the copies ``target.copy_(tensor[source])`` that this rank needs."""
+
+    shape: tuple[int, ...]
+    copies: tuple[tuple[Slices, Tensor], ...]
+
+
+Layout = dict[str, WeightPiece]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """``count`` consecutive rows, from row ``source`` of the checkpoint's tensor to row ``target`` of the parameter."""
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowMap:
+    """Where the rows of a checkpoint tensor with ``total`` rows go on this rank; rows of other ranks are in no run."""
+
+    total: int
+    runs: tuple[RowRun, ...]
+
+    def piece(self, parameter: Tensor, middle: tuple[int, ...] = ()) -> WeightPiece:
+        """The piece that fills ``parameter`` row by row.
+
+        Args:
+            parameter: ``[rows, ...]``.
+            middle: dimensions of size 1 that the checkpoint has after the rows and the parameter does not.
+        """
+        rest = tuple(parameter.shape[1:])
+        copies = tuple(
+            ((slice(run.source, run.source + run.count),), parameter[run.target : run.target + run.count].view(run.count, *middle, *rest))
+            for run in self.runs
+        )
+        return WeightPiece((self.total, *middle, *rest), copies)
+
+
+def whole(parameter: Tensor) -> WeightPiece:
+    """The piece that fills a replicated parameter."""
+    return WeightPiece(tuple(parameter.shape), (((slice(None),) * parameter.dim(), parameter),))
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter without gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class WeightModule(nn.Module):
+    """A layer that owns parameters and can say how they are filled."""
+
+    @abstractmethod
+    def layouts(self) -> tuple[Layout, ...]:
+        """Every form in which a checkpoint may hold this layer's tensors; each is complete in itself."""
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        """Bounds of the uniform distribution of parameter ``name`` when weights are random.
+
+        Linear maps get a standard deviation of ``fan_in ** -0.5`` (the last dimension), which keeps activations of
+        order one.
+        """
+        fan_in = self.get_parameter(name).shape[-1]
+        return -math.sqrt(3.0 / fan_in), math.sqrt(3.0 / fan_in)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """How one model's published tensor names relate to its modules.
+
+    Attributes:
+        packed: module name -> checkpoint names of its parts, in order (``qkv_proj``: q_proj, k_proj, v_proj).
+        renames: leading part of a tensor name in the checkpoint -> leading part of the module name.
+        ignorable: patterns (``fnmatch``) of checkpoint names that belong to parts which Weft does not run.
+    """
+
+    packed: dict[str, tuple[str, ...]]
+    renames: dict[str, str] = field(default_factory=dict)
+    ignorable: tuple[str, ...] = ()
+
+
+class LoadableModel(nn.Module):
+    """A model that the loader can fill: a tree of ``WeightModule`` and the table of its names."""
+
+    weight_table: ClassVar[WeightTable]

@@ -1,0 +1,26 @@
+"""Qwen3.5 and Qwen3.5-MoE, text part: Qwen3-Next's block with a dense MLP or experts, and separate projections.
+
+Job: the weight-name table for the text-only and for the published multimodal layout, where the language model stands
+under ``model.language_model``. Does not know: anything that ``decoder.py`` and the config express.
+"""
+
+from __future__ import annotations
+
+from weft.layers.gated_delta_net import InProjLayout
+from weft.layers.weight import WeightTable
+from weft.models.decoder import ATTENTION_PARTS, MLP_PARTS, CausalLM
+from weft.models.qwen3_next import ROUTER_PARTS
+
+
+class Qwen3_5ForCausalLM(CausalLM):
+    """All Qwen3.5 models. ``mtp.*`` is the multi-token-prediction head, ``model.visual.*`` the vision tower."""
+
+    in_proj_layout = InProjLayout.SEPARATE
+    weight_table = WeightTable(
+        packed=ATTENTION_PARTS
+        | MLP_PARTS
+        | ROUTER_PARTS
+        | {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")},
+        renames={"model.language_model.": "model."},
+        ignorable=("mtp.*", "model.visual.*"),
+    )

@@ -1,0 +1,194 @@
+"""Filling a model's parameters: from safetensors files, tensor by tensor, or with reproducible random numbers.
+
+Job: plan which checkpoint tensor feeds which rows of which parameter, check names and shapes of the whole checkpoint
+before the first copy, then stream. Owns: the accounting (every parameter filled, every tensor used or declared
+ignorable) and its errors. Does not know: what layers compute; they say themselves which rows they need.
+
+At most one tensor is in host memory at a time, and under tensor parallelism only the rows of this rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weft.config.model import ModelConfig
+from weft.errors import ConfigError, WeightsError
+from weft.layers.weight import LoadableModel, WeightModule, WeightPiece
+from weft.weights.safetensors_folder import SafetensorsFolder
+
+logger = logging.getLogger(__name__)
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SHOWN = 12  # names listed per kind of problem
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        num_tensors: checkpoint tensors used (0 for random weights).
+        num_bytes: bytes of the model's parameters on this rank.
+        ignored: pattern -> number of checkpoint tensors that it matched.
+        seconds: wall time.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    ignored: dict[str, int]
+    seconds: float
+
+
+def load_weights(
+    model: LoadableModel, model_config: ModelConfig, folder: Path, load_format: str, seed: int
+) -> LoadReport:
+    """Fill every parameter of ``model`` in place.
+
+    Args:
+        folder: the checkpoint; not looked at for ``"dummy"``.
+        load_format: ``"auto"`` (safetensors) or ``"dummy"`` (random, straight on the device).
+        seed: of the random weights; each parameter's numbers depend on the seed and its name alone.
+
+    Raises:
+        ConfigError: unknown ``load_format``.
+        WeightsError: no readable safetensors files, or tensors missing, left over or of the wrong shape; all are listed.
+    """
+    start = time.perf_counter()
+    with torch.no_grad():
+        if load_format == "dummy":
+            _fill_random(model, seed)
+            num_tensors, ignored = 0, {}
+        elif load_format == "auto":
+            num_tensors, ignored = _load_safetensors(model, model_config, Path(folder))
+        else:
+            raise ConfigError(f"load_format={load_format!r} is not valid; allowed are 'auto' and 'dummy'")
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return LoadReport(num_tensors, num_bytes, ignored, time.perf_counter() - start)
+
+
+# --- random weights ---------------------------------------------------------------------------------------------------
+
+
+def _fill_random(model: nn.Module, seed: int) -> None:
+    filled: set[int] = set()  # a tied head shares the embedding's parameter
+    for module_name, module in model.named_modules():
+        if not isinstance(module, WeightModule):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in filled:
+                continue
+            filled.add(id(parameter))
+            digest = hashlib.blake2b(f"{seed}/{module_name}.{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+            parameter.uniform_(*module.initial_range(name), generator=generator)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: Path) -> tuple[int, dict[str, int]]:
+    with SafetensorsFolder(folder) as checkpoint:
+        tensors, ignored = _module_names(model, checkpoint)
+        plan = _plan(model, tensors.keys())
+        head = tensors.pop(_HEAD, None) if model_config.tie_word_embeddings else None
+        _check(plan, tensors, checkpoint)
+        for name, stored in tensors.items():
+            for source, target in plan[name].copies:
+                target.copy_(checkpoint.read(stored, source))
+        if head is not None:
+            _check_tied_head(checkpoint, head, plan[_EMBEDDING])
+    for pattern, count in ignored.items():
+        logger.info("%d tensors of the checkpoint match %s and are not needed", count, pattern)
+    return len(tensors) + (head is not None), ignored
+
+
+def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[dict[str, str], dict[str, int]]:
+    """The checkpoint's tensors by the name they have in the text model, and counts of the ignorable ones by pattern."""
+    table, tensors, ignored = model.weight_table, {}, {}
+    for stored in checkpoint.names:
+        pattern = next((p for p in table.ignorable if fnmatchcase(stored, p)), None)
+        if pattern is not None:
+            ignored[pattern] = ignored.get(pattern, 0) + 1
+            continue
+        prefix = next((p for p in table.renames if stored.startswith(p)), None)
+        name = stored if prefix is None else table.renames[prefix] + stored.removeprefix(prefix)
+        if name in tensors:
+            raise WeightsError(f"{checkpoint.folder}: {tensors[name]} and {stored} are the same tensor of the model; remove one")
+        tensors[name] = stored
+    return tensors, ignored
+
+
+def _plan(model: LoadableModel, available: Iterable[str]) -> dict[str, WeightPiece]:
+    """Checkpoint name -> piece, for every tensor that the model needs.
+
+    A layer with several layouts takes the first of which the checkpoint holds any tensor.
+    """
+    plan: dict[str, WeightPiece] = {}
+    names = set(available)
+    for module_name, module in model.named_modules():
+        if isinstance(module, WeightModule):
+            layouts = [
+                {_checkpoint_name(model, module_name, part): piece for part, piece in layout.items()}
+                for layout in module.layouts()
+            ]
+            plan |= next((layout for layout in layouts if not names.isdisjoint(layout)), layouts[0])
+    return plan
+
+
+def _checkpoint_name(model: LoadableModel, module_name: str, part: str) -> str:
+    """``model.layers.0.self_attn.qkv_proj`` and ``1.weight`` -> ``model.layers.0.self_attn.k_proj.weight``."""
+    parent, _, leaf = module_name.rpartition(".")
+    if leaf not in model.weight_table.packed:
+        return f"{module_name}.{part}"
+    index, _, parameter = part.partition(".")
+    return f"{parent}.{model.weight_table.packed[leaf][int(index)]}.{parameter}"
+
+
+def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: SafetensorsFolder) -> None:
+    """Compare names and shapes of the whole checkpoint with the plan."""
+    problems = []
+    missing = [name for name in plan if name not in tensors]
+    unexpected = [stored for name, stored in tensors.items() if name not in plan]
+    wrong = []
+    for name, stored in tensors.items():
+        shape = checkpoint.shape(stored)
+        if name in plan and shape != plan[name].shape:
+            wrong.append(f"{stored} is {list(shape)}, the config needs {list(plan[name].shape)}")
+    if missing:
+        problems.append(f"{len(missing)} missing: {_listed(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
+    if wrong:
+        problems.append(f"{len(wrong)} of the wrong shape: {_listed(wrong)}")
+    if problems:
+        raise WeightsError(
+            f"{checkpoint.folder}: the tensors do not match config.json; {'; '.join(problems)}. "
+            "Check that config.json and the weight files belong together and are complete"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _check_tied_head(checkpoint: SafetensorsFolder, stored: str, embedding: WeightPiece) -> None:
+    """A checkpoint with tied embeddings may carry the head a second time, if it is the same."""
+    shape = checkpoint.shape(stored)
+    same = shape == embedding.shape and all(
+        torch.equal(checkpoint.read(stored, source).to(target), target) for source, target in embedding.copies
+    )
+    if not same:
+        raise WeightsError(
+            f"{checkpoint.folder}: config.json has tie_word_embeddings=true, but {stored} (shape {list(shape)}) differs from "
+            f"{_EMBEDDING}; set tie_word_embeddings to false or remove the tensor"
+        )

@@ -1,0 +1,125 @@
+"""The safetensors files of a checkpoint folder as one collection of named tensors.
+
+Job: find the files (one, or shards with an index), open them without reading them, and read slices of tensors.
+Owns: the errors about files. Does not know: models or parameter names.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.errors import WeightsError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsFolder:
+    """Open files of one checkpoint; a context manager.
+
+    Attributes:
+        folder: where the files are.
+        names: every tensor in them, file by file in the order in which the file lists them.
+
+    Raises:
+        WeightsError: (on entry) no files, only pickle files, an index that names absent files or tensors, a file that
+            is truncated or not safetensors, a tensor in two files, a dtype other than floating point.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._tensors: dict[str, Any] = {}
+
+    def __enter__(self) -> SafetensorsFolder:
+        with ExitStack() as stack:
+            listed = self._find()
+            for path in listed:
+                self._open(path, stack)
+            self._check_index(listed)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._tensors.clear()
+        self._stack.close()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].get_shape())
+
+    def read(self, name: str, source: tuple[slice, ...]) -> Tensor:
+        """``tensor[source]`` on the CPU; only these bytes are read."""
+        return self._tensors[name][source]
+
+    def _find(self) -> dict[Path, set[str]]:
+        """File -> tensors that the index expects in it (none without an index)."""
+        if not self.folder.is_dir():
+            raise WeightsError(f"{self.folder} is not a folder; give the folder that holds config.json and *.safetensors")
+        if (self.folder / _SINGLE).is_file():
+            return {self.folder / _SINGLE: set()}
+        if (self.folder / _INDEX).is_file():
+            return self._read_index()
+        files = sorted(self.folder.glob("*.safetensors"))
+        if files:
+            return {path: set() for path in files}
+        pickles = sorted(path.name for pattern in _PICKLES for path in self.folder.glob(pattern))
+        if pickles:
+            raise WeightsError(
+                f"{self.folder}: {', '.join(pickles)} are pickle files, which can run code when opened and are not read; "
+                "convert them: load the model with transformers and call save_pretrained(folder)"
+            )
+        raise WeightsError(
+            f"{self.folder} holds no *.safetensors files; copy the weights there, or use load_format='dummy' for random ones"
+        )
+
+    def _read_index(self) -> dict[Path, set[str]]:
+        index = self.folder / _INDEX
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files: dict[Path, set[str]] = {}
+            for name, file in weight_map.items():
+                files.setdefault(self.folder / file, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise WeightsError(
+                f"{index} is not a safetensors index (a JSON object with 'weight_map': tensor name -> file name); copy it again"
+            ) from None
+        absent = sorted(path.name for path in files if not path.is_file())
+        if absent:
+            raise WeightsError(f"{index} names files that are not there: {', '.join(absent)}; copy or download them")
+        return files
+
+    def _open(self, path: Path, stack: ExitStack) -> None:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path} is truncated or not a safetensors file ({error}); copy or download it again") from None
+        for name, tensor in tensors.items():
+            if name in self._tensors:
+                raise WeightsError(f"{self.folder}: tensor {name} is in {path.name} and in another file; remove one of them")
+            if tensor.get_dtype() not in _DTYPES:
+                raise WeightsError(
+                    f"{path}: tensor {name} has dtype {tensor.get_dtype()}; supported are {', '.join(_DTYPES)} "
+                    "(quantised checkpoints are not supported)"
+                )
+            self._tensors[name] = tensor
+
+    def _check_index(self, listed: dict[Path, set[str]]) -> None:
+        absent = sorted(name for names in listed.values() for name in names if name not in self._tensors)
+        if absent:
+            raise WeightsError(
+                f"{self.folder / _INDEX} names tensors that its files do not hold: {', '.join(absent[:12])}"
+                f"{'' if len(absent) <= 12 else f', and {len(absent) - 12} more'}; copy or download the files again"
+            )
