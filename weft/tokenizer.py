@@ -1,0 +1,301 @@
+"""Text to token ids and back: encoding, chat templates, incremental detokenisation, stop strings.
+
+Job: a thin layer over transformers' tokenizers, and the two streaming state machines that a growing text needs.
+Owns: what text of an unfinished answer may be shown. Does not know: requests, models, tensors. transformers is imported
+when a tokenizer is loaded, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, RequestError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Use ``Tokenizer.load``.
+
+    Attributes:
+        vocab_size: ids with a token, added ones included (a model's embedding may be larger).
+        special_token_ids: ids that ``skip_special_tokens`` leaves out.
+        bos_token_id, eos_token_id: None where the checkpoint names none.
+    """
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        """``hf_tokenizer``: a fast tokenizer of transformers."""
+        self._hf = hf_tokenizer
+        self._backend = hf_tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = len(hf_tokenizer)
+        self.bos_token_id: int | None = hf_tokenizer.bos_token_id
+        self.eos_token_id: int | None = hf_tokenizer.eos_token_id
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read the tokenizer files of a folder. Code in the folder is never run, and nothing is downloaded.
+
+        Raises:
+            ConfigError: no tokenizer there, or one that cannot be read.
+        """
+        folder = Path(path)
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ConfigError(
+                f"no tokenizer in {folder} (looked for {', '.join(_TOKENIZER_FILES)}); add the checkpoint's tokenizer "
+                "files, name another tokenizer, or set skip_tokenizer_init=True and work with token ids"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # the libraries raise anything from KeyError to their own Rust exceptions
+            raise ConfigError(
+                f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {_first_line(error)}); "
+                "fetch its files again or name another tokenizer"
+            ) from error
+        if not hf_tokenizer.is_fast:
+            raise ConfigError(
+                f"the tokenizer in {folder} has no tokenizer.json; add the one of the published checkpoint"
+            )
+        return cls(hf_tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the tokenizer's own prefix (such as a BOS) unless ``add_special_tokens`` is False.
+
+        Raises:
+            RequestError: the text holds lone surrogates, which have no encoding.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text is not valid Unicode at character {error.start}; remove the lone surrogate"
+            ) from error
+        return self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a token give none."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """False if decoding leaves this id out: it has no token, or is a special one to be skipped."""
+        if skip_special_tokens and token_id in self.special_token_ids:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._hf.chat_template is not None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """A conversation as the checkpoint's chat template writes it; encode it with ``add_special_tokens=False``.
+
+        Args:
+            messages: dicts with ``role``, ``content`` and whatever else the template reads.
+            tools: JSON-schema function descriptions.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            add_generation_prompt: end with the header of an assistant turn.
+            continue_final_message: leave the last message open, to be continued.
+
+        Raises:
+            RequestError: no template, no messages, or something that the template refuses.
+        """
+        variables = dict(chat_template_kwargs or {})
+        self._check_chat(messages, variables, add_generation_prompt, continue_final_message)
+        try:
+            return self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+        except Exception as error:  # templates are programs of the checkpoint: anything can come out of them
+            raise RequestError(f"the chat template refuses these messages: {_first_line(error)}", "messages") from error
+
+    def _check_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], add_prompt: bool, continue_final: bool
+    ) -> None:
+        if not self.has_chat_template:
+            raise RequestError(
+                "this checkpoint has no chat template; render the conversation yourself and use generate()", "messages"
+            )
+        if not messages:
+            raise RequestError("messages is empty; a chat needs at least one message", "messages")
+        if any(not isinstance(message, Mapping) or "role" not in message for message in messages):
+            raise RequestError("every message must be a dict with at least a 'role'", "messages")
+        if add_prompt and continue_final:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to False",
+                "continue_final_message",
+            )
+        reserved = sorted(_TEMPLATE_ARGUMENTS.intersection(variables))
+        if reserved:
+            raise RequestError(
+                f"chat_template_kwargs holds {', '.join(reserved)}, which are not variables of a template; leave them out",
+                "chat_template_kwargs",
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "no message")
+
+
+class IncrementalDetokenizer:
+    """The text of a growing list of token ids, piece by piece.
+
+    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of all ids. A character whose bytes are spread
+    over several tokens is held back until it is whole. Each call decodes a short window of recent tokens, so its cost
+    does not grow with the text; the window starts at the border of a character and keeps some tokens that are already
+    out, since decoders treat the first token of a text differently (leading spaces).
+
+    Two kinds of garbage are exempt from the sum: a byte-fallback tokenizer can take back characters already shown
+    when a broken byte follows, and more than ``MAX_HELD`` tokens in a row without a whole character are let go.
+    """
+
+    MAX_HELD = 64
+    _CONTEXT = 4
+    _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes, so at most three U+FFFD stand for it
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+    ) -> None:
+        """``prompt_tail``: the prompt's last few ids, if the text is to read as their continuation."""
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = [i for i in prompt_tail if self._has_text(i)]
+        self._old = len(self._window)  # ids of the window that belong to the context
+        self._emitted = len(self._decode())  # characters of the window's text that are out
+
+    def append(self, token_id: int) -> str:
+        """Take in one id; the text that can be shown now, often empty or several characters."""
+        if not self._has_text(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._decode()
+        stable = len(text)
+        if text.endswith(REPLACEMENT) and len(self._window) - self._old <= self.MAX_HELD:
+            run = len(text) - len(text.rstrip(REPLACEMENT))
+            stable -= min(run, self._MAX_PENDING)
+        delta = text[self._emitted : stable]
+        self._emitted = max(self._emitted, stable)
+        if stable == len(text):
+            self._advance()
+        return delta
+
+    def finish(self) -> str:
+        """The text still held back: U+FFFD for a character that never became whole."""
+        text = self._decode()
+        delta = text[self._emitted :]
+        self._emitted = len(text)
+        return delta
+
+    def _advance(self) -> None:
+        """Everything is out: let the newer tokens become the context, if they make one."""
+        if len(self._window) - self._old < self._CONTEXT:
+            return
+        context = self._window[self._old :]
+        text = self._tokenizer.decode(context, skip_special_tokens=self._skip)
+        if text:
+            self._window, self._old, self._emitted = context, len(context), len(text)
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+
+    def _has_text(self, token_id: int) -> bool:
+        return self._tokenizer.has_text(token_id, skip_special_tokens=self._skip)
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text, however the text is cut, and holds back what may become one.
+
+    The first is the one that is complete first; of two that end together, the longer. The pieces returned, ``finish()``
+    included, add up to the text up to the stop string (and through it if ``include``).
+
+    Attributes:
+        matched: the stop string found, or None. Text after it is dropped.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        assert all(stops), "an empty stop string would match everywhere"
+        self._stops = list(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def append(self, delta: str, *, may_stop: bool = True) -> str:
+        """Take in more text; the text that can be shown now.
+
+        ``may_stop=False``: a stop string that ends within ``delta`` does not count (before ``min_tokens``).
+        """
+        if self.matched is not None:
+            return ""
+        text = self._held + delta
+        if may_stop:
+            found = self._first_match(text)
+            if found is not None:
+                end, self.matched = found
+                self._held = ""
+                return text[:end] if self._include else text[: end - len(self.matched)]
+        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def finish(self) -> str:
+        """The text held back: no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """End and stop string of the match that is complete first, among those that end in the new text."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if start >= 0:
+                candidate = (start + len(stop), -len(stop), stop)
+                best = candidate if best is None else min(best, candidate)
+        return None if best is None else (best[0], best[2])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
+    return 0
