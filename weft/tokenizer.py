@@ -166,7 +166,7 @@ class Tokenizer:
         reserved = sorted(_TEMPLATE_ARGUMENTS.intersection(variables))
         if reserved:
             raise RequestError(
-                f"chat_template_kwargs holds {', '.join(reserved)}, which are not variables of a template; leave them out",
+                f"chat_template_kwargs holds {', '.join(reserved)}, not variables of a template; leave them out",
                 "chat_template_kwargs",
             )
 
@@ -199,7 +199,7 @@ class IncrementalDetokenizer:
         self._skip = skip_special_tokens
         self._window: list[int] = [i for i in prompt_tail if self._has_text(i)]
         self._old = len(self._window)  # ids of the window that belong to the context
-        self._emitted = len(self._decode())  # characters of the window's text that are out
+        self._shown = self._decode()  # the part of the window's text that is out
 
     def append(self, token_id: int) -> str:
         """Take in one id; the text that can be shown now, often empty or several characters."""
@@ -208,11 +208,13 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode()
         stable = len(text)
-        if text.endswith(REPLACEMENT) and len(self._window) - self._old <= self.MAX_HELD:
+        if len(self._window) - self._old <= self.MAX_HELD:
+            if not text.startswith(self._shown):
+                return ""  # byte fallback reads a whole run of bytes as broken until its last character is whole
             run = len(text) - len(text.rstrip(REPLACEMENT))
-            stable -= min(run, self._MAX_PENDING)
-        delta = text[self._emitted : stable]
-        self._emitted = max(self._emitted, stable)
+            stable = max(stable - min(run, self._MAX_PENDING), len(self._shown))
+        delta = text[len(self._shown) : stable]
+        self._shown = text[:stable]
         if stable == len(text):
             self._advance()
         return delta
@@ -220,8 +222,8 @@ class IncrementalDetokenizer:
     def finish(self) -> str:
         """The text still held back: U+FFFD for a character that never became whole."""
         text = self._decode()
-        delta = text[self._emitted :]
-        self._emitted = len(text)
+        delta = text[len(self._shown) :]
+        self._shown = text
         return delta
 
     def _advance(self) -> None:
@@ -231,7 +233,7 @@ class IncrementalDetokenizer:
         context = self._window[self._old :]
         text = self._tokenizer.decode(context, skip_special_tokens=self._skip)
         if text:
-            self._window, self._old, self._emitted = context, len(context), len(text)
+            self._window, self._old, self._shown = context, len(context), text
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
