@@ -71,7 +71,10 @@ class EngineConfig:
     tokenizer: str = _option("text", None, "folder or hub id of the tokenizer; default: the model's")
     served_model_name: str = _option("text", None, "name of the model in answers; default: the hub id or folder name")
     load_format: str = _option(
-        "text", "auto", "auto: safetensors; dummy: random weights, only config.json is needed", choices=("auto", "dummy")
+        "text",
+        "auto",
+        "auto: safetensors; dummy: random weights, only config.json is needed",
+        choices=("auto", "dummy"),
     )
     skip_tokenizer_init: bool = _option("bool", False, "load no tokenizer: token ids in, token ids out")
     dtype: str = _option(
@@ -86,9 +89,7 @@ class EngineConfig:
         "text", "auto", "implementation of the operations", choices=("auto", "torch", "triton"),
         later_choices={"triton": "the Triton kernels"},
     )  # fmt: skip
-    tensor_parallel_size: int = _option(
-        "int", 1, "GPUs that share one model", low=1, later="tensor parallelism", off=1
-    )
+    tensor_parallel_size: int = _option("int", 1, "GPUs that share one model", low=1, later="tensor parallelism", off=1)
     # memory
     gpu_memory_utilization: float = _option(
         "float", 0.9, "share of GPU memory for weights, activations and caches", above=0.0, high=1.0
@@ -164,10 +165,8 @@ class EngineConfig:
     tokenizer_path: Path
     model_config: ModelConfig
     generation: GenerationDefaults
-    reasons: Mapping[str, str] = field(compare=False)
+    reasons: Mapping[str, str]
 
 
-OPTIONS: Mapping[str, Option] = {
-    f.name: f.metadata["option"] for f in fields(EngineConfig) if "option" in f.metadata
-}
+OPTIONS: Mapping[str, Option] = {f.name: f.metadata["option"] for f in fields(EngineConfig) if "option" in f.metadata}
 """What the user may set, in the order of the fields."""

@@ -29,7 +29,7 @@ def locate(name: str | None, *, weights: bool = True) -> Path:
     Raises:
         ConfigError: there is no such folder and no such model on the hub or in its local cache.
     """
-    if name is None or name == BUNDLED_NAME and not Path(name).exists():
+    if name is None or (name == BUNDLED_NAME and not Path(name).exists()):
         return MODEL_DIR
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -42,7 +42,7 @@ def locate(name: str | None, *, weights: bool = True) -> Path:
 
 
 def _from_hub(name: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 (only checkpoints that are not on disk need it)
+    from huggingface_hub import snapshot_download  # only checkpoints that are not on disk need it
 
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))

@@ -9,6 +9,7 @@ torch is asked for a GPU only where the choice depends on one and a driver is th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 from weft.config.checkpoint import read_checkpoint_config, read_generation_config
@@ -33,12 +34,17 @@ def resolve(**user: Any) -> EngineConfig:
             version lacks, or settings that contradict each other or the checkpoint.
         UnsupportedModelError: a checkpoint that Weft does not support.
     """
+    return resolve_settings(user, weights=True)
+
+
+def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
+    """``resolve`` of a mapping. ``weights=False`` is for looking only: a model on the hub is not downloaded whole."""
     check_names(user)
     values = {name: option.default for name, option in OPTIONS.items()}
     values |= {name: check_value(name, value) for name, value in user.items() if value is not None}
     reasons: dict[str, str] = {}
     _switch_off(values, reasons)
-    model_path = locate(values["model"], weights=values["load_format"] != "dummy")
+    model_path = locate(values["model"], weights=weights and values["load_format"] != "dummy")
     tokenizer_path = locate(values["tokenizer"], weights=False) if values["tokenizer"] else model_path
     model = read_checkpoint_config(model_path)
     generation = read_generation_config(model_path)
@@ -81,7 +87,9 @@ def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:
         values["device"] = "cuda" if cuda_available() else "cpu"
         reasons["device"] = "a CUDA GPU is there" if values["device"] == "cuda" else "no CUDA GPU that torch can use"
     elif values["device"] == "cuda" and not cuda_available():
-        raise ConfigError("device='cuda', but torch finds no CUDA GPU here; use device='cpu' or install torch with CUDA")
+        raise ConfigError(
+            "device='cuda', but torch finds no CUDA GPU here; use device='cpu' or install torch with CUDA"
+        )
     if values["backend"] == "auto":
         values["backend"] = "torch"
         reasons["backend"] = (
@@ -117,6 +125,9 @@ def _choose_limits(values: dict[str, Any], reasons: dict[str, str], model: Model
         values["max_num_seqs"] = min(MAX_NUM_SEQS[device], budget)
         clamped = budget < MAX_NUM_SEQS[device]
         reasons["max_num_seqs"] = "no more than max_num_batched_tokens" if clamped else f"default on {device}"
+    for name in ("num_kv_pages", "num_state_slots"):
+        if values[name] is None:
+            reasons[name] = "planned when the engine starts, from the memory there is"
 
 
 def cuda_available() -> bool:
@@ -125,6 +136,6 @@ def cuda_available() -> bool:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    import torch  # noqa: PLC0415 (seconds; needed only where a driver is there)
+    import torch  # takes seconds; needed only where a driver is there
 
     return torch.cuda.is_available()

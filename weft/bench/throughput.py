@@ -1,0 +1,76 @@
+"""Offline throughput: generated tokens per second over a mixed queue.
+
+Job: time random prompts and output lengths, all submitted at once. Owns: the workload's definition.
+Does not know: flags, files.
+
+The random numbers come from one generator in this order: for every prompt its length and its tokens, then for every
+prompt its output length; so a workload is the same wherever it is run.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from weft.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from weft.engine.llm import LLM
+
+MAX_TOKEN_ID = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputWorkload:
+    """What is run. Lengths are inclusive ranges in tokens."""
+
+    num_prompts: int = 256
+    prompt_len: tuple[int, int] = (100, 1024)
+    output_len: tuple[int, int] = (100, 1024)
+    temperature: float = 0.6
+    warmups: int = 1
+    repeats: int = 1
+    seed: int = 0
+
+    def requests(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
+        """Prompts as token ids (at most ``MAX_TOKEN_ID``, and below ``vocab_size``), and output lengths."""
+        rng, top = random.Random(self.seed), min(MAX_TOKEN_ID, vocab_size - 1)
+        prompts = [[rng.randint(0, top) for _ in range(rng.randint(*self.prompt_len))] for _ in range(self.num_prompts)]
+        return prompts, [rng.randint(*self.output_len) for _ in range(self.num_prompts)]
+
+
+def measure(llm: LLM, workload: ThroughputWorkload) -> dict[str, Any]:
+    """Figures: medians, and every repeat."""
+    prompts, lengths = workload.requests(llm.config.model_config.vocab_size)
+    params = [
+        SamplingParams(temperature=workload.temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in lengths
+    ]
+    for _ in range(workload.warmups):
+        _run(llm, prompts, params)
+    before = llm.stats().num_preemptions
+    seconds = [_run(llm, prompts, params) for _ in range(workload.repeats)]
+    total = median(seconds)
+    return {
+        "output_tokens_per_s": round(sum(lengths) / total, 1),
+        "total_tokens_per_s": round((sum(lengths) + sum(map(len, prompts))) / total, 1),
+        "requests_per_s": round(len(prompts) / total, 3),
+        "seconds": round(total, 3),
+        "num_prompt_tokens": sum(map(len, prompts)),
+        "num_output_tokens": sum(lengths),
+        "num_preemptions": llm.stats().num_preemptions - before,
+        "repeats": {"seconds": [round(s, 3) for s in seconds]},
+    }
+
+
+def _run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+    """Seconds for the whole queue."""
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    for output, wanted in zip(outputs, params, strict=True):
+        assert len(output.outputs[0].token_ids) == wanted.max_tokens, "a request ended early; its time means nothing"
+    return seconds

@@ -1,0 +1,140 @@
+"""Flags of the engine's settings and of sampling, derived from the fields of both.
+
+Job: one flag per field, its aliases, and back from parsed flags to keyword arguments.
+Owns: how a field's name becomes a flag. Does not know: ranges (the fields' own validation checks those).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from weft.config.aliases import ALIASES, SERVER_FLAGS
+from weft.config.fields import OPTIONS, Option
+from weft.errors import RequestError
+from weft.sampling_params import SamplingParams
+
+_ENGINE, _SAMPLING = "engine.", "sampling."
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each setting, the aliases that other engines use, and refusals for the server's flags."""
+    group = parser.add_argument_group("engine settings")
+    for name, option in OPTIONS.items():
+        group.add_argument(_flag(name), **_arguments(name, option))
+    for flag, alias in ALIASES.items():
+        dest = _ENGINE + alias.field
+        help = f"same as {_flag(alias.field)}"
+        if alias.value is None:
+            group.add_argument(flag, **(_arguments(alias.field, OPTIONS[alias.field]) | {"help": help}))
+        else:
+            help = f"same as --{'' if alias.value else 'no-'}{_flag(alias.field)[2:]}"
+            group.add_argument(
+                flag, dest=dest, action="store_const", const=alias.value, default=argparse.SUPPRESS, help=help
+            )
+    for flag in SERVER_FLAGS:
+        group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of ``LLM`` from the flags that were given."""
+    return {name.removeprefix(_ENGINE): value for name, value in vars(args).items() if name.startswith(_ENGINE)}
+
+
+def _arguments(name: str, option: Option) -> dict[str, Any]:
+    common: dict[str, Any] = {"dest": _ENGINE + name, "default": argparse.SUPPRESS, "help": _help(option)}
+    match option.kind:
+        case "bool":
+            return common | {"action": argparse.BooleanOptionalAction}
+        case "int":
+            return common | {"type": int, "metavar": "N"}
+        case "float":
+            return common | {"type": float, "metavar": "X"}
+        case "ints":
+            return common | {"type": int, "nargs": "+", "metavar": "N"}
+        case "texts":
+            return common | {"nargs": "+", "metavar": "NAME"}
+        case "path":
+            return common | {"metavar": "DIR"}
+        case "text":
+            return common | {"metavar": "|".join(option.choices) or "NAME"}
+
+
+def _help(option: Option) -> str:
+    notes = []
+    if option.default is not None and not option.later:
+        notes.append(f"default: {option.default}")
+    if option.later:
+        notes.append(f"not in this version: {option.later}")
+    text = option.help + (f" ({'; '.join(notes)})" if notes else "")
+    return text.replace("%", "%%")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class _ServerFlag(argparse.Action):
+    """Refuses a flag of the HTTP server by name."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None
+    ) -> NoReturn:
+        parser.error(
+            f"{option} is a setting of the HTTP server, which this version of Weft does not have; leave it out"
+        )
+
+
+_SAMPLING_FLAGS: dict[str, dict[str, Any]] = {
+    "n": {"type": int, "metavar": "N", "help": "completions per prompt"},
+    "max_tokens": {"type": int, "metavar": "N", "help": "most tokens to generate; default: what the context allows"},
+    "min_tokens": {"type": int, "metavar": "N", "help": "fewest tokens to generate"},
+    "temperature": {"type": float, "metavar": "X", "help": "0 is greedy; default: the checkpoint's"},
+    "top_k": {"type": int, "metavar": "N", "help": "keep the N likeliest tokens"},
+    "top_p": {"type": float, "metavar": "X", "help": "keep the likeliest tokens up to this probability"},
+    "min_p": {"type": float, "metavar": "X", "help": "drop tokens below this share of the likeliest one"},
+    "presence_penalty": {"type": float, "metavar": "X", "help": "on tokens that were generated, -2 to 2"},
+    "frequency_penalty": {"type": float, "metavar": "X", "help": "on each time a token was generated, -2 to 2"},
+    "repetition_penalty": {"type": float, "metavar": "X", "help": "on tokens of prompt and output; 1 is off"},
+    "logit_bias": {"type": json.loads, "metavar": "JSON", "help": 'added to logits: {"TOKEN_ID": BIAS}'},
+    "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "generate only these tokens"},
+    "bad_words": {"nargs": "+", "metavar": "TEXT", "help": "never generate these"},
+    "stop": {"action": "append", "metavar": "TEXT", "help": "end at this text; may be given more than once"},
+    "stop_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "end at these tokens"},
+    "include_stop_str_in_output": {"action": "store_true", "help": "keep what ended the text"},
+    "ignore_eos": {"action": "store_true", "help": "go on after the end-of-sequence token"},
+    "skip_special_tokens": {"action": argparse.BooleanOptionalAction, "help": "leave special tokens out of the text"},
+    "logprobs": {"type": int, "metavar": "N", "help": "log probabilities of the N likeliest tokens, in JSON output"},
+    "prompt_logprobs": {"type": int, "metavar": "N", "help": "the same for the prompt's tokens, in JSON output"},
+}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each sampling parameter. The seed is the engine's ``--seed``; a line of JSON may have its own."""
+    group = parser.add_argument_group("sampling")
+    for name, arguments in _SAMPLING_FLAGS.items():
+        group.add_argument(_flag(name), dest=_SAMPLING + name, default=argparse.SUPPRESS, **arguments)
+
+
+def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams`` from the flags that were given."""
+    return {name.removeprefix(_SAMPLING): value for name, value in vars(args).items() if name.startswith(_SAMPLING)}
+
+
+SAMPLING_NAMES: Sequence[str] = tuple(f.name for f in msgspec.structs.fields(SamplingParams))
+
+
+def sampling_params(settings: dict[str, Any]) -> SamplingParams:
+    """Validated sampling parameters from plain values, as they come from flags or JSON.
+
+    Raises:
+        RequestError: an unknown name, a wrong type or a value out of range.
+    """
+    try:
+        return msgspec.convert(settings, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"sampling parameters: {error}") from error

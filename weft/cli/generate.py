@@ -1,0 +1,196 @@
+"""``weft generate``: complete prompts given as arguments, on stdin, or as a file of JSON lines.
+
+Job: feed jobs to the engine, write results in input order as soon as they are there. Owns: the verb's output.
+Does not know: how lines are read (``jobs.py``), how tokens are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from weft.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_settings
+from weft.cli.jobs import Job, jobs_from_lines, jobs_from_texts, output_line
+from weft.cli.meter import Meter
+from weft.cli.parser import add_verb
+from weft.errors import ConfigError, RequestError
+from weft.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from weft.engine.llm import LLM
+
+Result = RequestOutput | RequestError
+
+_EPILOG = """\
+examples:
+  weft generate --chat "What is 12 + 30?"
+  echo "Once upon a time" | weft generate - --max-tokens 50
+  weft generate --input questions.jsonl --output answers.jsonl
+
+An input line is an object with prompt, prompt_token_ids or messages, and any sampling parameter."""
+
+
+def add_parser(verbs: Any) -> None:
+    usage = "generate [flags] [PROMPT ...]"
+    parser = add_verb(verbs, "generate", run, "complete prompts, or answer questions", usage=usage, epilog=_EPILOG)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text; - reads one from stdin")
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's messages: use the chat template")
+    parser.add_argument("--input", metavar="FILE", help="JSON lines to complete; - is stdin")
+    parser.add_argument("--output", metavar="FILE", help="write JSON lines there; - is stdout")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no figures on stderr")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    jobs = _read_jobs(args)
+    with _open_output(args) as output:
+        from weft.engine.llm import LLM
+
+        meter = Meter()
+        with LLM(**engine_settings(args)) as llm:
+            write = _json_writer(output) if output else _text_writer(len(jobs))
+            failed = _complete(llm, jobs, write, meter)
+    if not args.quiet:
+        print(meter.summary(), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _read_jobs(args: argparse.Namespace) -> list[Job]:
+    settings = sampling_settings(args)
+    if args.input and args.prompts:
+        raise ConfigError("give prompts as arguments or with --input, not both")
+    if args.input:
+        return list(jobs_from_lines(_read_lines(args.input), settings, chat=args.chat))
+    if not args.prompts:
+        raise ConfigError("no prompt: give one as an argument, - to read it from stdin, or --input FILE")
+    texts = [sys.stdin.read() if text == "-" else text for text in args.prompts]
+    return jobs_from_texts(texts, settings, chat=args.chat)
+
+
+def _read_lines(name: str) -> list[str]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--input {name}: cannot be read: {error}") from error
+    return text.split("\n")
+
+
+@contextlib.contextmanager
+def _open_output(args: argparse.Namespace) -> Iterator[IO[str] | None]:
+    """Where JSON lines go, opened before the engine starts; None: plain text on stdout."""
+    if args.output is None and not args.input:
+        yield None
+    elif args.output in (None, "-"):
+        yield sys.stdout
+    else:
+        try:
+            file = Path(args.output).open("w", encoding="utf-8")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise ConfigError(f"--output {args.output}: cannot be written: {error}") from error
+        with file:
+            yield file
+
+
+def _complete(llm: LLM, jobs: list[Job], write: Writer, meter: Meter) -> int:
+    """Run all jobs together; write each result once those before it are written. Returns how many failed."""
+    running, results = _submit(llm, jobs)
+    next_index = failed = 0
+    while True:
+        while next_index < len(jobs) and next_index in results:
+            failed += _report(jobs[next_index], results[next_index], write)
+            next_index += 1
+        if next_index == len(jobs):
+            return failed
+        for output in llm.step():
+            meter.take(output)
+            index = running[output.request_id]
+            if output.finished:
+                results[index] = _result(output)
+            elif index == next_index:
+                write(jobs[index], output)
+
+
+def _submit(llm: LLM, jobs: list[Job]) -> tuple[dict[str, int], dict[int, Result]]:
+    """Queue every job. Returns job index by request id, and the errors of those that were refused."""
+    running: dict[str, int] = {}
+    refused: dict[int, Result] = {}
+    for index, job in enumerate(jobs):
+        try:
+            if job.error is not None:
+                raise job.error
+            running[llm.add_request(_prompt(llm, job), job.params, priority=job.priority)] = index
+        except RequestError as error:
+            refused[index] = error
+    return running, refused
+
+
+def _prompt(llm: LLM, job: Job) -> Any:
+    if job.messages is None:
+        return job.prompt
+    return llm.render_chat(job.messages, job.tools, job.chat_template_kwargs)
+
+
+def _result(output: RequestOutput) -> Result:
+    if any(c.finish_reason == "error" for c in output.outputs):
+        return RequestError("the model computed NaN for this prompt; its weights or this dtype are at fault")
+    return output
+
+
+def _report(job: Job, result: Result, write: Writer) -> bool:
+    """Write a job's final result. Returns True if it failed."""
+    write(job, result)
+    if isinstance(result, RequestError):
+        print(f"weft generate: line {job.number}: {result}", file=sys.stderr)
+        return True
+    return False
+
+
+Writer = Callable[[Job, Result], None]
+"""Takes snapshots of the job whose turn it is, the last one finished."""
+
+
+def _json_writer(file: IO[str]) -> Writer:
+    def write(job: Job, result: Result) -> None:
+        if isinstance(result, RequestError) or result.finished:
+            file.write(json.dumps(output_line(job, result), ensure_ascii=False) + "\n")
+            file.flush()
+
+    return write
+
+
+def _text_writer(num_jobs: int) -> Writer:
+    """Text on stdout. A single completion streams; with several, each begins with what was asked."""
+    written = 0
+
+    def write(job: Job, result: Result) -> None:
+        nonlocal written
+        if isinstance(result, RequestError):
+            return
+        single = len(result.outputs) == 1
+        if result.finished and not (num_jobs == 1 and single):
+            _print_block(job, result)
+        elif num_jobs == 1 and single:
+            text = result.outputs[0].text
+            print(text[written:], end="\n" if result.finished else "", flush=True)
+            written = len(text)
+
+    return write
+
+
+def _print_block(job: Job, result: RequestOutput) -> None:
+    asked = job.messages[-1].get("content") if job.messages else job.prompt
+    print(f"> {asked}")
+    for completion in result.outputs:
+        print(completion.text or " ".join(map(str, completion.token_ids)))
+    generated = sum(len(c.token_ids) for c in result.outputs)
+    print(
+        f"  ({len(result.prompt_token_ids)} prompt tokens, {result.num_cached_tokens} of them cached; "
+        f"{generated} generated; {result.outputs[0].finish_reason})\n",
+        flush=True,
+    )

@@ -1,0 +1,55 @@
+"""The argument parser of all verbs.
+
+Job: argparse with short errors that suggest what was probably meant. Owns: their wording, and the flags that every
+verb has. Does not know: verbs, settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that takes no abbreviations and names flags close to an unknown one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse all of ``argv``, or leave with status 2 and one line on stderr."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            args.parser._refuse(unknown[0])
+        return args
+
+    def _refuse(self, word: str) -> NoReturn:
+        if not word.startswith("-"):
+            self.error(f"unexpected argument {word!r}; give all prompts or names together, before or after the flags")
+        flag = word.split("=", maxsplit=1)[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=3)
+        self.error(f"unknown flag {flag}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}\n(`{self.prog} --help` lists the flags)", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, *, usage: str, epilog: str | None = None
+) -> Parser:
+    """Add verb ``name``, carried out by ``run``. Returns its parser, for its own flags."""
+    parser: Parser = verbs.add_parser(
+        name, help=help, description=help[0].upper() + help[1:] + ".", usage=f"weft {usage}", epilog=epilog
+    )
+    parser.add_argument("--verbose", action="store_true", help="say what the engine decides while it starts")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=118)

@@ -1,0 +1,101 @@
+"""What a measurement needs to be believed: device, versions, settings, command, date.
+
+Job: the common part of every JSON file of figures. Owns: its keys. Does not know: what was measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from weft import __version__
+from weft.config.fields import OPTIONS, EngineConfig
+from weft.errors import ConfigError
+
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy")
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """Device in words, versions, command and date (UTC) of a measurement on ``device`` (``cpu`` or ``cuda``)."""
+    return {
+        "device": device_name(device),
+        "versions": {"weft": __version__, "python": platform.python_version()} | _versions(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def device_name(device: str) -> str:
+    """The device in words: ``NVIDIA H200``, or the processor with the threads that torch uses."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{_cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+
+
+def settings(config: EngineConfig) -> dict[str, Any]:
+    """Every setting as plain values."""
+    values = {name: getattr(config, name) for name in OPTIONS}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def open_json(path: str | None) -> Path | None:
+    """``path``, checked to be writable before anything long is started.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        return None
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+    return target
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write ``figures`` to ``path``, if there is one."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        grid.add_row(*row)
+    Console().print(grid)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
