@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.cache.spec import CacheSpec
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.model import ModelConfig
 from weft.forward_context import Batch, ChunkTable, ForwardContext, KVCache, StateCache, forward_context
@@ -75,16 +76,16 @@ class Harness:
         self.caches = self._make_caches(num_pages, num_slots, dtype)
 
     def _make_caches(self, num_pages: int, num_slots: int, dtype: torch.dtype) -> dict[str, KVCache | StateCache]:
-        config, caches = self.config, {}
+        spec = CacheSpec.from_model(
+            self.config, page_size=self.page_size, dtype="float32", state_dtype="float32", tp_size=self.context.tp.size
+        )
+        caches: dict[str, KVCache | StateCache] = {}
         for name in self.context.layers.names("full_attention"):
-            shape = (num_pages, self.page_size, config.num_key_value_heads, config.head_dim)
+            shape = (num_pages, self.page_size, spec.num_kv_heads, spec.head_dim)
             caches[name] = KVCache(*(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)))
         for name in self.context.layers.names("linear_attention"):
-            linear = config.linear
-            assert linear is not None
-            conv = torch.full((num_slots, linear.conv_dim, linear.conv_kernel - 1), float("nan"), dtype=dtype)
-            state = torch.full((num_slots, linear.num_v_heads, linear.head_k_dim, linear.head_v_dim), float("nan"))
-            caches[name] = StateCache(conv, state)
+            conv = torch.full((num_slots, *spec.conv_shape), float("nan"), dtype=dtype)
+            caches[name] = StateCache(conv, torch.full((num_slots, *spec.recurrent_shape), float("nan")))
         return caches
 
     def sequence(self, tokens: list[int], capacity: int | None = None) -> Sequence:
@@ -94,6 +95,10 @@ class Harness:
 
     def free_slot(self) -> int:
         return self._free_slots.pop()
+
+    def context_for(self, work: list[tuple[Sequence, int]], pad_tokens: int = 0, pad_seqs: int = 0) -> ForwardContext:
+        """The forward context of one step, for driving a single layer."""
+        return ForwardContext(self._batch(work, pad_tokens, pad_seqs)[0], self.caches, self.context.layers.by_name())
 
     def run(self, work: list[tuple[Sequence, int]], *, pad_tokens: int = 0, pad_seqs: int = 0) -> list[Tensor]:
         """Run the next ``n`` tokens of every ``(sequence, n)`` in one forward; decodes are moved to the front.
@@ -116,15 +121,22 @@ class Harness:
             start += n
         return [results[id(sequence)] for sequence, _ in work]
 
-    def generate(self, sequence: Sequence, steps: int) -> tuple[list[int], Tensor]:
-        """Prefill in one go, then ``steps`` greedy tokens. Returns them and the prompt's logits."""
-        logits = self.run([(sequence, len(sequence.tokens) - sequence.num_computed)])[0]
-        prompt_logits, out = logits, []
-        for _ in range(steps):
-            out.append(int(logits[-1].argmax()))
-            sequence.tokens.append(out[-1])
-            logits = self.run([(sequence, 1)])[0]
-        return out, prompt_logits
+    def decode(self, sequences: list[Sequence], logits: list[Tensor], steps: int, **padding: int) -> None:
+        """Append ``steps`` greedy tokens to every sequence, all together; ``logits[i][-1]`` predicts the first one.
+
+        ``padding``: see ``run``.
+        """
+        for step in range(steps):
+            for sequence, rows in zip(sequences, logits, strict=True):
+                sequence.tokens.append(int(rows[-1].argmax()))
+            if step < steps - 1:
+                logits = self.run([(sequence, 1) for sequence in sequences], **padding)
+
+    def release(self, *sequences: Sequence) -> None:
+        """Give pages and slots back."""
+        for sequence in sequences:
+            self._free_pages += sequence.pages
+            self._free_slots.append(sequence.slot)
 
     def _decodes(self, sequence: Sequence, n: int) -> bool:
         return n == 1 and sequence.num_computed > 0 and sequence.num_computed + 1 not in sequence.checkpoints

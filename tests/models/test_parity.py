@@ -1,0 +1,169 @@
+"""Every architecture computes the function of its transformers implementation: float32 logits and greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import Harness, Sequence
+from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
+
+LENGTHS = (1, 63, 64, 65, 130, 210)
+STEPS = 40
+TOLERANCE = 1e-4
+HYBRID = tuple(arch for arch in ARCHITECTURES if arch.startswith(("Qwen3Next", "Qwen3_5")))
+
+
+def prompt(length: int, vocab_size: int = 211) -> list[int]:
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def reference_logits(reference: Any, tokens: list[int]) -> Tensor:
+    """``[len(tokens), vocab_size]`` of one uncached pass."""
+    with torch.no_grad():
+        return reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape
+    assert (got - want).abs().max().item() < TOLERANCE
+
+
+def assert_greedy(reference: Any, tokens: list[int], prompt_length: int) -> None:
+    """The tokens after the prompt are those that the reference chooses greedily.
+
+    One pass over the whole sequence suffices: if every token is the argmax after its predecessors, greedy decoding
+    would have produced just these.
+    """
+    chosen = reference_logits(reference, tokens)[prompt_length - 1 : -1].argmax(-1).tolist()
+    assert tokens[prompt_length:] == chosen
+
+
+def load(arch: str, path: Path, **overrides: Any) -> tuple[Harness, Any]:
+    folder = make_checkpoint(arch, path, **overrides)
+    return Harness(folder), make_model(arch, **overrides)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_prompts_of_all_lengths_and_forty_greedy_tokens(arch: str, tmp_path: Path) -> None:
+    harness, reference = load(arch, tmp_path)
+    sequences = [harness.sequence(prompt(n)) for n in LENGTHS]
+    logits = [harness.run([(sequence, len(sequence.tokens))])[0] for sequence in sequences]
+    for sequence, got in zip(sequences, logits, strict=True):
+        assert_close(got, reference_logits(reference, sequence.tokens))
+    harness.decode(sequences, logits, STEPS)
+    for sequence, n in zip(sequences, LENGTHS, strict=True):
+        assert len(sequence.tokens) == n + STEPS
+        assert_greedy(reference, sequence.tokens, n)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_chunked_prefill_mixed_batches_and_padding(arch: str, tmp_path: Path) -> None:
+    """Decodes and prefill chunks of several sequences in one forward, with NaN padding rows; nothing leaks."""
+    harness, reference = load(arch, tmp_path)
+    lengths = (64, 130, 65, 1)
+    a, b, c, d = (harness.sequence(prompt(n)) for n in lengths)
+    steps = [
+        ([(a, 64), (b, 1)], 3, 1),
+        ([(a, 1), (b, 62), (c, 37)], 1, 0),  # a decodes its own prompt's continuation below
+        ([(b, 2), (c, 28), (a, 1), (d, 1)], 5, 2),
+        ([(a, 1), (d, 1), (b, 65)], 2, 3),
+    ]
+    got: dict[int, list[Tensor]] = {id(s): [] for s in (a, b, c, d)}
+    for sequence in (a, d):
+        sequence.tokens += prompt(7)
+    for work, pad_tokens, pad_seqs in steps:
+        for (sequence, _), logits in zip(work, harness.run(work, pad_tokens=pad_tokens, pad_seqs=pad_seqs), strict=True):
+            got[id(sequence)].append(logits)
+    for sequence in (a, b, c, d):
+        done = torch.cat(got[id(sequence)])
+        assert done.shape[0] == sequence.num_computed
+        assert_close(done, reference_logits(reference, sequence.tokens[: sequence.num_computed]))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_padded_decode_steps(arch: str, tmp_path: Path) -> None:
+    harness, reference = load(arch, tmp_path)
+    sequences = [harness.sequence(prompt(n)) for n in (5, 66, 17)]
+    logits = [harness.run([(s, len(s.tokens))], pad_tokens=1, pad_seqs=1)[0] for s in sequences]
+    harness.decode(sequences, logits, 8, pad_tokens=5, pad_seqs=5)
+    for sequence, n in zip(sequences, (5, 66, 17), strict=True):
+        assert_greedy(reference, sequence.tokens, n)
+
+
+@pytest.mark.parametrize("arch", HYBRID)
+def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path: Path) -> None:
+    """A checkpoint ordered at position p holds the state after exactly p tokens, wherever p stands."""
+    harness, reference = load(arch, tmp_path)
+    tokens = prompt(150)
+    want = reference_logits(reference, tokens)
+    source = harness.sequence(tokens)
+    positions = (1, 2, 63, 64, 65, 149)
+    source.checkpoints = {p: harness.free_slot() for p in positions}
+    assert_close(harness.run([(source, 150)])[0], want)
+    for position in positions:
+        fork = Sequence(tokens, source.checkpoints[position], source.pages, num_computed=position)
+        assert_close(harness.run([(fork, 150 - position)])[0], want[position:])
+
+
+GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    ("LlamaForCausalLM", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None, "tie_word_embeddings": True}),
+    ("Qwen3ForCausalLM", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
+    ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32, "vocab_size": 67}),
+    ("Qwen3MoeForCausalLM", {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 17}),
+    ("Qwen3MoeForCausalLM", {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2, "num_experts_per_tok": 5}),
+    ("Qwen3MoeForCausalLM", {"num_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 3, "linear_key_head_dim": 20, "linear_value_head_dim": 12, "mlp_only_layers": [0, 3]}),
+    ("Qwen3NextForCausalLM", {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
+    ("Qwen3NextForCausalLM", {"num_experts": 3, "num_experts_per_tok": 3, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": True,
+                              "norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.75}}),
+    ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "tie_word_embeddings": True}),
+    ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 3, "num_key_value_heads": 4, "num_hidden_layers": 5,
+                            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}}),
+    ("Qwen3_5MoeForCausalLM", {"num_experts": 9, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 7, "num_key_value_heads": 1}),
+    ("Qwen3_5ForConditionalGeneration", {"tie_word_embeddings": True,
+                                         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+                                                             "mrope_section": [2, 1, 1], "mrope_interleaved": True}}),
+]  # fmt: skip
+ROPE_SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+     "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+]  # fmt: skip
+
+
+def check_geometry(arch: str, overrides: dict[str, Any], path: Path) -> None:
+    harness, reference = load(arch, path, **overrides)
+    vocab_size = harness.config.vocab_size
+    sequences = [harness.sequence(prompt(n, vocab_size)) for n in (130, 65)]
+    logits = harness.run([(s, len(s.tokens)) for s in sequences], pad_tokens=2, pad_seqs=1)
+    for sequence, got in zip(sequences, logits, strict=True):
+        assert_close(got, reference_logits(reference, sequence.tokens))
+    harness.decode(sequences, logits, 6)
+    for sequence, n in zip(sequences, (130, 65), strict=True):
+        assert_greedy(reference, sequence.tokens, n)
+
+
+@pytest.mark.parametrize(("arch", "overrides"), GEOMETRIES)
+def test_awkward_geometries(arch: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    check_geometry(arch, overrides, tmp_path)
+
+
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("rope", ROPE_SCALINGS)
+def test_rope_scalings(arch: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    check_geometry(arch, {"rope_parameters": dict(rope)}, tmp_path)
+
+
+def test_yarn_with_partial_rotary(tmp_path: Path) -> None:
+    rope = dict(ROPE_SCALINGS[2], partial_rotary_factor=0.5)
+    check_geometry("Qwen3NextForCausalLM", {"rope_parameters": rope}, tmp_path)
