@@ -15,7 +15,7 @@ from typing import Any
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig
-from weft.config.resolve import resolve_settings
+from weft.config.resolution import resolve_settings
 
 
 def add_parser(verbs: Any) -> None:

@@ -5,6 +5,6 @@ Does not know: torch, devices beyond "is there a GPU", memory.
 """
 
 from weft.config.fields import EngineConfig
-from weft.config.resolve import resolve
+from weft.config.resolution import resolve
 
 __all__ = ["EngineConfig", "resolve"]

@@ -2,7 +2,7 @@
 
 Job: ``EngineConfig``, the resolved settings that the rest of the engine reads, with a reason for each automatic choice.
 Owns: field names, defaults, ranges, choices, help texts; which settings wait for a feature of a later version.
-Does not know: flags (``aliases.py``, the command line), how automatic values are found (``resolve.py``), torch.
+Does not know: flags (``aliases.py``, the command line), how automatic values are found (``resolution.py``), torch.
 
 Build one with ``weft.config.resolve``; the constructor checks nothing.
 """

@@ -1,0 +1,123 @@
+"""Every flag that users of either family know parses, sets the right field, and unknown ones are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from weft.cli import build_parser, main
+from weft.cli.flags import _SAMPLING_FLAGS, SAMPLING_NAMES, engine_settings, sampling_params, sampling_settings
+from weft.config.aliases import ALIASES
+from weft.config.fields import OPTIONS
+from weft.errors import RequestError
+
+FLAGS = [
+    ("--tp 2", {"tensor_parallel_size": 2}),
+    ("--tensor-parallel-size 2", {"tensor_parallel_size": 2}),
+    ("--mem-fraction-static 0.8", {"gpu_memory_utilization": 0.8}),
+    ("--gpu-memory-utilization 0.8", {"gpu_memory_utilization": 0.8}),
+    ("--max-running-requests 63", {"max_num_seqs": 63}),
+    ("--max-num-seqs 63", {"max_num_seqs": 63}),
+    ("--chunked-prefill-size 130", {"max_num_batched_tokens": 130}),
+    ("--max-num-batched-tokens 130", {"max_num_batched_tokens": 130}),
+    ("--context-length 210", {"max_model_len": 210}),
+    ("--max-model-len 210", {"max_model_len": 210}),
+    ("--disable-cuda-graph", {"enforce_eager": True}),
+    ("--enforce-eager", {"enforce_eager": True}),
+    ("--cuda-graph-bs 1 2 8", {"cuda_graph_bs": [1, 2, 8]}),
+    ("--cuda-graph-max-bs 8", {"cuda_graph_max_bs": 8}),
+    ("--cuda-graph-mode FULL_AND_PIECEWISE", {"cuda_graph_mode": "FULL_AND_PIECEWISE"}),
+    ("--enable-piecewise-cuda-graph", {"enable_piecewise_cuda_graph": True}),
+    ("--piecewise-cuda-graph-tokens 16 64", {"piecewise_cuda_graph_tokens": [16, 64]}),
+    ("--piecewise-cuda-graph-max-tokens 64", {"piecewise_cuda_graph_max_tokens": 64}),
+    ("--piecewise-cuda-graph-compiler inductor", {"piecewise_cuda_graph_compiler": "inductor"}),
+    ("--enable-torch-compile-debug-mode", {"enable_torch_compile_debug_mode": True}),
+    ("--disable-radix-cache", {"enable_prefix_caching": False}),
+    ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+    ("--mamba-scheduler-strategy extra_buffer", {"state_checkpoint_policy": "extra_buffer"}),
+    ("--mamba-radix-cache-strategy no_buffer", {"state_checkpoint_policy": "no_buffer"}),
+    ("--state-checkpoint-policy exact", {"state_checkpoint_policy": "exact"}),
+    ("--mamba-ssm-dtype bfloat16", {"mamba_ssm_dtype": "bfloat16"}),
+    ("--eviction-policy lru", {"eviction_policy": "lru"}),
+    ("--splitting-ops attention gdn", {"splitting_ops": ["attention", "gdn"]}),
+    ("--enable-torch-compile", {"enable_torch_compile": True}),
+    ("--torch-compile-max-bs 8", {"torch_compile_max_bs": 8}),
+    ("--enable-cudagraph-gc", {"enable_cudagraph_gc": True}),
+    ("--schedule-policy priority", {"schedule_policy": "priority"}),
+    ("--load-format dummy", {"load_format": "dummy"}),
+    ("--dtype bfloat16", {"dtype": "bfloat16"}),
+    ("--seed 7", {"seed": 7}),
+    ("--served-model-name m", {"served_model_name": "m"}),
+    ("--profile traces", {"profile_dir": "traces"}),
+]
+
+
+@pytest.mark.parametrize(("flags", "settings"), FLAGS, ids=[flags.split()[0] for flags, _ in FLAGS])
+def test_flag_sets_its_field(flags: str, settings: dict[str, object]) -> None:
+    assert engine_settings(build_parser().parse(["config", *flags.split()])) == settings
+
+
+def test_no_flag_no_setting() -> None:
+    args = build_parser().parse(["generate", "hello"])
+    assert engine_settings(args) == {} and sampling_settings(args) == {}
+
+
+def test_every_alias_names_a_setting() -> None:
+    assert {alias.field for alias in ALIASES.values()} <= set(OPTIONS)
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--host", "--port"])
+def test_flags_of_the_server_are_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "hello", flag, "1"])
+    assert f"{flag} is a setting of the HTTP server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["config", "--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len"),
+        (["config", "--page-siz=5"], "unknown flag --page-siz; did you mean --page-size"),
+        (["config", "--page-size", "many"], "invalid int value: 'many'"),
+        (["config", "stray"], "unexpected argument 'stray'"),
+        (["frobnicate"], "frobnicate"),
+        ([], "VERB"),
+    ],
+)
+def test_bad_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_a_refused_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--tp", "2"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("weft: error: tensor_parallel_size=2 needs tensor parallelism") and err.count("\n") == 1
+
+
+def test_sampling_flags_are_sampling_parameters() -> None:
+    assert set(_SAMPLING_FLAGS) <= set(SAMPLING_NAMES)
+    argv = "generate x --temperature 0.5 --top-k 3 --stop a --stop b --no-skip-special-tokens".split()
+    argv += ["--logit-bias", '{"5": 1.5}', "--bad-words", "no", "never"]
+    params = sampling_params(sampling_settings(build_parser().parse(argv)))
+    assert (params.temperature, params.top_k, params.stop, params.skip_special_tokens) == (0.5, 3, ["a", "b"], False)
+    assert params.logit_bias == {5: 1.5} and params.bad_words == ["no", "never"]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": -1}, {"temprature": 1}, {"max_tokens": "5"}, {"stop": 5}])
+def test_bad_sampling_parameters(settings: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=next(iter(settings))):
+        sampling_params(settings)
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    start = time.perf_counter()
+    code = "import sys, weft.cli\ntry: weft.cli.main(['generate', '--help'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-model-len" in done.stdout
+    assert time.perf_counter() - start < 2.0

@@ -1,0 +1,245 @@
+"""Settings: automatic choices and their reasons, limits, and what is refused, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.assets import MODEL_DIR
+from weft.config import EngineConfig, resolve
+from weft.config.fields import OPTIONS
+from weft.config.resolution import resolve_settings
+from weft.errors import ConfigError, UnsupportedModelError
+
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: True)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: False)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(MODEL_DIR / name, tmp_path)
+    return tmp_path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_no_model_is_the_bundled_one(no_gpu: None) -> None:
+    config = resolve()
+    assert config.model_path == config.tokenizer_path == MODEL_DIR
+    assert config.model == config.served_model_name == "weft-mini"
+    assert config.model_config.architecture == "Qwen3NextForCausalLM"
+    assert {"model", "device", "dtype", "max_model_len", "max_num_seqs"} <= set(config.reasons)
+
+
+def test_nothing_is_left_automatic(no_gpu: None) -> None:
+    config = resolve()
+    assert "auto" not in {getattr(config, name) for name in ("dtype", "device", "backend", "mamba_ssm_dtype")}
+    for name in ("model", "tokenizer", "served_model_name", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        assert getattr(config, name) is not None
+    for name, option in OPTIONS.items():
+        if getattr(config, name) != option.default:
+            assert config.reasons[name], f"{name} was chosen without a reason"
+
+
+def test_config_is_frozen_and_crosses_processes() -> None:
+    config = resolve(device="cpu")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [("cpu", "auto", "float32"), ("cuda", "auto", "bfloat16"), ("cpu", "bfloat16", "bfloat16"), ("auto", "auto", "bfloat16")],
+)
+def test_dtype(gpu: None, device: str, dtype: str, expected: str) -> None:
+    assert resolve(device=device, dtype=dtype).dtype == expected
+
+
+def test_a_gpu_that_is_not_there(no_gpu: None) -> None:
+    assert resolve(device="auto").device == "cpu"
+    with pytest.raises(ConfigError, match="no CUDA GPU"):
+        resolve(device="cuda")
+
+
+def test_given_values_stand(no_gpu: None) -> None:
+    config = resolve(max_num_seqs=7, max_num_batched_tokens=65, max_model_len=130, num_kv_pages=63, page_size=1, seed=5)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (7, 65, 130)
+    assert (config.num_kv_pages, config.page_size, config.seed) == (63, 1, 5)
+    assert not {"max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_kv_pages"} & set(config.reasons)
+
+
+def test_automatic_max_num_seqs_stays_within_the_token_budget(no_gpu: None) -> None:
+    config = resolve(max_num_batched_tokens=63)
+    assert config.max_num_seqs == 63
+    assert "max_num_batched_tokens" in config.reasons["max_num_seqs"]
+
+
+def test_context_beyond_the_checkpoint_is_refused() -> None:
+    assert resolve(max_model_len=4096).max_model_len == 4096
+    with pytest.raises(ConfigError, match=r"max_model_len=4097.*4096"):
+        resolve(max_model_len=4097)
+
+
+def test_state_dtype_of_the_checkpoint(checkpoint: Path) -> None:
+    edit(checkpoint, mamba_ssm_dtype="bfloat16")
+    assert resolve(model=str(checkpoint)).mamba_ssm_dtype == "bfloat16"
+    assert resolve(model=str(checkpoint), mamba_ssm_dtype="float32").mamba_ssm_dtype == "float32"
+
+
+def test_tokenizer_from_elsewhere(checkpoint: Path) -> None:
+    config = resolve(model=checkpoint, tokenizer=str(MODEL_DIR))
+    assert (config.model_path, config.tokenizer_path) == (checkpoint, MODEL_DIR)
+
+
+LATER = {name: option for name, option in OPTIONS.items() if option.later}
+OTHER_VALUES: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "state_checkpoint_policy": "aligned",
+    "eviction_policy": "lru",
+    "cuda_graph_mode": "FULL",
+    "cuda_graph_bs": [1, 8],
+    "cuda_graph_max_bs": 32,
+    "enable_cudagraph_gc": True,
+    "enable_piecewise_cuda_graph": True,
+    "piecewise_cuda_graph_tokens": [16, 64],
+    "piecewise_cuda_graph_max_tokens": 64,
+    "piecewise_cuda_graph_compiler": "inductor",
+    "splitting_ops": ["attention"],
+    "enable_torch_compile": True,
+    "torch_compile_max_bs": 8,
+    "enable_torch_compile_debug_mode": True,
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_comes_later_is_off_with_a_reason(name: str) -> None:
+    option = LATER[name]
+    given_default = resolve(device="cpu", **{name: option.default})
+    asked_off = resolve(device="cpu", **{name: option.off})
+    for config in (resolve(device="cpu"), given_default, asked_off):
+        assert getattr(config, name) == option.off
+    if option.default != option.off:
+        assert option.later is not None and option.later in given_default.reasons[name]
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_what_comes_later_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*{re.escape(LATER[name].later or '')}.*does not have"):
+        resolve(**{name: OTHER_VALUES[name]})
+
+
+def test_single_choices_that_come_later() -> None:
+    with pytest.raises(ConfigError, match=r"schedule_policy='lpm' needs the prefix cache.*fcfs, priority"):
+        resolve(schedule_policy="lpm")
+    assert resolve(schedule_policy="priority", device="cpu").schedule_policy == "priority"
+
+
+def test_names_of_other_engines_for_choices() -> None:
+    with pytest.raises(ConfigError, match="state_checkpoint_policy='finish_only'"):
+        resolve(state_checkpoint_policy="no_buffer")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_size": 0}, "page_size=0 is out of range; allowed: 1 or more"),
+        ({"page_size": 16.0}, "page_size=16.0 is not an integer"),
+        ({"page_size": True}, "page_size=True is not an integer"),
+        ({"page_size": "16"}, "page_size='16' is not an integer"),
+        ({"num_kv_pages": 1}, "num_kv_pages=1 is out of range; allowed: 2 or more"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_batched_tokens": -5}, "max_num_batched_tokens=-5"),
+        ({"gpu_memory_utilization": 0}, "above 0 and at most 1"),
+        ({"gpu_memory_utilization": 1.01}, "above 0 and at most 1"),
+        ({"cpu_cache_gib": float("nan")}, "cpu_cache_gib=nan is not a number"),
+        ({"seed": -1}, "seed=-1"),
+        ({"dtype": "fp8"}, "dtype='fp8' is not known; allowed: auto, float32, float16, bfloat16"),
+        ({"device": "tpu"}, "device='tpu' is not known; allowed: auto, cpu, cuda"),
+        ({"load_format": "pt"}, "allowed: auto, dummy"),
+        ({"skip_tokenizer_init": "yes"}, "not a truth value"),
+        ({"model": ""}, "model='' is not a text"),
+        ({"cuda_graph_bs": []}, "not a non-empty list"),
+        ({"cuda_graph_bs": [0]}, "out of range"),
+    ],
+)
+def test_bad_values(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_seqs", "max_num_seqs"),
+        ("max_model_length", "max_model_len"),
+        ("tp", "tensor_parallel_size"),
+        ("context_length", "max_model_len"),
+        ("frobnicate", "weft config"),
+    ],
+)
+def test_unknown_settings_name_what_was_meant(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown setting '{name}'.*{hint}"):
+        resolve(**{name: 1})
+
+
+def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve(model=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="is a file"):
+        (tmp_path / "file").write_text("")
+        resolve(model=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="config.json"):
+        resolve(model=str(tmp_path))
+
+
+def test_a_model_on_the_hub_is_fetched_without_its_weights_if_only_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(MODEL_DIR)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    resolve_settings({"model": "some/model", "device": "cpu"}, weights=False)
+    resolve(model="some/model", load_format="dummy", device="cpu")
+    config = resolve(model="some/model", device="cpu")
+    assert ["*.safetensors" in patterns for patterns in asked] == [False, False, True]
+    assert (config.model_path, config.served_model_name) == (MODEL_DIR, "some/model")
+
+
+def test_unsupported_architecture_is_passed_on(checkpoint: Path) -> None:
+    edit(checkpoint, architectures=["JambaForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match="JambaForCausalLM"):
+        resolve(model=str(checkpoint))
+
+
+def test_public_keywords_of_the_engine_are_settings() -> None:
+    documented = {
+        "model", "dtype", "device", "load_format", "skip_tokenizer_init", "max_model_len", "gpu_memory_utilization",
+        "max_num_seqs", "max_num_batched_tokens", "num_kv_pages", "num_state_slots", "page_size", "cpu_cache_gib",
+        "tensor_parallel_size", "enforce_eager", "cuda_graph_mode", "enable_prefix_caching", "state_checkpoint_policy",
+        "seed",
+    }  # fmt: skip
+    assert documented <= set(OPTIONS)
+    assert set(OPTIONS) < {f.name for f in dataclasses.fields(EngineConfig)}

@@ -1,0 +1,56 @@
+"""What all tests share: tiers by hardware, few threads, and buffers that are poison until they are written.
+
+A test without a tier marker is of the ``cpu`` tier. ``torch.empty`` and its kin hand out NaN in floating-point tensors,
+so that a value read before it was written shows in every result it reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+TIERS = {"cpu": 0, "gpu": 1, "multi_gpu": 2}
+"""GPUs that each tier needs."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count()
+    for item in items:
+        tiers = [name for name in TIERS if item.get_closest_marker(name)]
+        if not tiers:
+            item.add_marker("cpu")
+        elif max(TIERS[name] for name in tiers) > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {max(TIERS[name] for name in tiers)} GPU, has {num_gpus}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poisoned_empty() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+            (torch.Tensor, "new_empty_strided"),
+        ):
+            patch.setattr(owner, name, _poisoned(getattr(owner, name)))
+        yield
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        if tensor.is_floating_point() and not tensor.is_meta and not torch.compiler.is_compiling():
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return poisoned
