@@ -96,6 +96,10 @@ def recurrent_gated_delta_rule(
     """
     if backend is Backend.TORCH:
         return recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    if backend is Backend.TRITON:
+        from weft.ops.triton.gated_delta_rule import recurrent_gated_delta_rule_triton
+
+        return recurrent_gated_delta_rule_triton(q, k, v, g, beta, state, state_slots)
     raise missing_kernel("recurrent_gated_delta_rule", backend)
 
 
@@ -249,4 +253,8 @@ def chunk_gated_delta_rule(
     """
     if backend is Backend.TORCH:
         return chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out)
+    if backend is Backend.TRITON:
+        from weft.ops.triton.gated_delta_rule import chunk_gated_delta_rule_triton
+
+        return chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, out=out)
     raise missing_kernel("chunk_gated_delta_rule", backend)

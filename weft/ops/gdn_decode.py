@@ -1,0 +1,116 @@
+"""Everything that Gated DeltaNet does between its two projections for one decoding token per row, as one operation.
+
+Job: convolution update, SiLU, gates, L2 norms, delta rule and gated output norm in a row. Owns: the order of the merged
+projection, ``q | k | v | z | b | a``, on the reading side. Does not know: the projections themselves, or slots' owners.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weft.ops.backend import Backend, missing_kernel
+from weft.ops.causal_conv1d import causal_conv1d_update_reference
+from weft.ops.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule_reference
+from weft.ops.norm import gated_rms_norm_reference
+
+
+def gdn_decode_reference(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    *,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    checkpoint_slots: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Torch reference of ``gdn_decode``: the operations that it fuses, one after the other."""
+    key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
+    out = projected.new_zeros(projected.shape[0], value_dim) if out is None else out.zero_()
+    real = (state_slots != 0).nonzero().flatten()
+    slots = state_slots[real].long()
+    qkv, z, b, a = projected[real].split([2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
+    g, beta = gdn_gates(a, b, A_log, dt_bias)
+    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_bias, conv_state, slots)
+    q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
+    q, k = (x.unflatten(-1, (num_k_heads, head_k_dim)) for x in (q, k))
+    v = v.unflatten(-1, (num_v_heads, head_v_dim))
+    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, slots)
+    gate = z.reshape(-1, head_v_dim)
+    out[real] = gated_rms_norm_reference(o.flatten(0, 1), gate, norm_weight, eps).view(-1, value_dim)
+    if checkpoint_slots is not None:
+        _store_checkpoints((conv_state, state), slots, checkpoint_slots[real].long())
+    return out
+
+
+def _store_checkpoints(caches: tuple[Tensor, ...], slots: Tensor, checkpoint_slots: Tensor) -> None:
+    ordered = checkpoint_slots >= 0
+    for cache in caches:
+        cache.index_copy_(0, checkpoint_slots[ordered], cache.index_select(0, slots[ordered]))
+
+
+def gdn_decode(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    *,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    backend: Backend,
+    checkpoint_slots: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token for each of N rows that continue a state; both states advance in place.
+
+    Args:
+        projected: ``[N, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``.
+        conv_weight: ``[C, W]``.
+        conv_bias: ``[C]`` or None.
+        A_log, dt_bias: ``[HV]``.
+        norm_weight: ``[V]``, of the gated output norm.
+        eps: of that norm.
+        conv_state: ``[num_slots, C, W - 1]``.
+        state: ``[num_slots, HV, K, V]``, float32 or bfloat16.
+        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, whatever they hold, and no state
+            is touched. Other slots occur once.
+        checkpoint_slots: ``[N]`` int32 or None: a slot that receives both states after this token as well; -1 for none.
+        out: ``[N, HV * V]`` to write to, optional.
+
+    Returns:
+        ``[N, HV * V]`` in projected's dtype, ready for the output projection.
+    """
+    geometry = {
+        "num_k_heads": num_k_heads,
+        "num_v_heads": num_v_heads,
+        "head_k_dim": head_k_dim,
+        "head_v_dim": head_v_dim,
+    }
+    weights = (conv_weight, conv_bias, A_log, dt_bias, norm_weight, eps)
+    states = (conv_state, state, state_slots)
+    if backend is Backend.TORCH:
+        return gdn_decode_reference(
+            projected, *weights, *states, **geometry, checkpoint_slots=checkpoint_slots, out=out
+        )
+    if backend is Backend.TRITON:
+        from weft.ops.triton.gdn_decode import gdn_decode_triton
+
+        return gdn_decode_triton(projected, *weights, *states, **geometry, checkpoint_slots=checkpoint_slots, out=out)
+    raise missing_kernel("gdn_decode", backend)

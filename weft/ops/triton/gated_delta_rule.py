@@ -1,0 +1,353 @@
+"""Gated delta rule kernels: chunked for prefill, one step for decode.
+
+Job: ``chunk_gated_delta_rule`` and ``recurrent_gated_delta_rule`` on the GPU. Owns: the split of the chunked form into
+two launches and their tile shapes. Does not know: projections, convolution, norms.
+
+The chunked form (WY representation, arXiv 2406.06484, with the decay of arXiv 2412.06464). Inside a chunk, with G the
+running sum of g, S the state before the chunk, and rows scaled by vectors written as diagonals::
+
+    A_ij  = beta_i exp(G_i - G_j) (k_i . k_j)   for i > j            P_ij = exp(G_i - G_j) (q_i . k_j)   for i >= j
+    delta = (I + A)^-1 beta (v - exp(G) k S)
+    o     = exp(G) q S + P delta
+    S'    = exp(G_last) S + (exp(G_last - G) k)^T delta
+
+The first kernel needs no state and runs for all chunks and heads at once: it writes the *solve* matrix
+``(I + A)^-1 beta``, P and the three row vectors. The second walks through the chunks of each sequence with a slice of
+the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints and the final state leave in the same pass, and no
+state in between is written. Normalising queries and keys only scales rows of products, so q, k and v go to the matrix
+units as they are.
+
+The inverse doubles the size of inverted diagonal blocks, D, until one is left: with L the part of A below them,
+``(D^-1 + L)^-1 = D - D L D`` for each pair of blocks. It is as accurate as substitution (a Neumann series is not when
+keys repeat). Its entries are at most 1 in magnitude, so float16 operands serve bfloat16 inputs better than bfloat16 ones.
+
+Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.forward_context import Batch, ChunkTable
+
+CHUNK_SIZE = 64
+_L2_EPS = tl.constexpr(1e-6)
+_VECTORS = 4
+
+
+class Tile(NamedTuple):
+    """Columns of the state per program, warps and pipeline stages of the scan."""
+
+    block_v: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _prepare_kernel(
+    q, k, g, beta, solve, attention, vectors, chunk_start, chunk_length,
+    stride_q, stride_k,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk and value head: the solve matrix, the attention inside the chunk, and the row vectors."""
+    i_chunk, i_head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(chunk_length + i_chunk)
+    if length == 0:
+        return
+    start = tl.load(chunk_start + i_chunk).to(tl.int64)
+    o_row, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    valid = o_row < length
+    rows = start + o_row
+    mask = valid[:, None] & (o_k < K)[None, :]
+    columns = (i_head // (HV // HK)) * K + o_k
+    b_k = tl.load(k + rows[:, None] * stride_k + columns[None, :], mask=mask, other=0.0)
+    b_q = tl.load(q + rows[:, None] * stride_q + columns[None, :], mask=mask, other=0.0)
+    b_g = tl.load(g + rows * HV + i_head, mask=valid, other=0.0)
+    b_beta = tl.load(beta + rows * HV + i_head, mask=valid, other=0.0)
+
+    k_float, q_float = b_k.to(tl.float32), b_q.to(tl.float32)
+    k_norm = tl.rsqrt(tl.sum(k_float * k_float, 1) + _L2_EPS)
+    q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS) * (K**-0.5)
+    decay = tl.cumsum(b_g, 0)
+    to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for the tokens that still count there
+
+    i, j = o_row[:, None], o_row[None, :]
+    between = tl.exp(tl.where(i >= j, decay[:, None] - decay[None, :], float("-inf"))) * k_norm[None, :]
+    keys = tl.trans(b_k)
+    kk = tl.dot(b_k, keys, input_precision=PRECISION) * between * (b_beta * k_norm)[:, None]
+    kk = tl.where(i > j, kk, 0.0)
+    qk = tl.dot(b_q, keys, input_precision=PRECISION) * between * q_norm[:, None]
+
+    square = ((i_chunk * HV + i_head).to(tl.int64) * CHUNK * CHUNK) + i * CHUNK + j
+    tl.store(attention + square, qk.to(attention.dtype.element_ty))
+
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, kk, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), kk, 0.0)
+        operand = inverse.to(INVERSE)
+        product = tl.dot(operand, below.to(INVERSE), input_precision=PRECISION)
+        inverse -= tl.dot(product.to(INVERSE), operand, input_precision=PRECISION)
+    tl.store(solve + square, (inverse * b_beta[None, :]).to(solve.dtype.element_ty))
+
+    p_vectors = vectors + (i_chunk * HV + i_head).to(tl.int64) * 4 * CHUNK + o_row
+    tl.store(p_vectors, k_norm * tl.exp(decay))
+    tl.store(p_vectors + CHUNK, q_norm * tl.exp(decay))
+    tl.store(p_vectors + 2 * CHUNK, k_norm * tl.exp(to_end))
+    tl.store(p_vectors + 3 * CHUNK, tl.exp(to_end + b_g))
+
+
+@triton.jit
+def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Zero some columns of one head of the rows ``begin`` to ``end`` of ``out [T, HV, V]``."""
+    o_row = tl.arange(0, CHUNK)
+    for row in range(begin, end, CHUNK):
+        rows = (row + o_row).to(tl.int64)
+        p_out = out + (rows[:, None] * HV + i_head) * V + o_v[None, :]
+        zeros = tl.zeros([CHUNK, o_v.shape[0]], out.dtype.element_ty)
+        tl.store(p_out, zeros, mask=(rows < end)[:, None] & v_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_seqs"])
+def _scan_kernel(
+    q, k, v, out, state, solve, attention, vectors,
+    chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
+    num_rows, num_seqs, stride_q, stride_k, stride_v,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One sequence, value head and slice of V: the chunks in order, the state's columns in registers."""
+    i_v, i_head, i_seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_mask, v_mask = o_k < K, o_v < V
+    if i_seq == 0:
+        num_tokens = tl.load(cu_seqlens_q + num_seqs)
+        _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, HV, V, CHUNK)
+        if ZERO_DECODES:
+            begin = num_tokens
+            if tl.load(first_chunk + num_seqs) > 0:
+                begin = tl.load(chunk_start)
+            _zero_rows(out, 0, begin, i_head, o_v, v_mask, HV, V, CHUNK)
+    first, last = tl.load(first_chunk + i_seq), tl.load(first_chunk + i_seq + 1)
+    if first == last:
+        return
+
+    square = o_row[:, None] * CHUNK + o_row[None, :]
+    inside = o_k[:, None] * V + o_v[None, :]
+    state_mask = k_mask[:, None] & v_mask[None, :]
+    slot = tl.load(state_slots + i_seq).to(tl.int64)
+    query_len = tl.load(cu_seqlens_q + i_seq + 1) - tl.load(cu_seqlens_q + i_seq)
+    continues = tl.load(seq_lens + i_seq) != query_len
+    p_state = state + (slot * HV + i_head) * K * V + inside
+    b_state = tl.load(p_state, mask=state_mask & continues, other=0.0).to(tl.float32)
+
+    key_columns = (i_head // (HV // HK)) * K + o_k
+    value_columns = i_head * V + o_v
+    operand = q.dtype.element_ty
+    start = tl.load(chunk_start + first).to(tl.int64)
+    length = tl.load(chunk_length + first)
+    for i_chunk in tl.range(first, last, num_stages=STAGES):
+        # The next chunk's length is read one chunk ahead, so that the addresses of its tiles wait for nothing.
+        next_length = tl.load(chunk_length + i_chunk + 1, mask=i_chunk + 1 < last, other=0)
+        valid = o_row < length
+        rows = (start + o_row)[:, None]
+        tile = (i_chunk * HV + i_head).to(tl.int64)
+        mask = valid[:, None] & k_mask[None, :]
+        b_k = tl.load(k + rows * stride_k + key_columns[None, :], mask=mask, other=0.0)
+        b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
+        mask = valid[:, None] & v_mask[None, :]
+        b_v = tl.load(v + rows * stride_v + value_columns[None, :], mask=mask, other=0.0)
+        b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
+        b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
+        p_vectors = vectors + tile * 4 * CHUNK + o_row
+        k_scale, q_scale, k_to_end = tl.load(p_vectors), tl.load(p_vectors + CHUNK), tl.load(p_vectors + 2 * CHUNK)
+        chunk_decay = tl.load(vectors + tile * 4 * CHUNK + 3 * CHUNK)
+
+        old = b_state.to(operand)
+        right = b_v - tl.dot(b_k, old, input_precision=PRECISION) * k_scale[:, None]
+        b_out = tl.dot(b_q, old, input_precision=PRECISION) * q_scale[:, None]
+        delta = tl.dot(b_solve, right.to(operand), input_precision=PRECISION)
+        b_state = b_state * chunk_decay
+        b_state = tl.dot(tl.trans(b_k), (delta * k_to_end[:, None]).to(operand), b_state, input_precision=PRECISION)
+        b_out = tl.dot(b_attention, delta.to(operand), b_out, input_precision=PRECISION)
+        p_out = out + rows * (HV * V) + value_columns[None, :]
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+
+        order = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
+        p_order = state + (tl.maximum(order, 0) * HV + i_head) * K * V + inside
+        tl.store(p_order, b_state.to(state.dtype.element_ty), mask=state_mask & (order >= 0))
+        start += length
+        length = next_length
+    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
+
+
+@triton.jit
+def delta_rule_step(b_state, b_q, b_k, b_v, decay, beta):
+    """One token of the rule on ``b_state [K, V]``, read once: ``o = exp(g) S^T q + (q . k) delta``.
+
+    Args: normalised float32 vectors, ``b_q`` scaled.
+
+    Returns: the output ``[V]`` and the new state.
+    """
+    b_state *= decay
+    from_k = tl.sum(b_state * b_k[:, None], 0)
+    from_q = tl.sum(b_state * b_q[:, None], 0)
+    delta = (b_v - from_k) * beta
+    return from_q + tl.sum(b_q * b_k, 0) * delta, b_state + b_k[:, None] * delta[None, :]
+
+
+@triton.jit
+def l2_normalize(x):
+    """``x / sqrt(sum(x^2) + eps)`` of a float32 vector."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + _L2_EPS)
+
+
+@triton.jit
+def _recurrent_kernel(
+    q, k, v, g, beta, out, state, state_slots, stride_q, stride_k, stride_v,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One row, value head and slice of V."""
+    i_v, i_head, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_mask, v_mask = o_k < K, o_v < V
+    slot = tl.load(state_slots + i_row).to(tl.int64)
+    p_state = state + (slot * HV + i_head) * K * V + o_k[:, None] * V + o_v[None, :]
+    mask = k_mask[:, None] & v_mask[None, :]
+    b_state = tl.load(p_state, mask=mask, other=0.0).to(tl.float32)
+    key_head = i_head // (HV // HK)
+    b_q = tl.load(q + i_row * stride_q + key_head * K + o_k, mask=k_mask, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_row * stride_k + key_head * K + o_k, mask=k_mask, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_row * stride_v + i_head * V + o_v, mask=v_mask, other=0.0).to(tl.float32)
+    decay = tl.exp(tl.load(g + i_row * HV + i_head))
+    strength = tl.load(beta + i_row * HV + i_head)
+    b_out, b_state = delta_rule_step(
+        b_state, l2_normalize(b_q) * (K**-0.5), l2_normalize(b_k), b_v, decay, strength
+    )  # fmt: skip
+    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
+    tl.store(out + (i_row * HV + i_head) * V + o_v, b_out.to(out.dtype.element_ty), mask=v_mask)
+
+
+def recurrent_gated_delta_rule_triton(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
+) -> Tensor:
+    """Triton kernel of ``recurrent_gated_delta_rule``."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x)
+    assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
+    num_rows, num_heads, head_v_dim = v.shape
+    out = v.new_empty(v.shape)
+    if num_rows:
+        block_v = min(64, triton.next_power_of_2(head_v_dim))
+        _recurrent_kernel[(triton.cdiv(head_v_dim, block_v), num_heads, num_rows)](
+            q, k, v, g, beta, out, state, state_slots, q.stride(0), k.stride(0), v.stride(0),
+            HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
+            BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=block_v, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _check_rows(name: str, x: Tensor) -> None:
+    """Tokens may be strided (a slice of a wider projection); heads and their dimensions must be dense."""
+    assert x.stride(2) == 1 and x.stride(1) == x.shape[2], f"{name}: heads must be dense, got strides {x.stride()}"
+
+
+def choose_tile(num_programs: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
+    """The scan's tile.
+
+    Args:
+        num_programs: sequences (padded) times value heads.
+        head_v_dim: V.
+        dtype: of the operands.
+    """
+    if dtype == torch.float32:
+        return Tile(min(32, triton.next_power_of_2(head_v_dim)), 4, 1)
+    return Tile(min(64, triton.next_power_of_2(head_v_dim)), 4, 2)
+
+
+def chunk_gated_delta_rule_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    batch: Batch,
+    *,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Triton kernels of ``chunk_gated_delta_rule``; float32 inputs are multiplied with float32's accuracy.
+
+    ``tile`` overrides the choice of ``choose_tile`` (tests and measurements).
+    """
+    assert batch.chunks is not None, "prefill sequences need a chunk table"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x)
+    assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()
+    zero_decodes = out is None
+    out = v.new_empty(v.shape) if out is None else out
+    assert out.is_contiguous(), "out must be contiguous"
+    prepared = _prepare(q, k, g, beta, batch.chunks)
+    num_seqs = batch.chunks.first.shape[0] - 1
+    tile = tile or choose_tile(num_seqs * v.shape[1], v.shape[2], q.dtype)
+    _scan(q, k, v, out, state, prepared, batch, num_seqs, tile, zero_decodes)
+    return out
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def _prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, warps: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``solve``, ``attention`` ``[chunks, HV, 64, 64]`` in q's dtype and ``vectors [chunks, HV, 4, 64]`` float32."""
+    num_chunks, num_heads, (_, num_k_heads, head_dim) = chunks.start.shape[0], g.shape[1], k.shape
+    solve = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
+    attention = torch.empty_like(solve)
+    vectors = g.new_empty(num_chunks, num_heads, _VECTORS, CHUNK_SIZE)
+    _prepare_kernel[(num_chunks, num_heads)](
+        q, k, g, beta, solve, attention, vectors, chunks.start, chunks.length,
+        q.stride(0), k.stride(0),
+        HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, triton.next_power_of_2(head_dim)),
+        CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
+        INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
+        num_warps=warps,
+    )  # fmt: skip
+    return solve, attention, vectors
+
+
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    state: Tensor,
+    prepared: tuple[Tensor, Tensor, Tensor],
+    batch: Batch,
+    num_seqs: int,
+    tile: Tile,
+    zero_decodes: bool,
+) -> None:
+    chunks = batch.chunks
+    assert chunks is not None
+    num_rows, num_heads, head_v_dim = v.shape
+    block_v = max(16, tile.block_v)
+    _scan_kernel[(triton.cdiv(head_v_dim, block_v), num_heads, num_seqs)](
+        q, k, v, out, state, *prepared,
+        chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
+        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
+        num_rows, num_seqs, q.stride(0), k.stride(0), v.stride(0),
+        HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
+        BLOCK_K=max(16, triton.next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
+        ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype), STAGES=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
