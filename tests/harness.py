@@ -1,7 +1,7 @@
 """Run a model by hand: batches, page tables and caches built in plain Python, without scheduler or runner.
 
-Job: a small, slow and obvious way to drive ``CausalLM`` in tests. ``Sequence`` objects are run in any mix of decodes and
-prefill chunks, with padding rows and NaN-filled caches.
+Job: a small, slow and obvious way to drive ``CausalLM`` in tests. ``Sequence`` objects are run in any mix of decodes
+and prefill chunks, with padding rows and NaN-filled caches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from weft.weights import load_weights
 CHUNK = 64
 
 
-def model_context(max_model_len: int = 512, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32) -> ModelContext:
+def model_context(
+    max_model_len: int = 512, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32
+) -> ModelContext:
     return ModelContext(dtype, torch.device("cpu"), tp or SingleRank(), Backend.TORCH, LayerTable(), max_model_len)
 
 
@@ -110,7 +112,9 @@ class Harness:
         """
         ordered = sorted(work, key=lambda item: not self._decodes(*item))
         batch, input_ids = self._batch(ordered, pad_tokens, pad_seqs)
-        hook = self.model.model.embed_tokens.register_forward_hook(lambda _m, _i, out: _poison_rows(out, batch.num_tokens))
+        hook = self.model.model.embed_tokens.register_forward_hook(
+            lambda _m, _i, out: _poison_rows(out, batch.num_tokens)
+        )
         with hook, torch.no_grad(), forward_context(ForwardContext(batch, self.caches, self.context.layers.by_name())):
             hidden = self.model(input_ids)
             logits = self.model.compute_logits(hidden[: batch.num_tokens])

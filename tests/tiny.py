@@ -96,7 +96,7 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def make_checkpoint(arch: str, path: Path, seed: int = 0, *, with_tokenizer: bool = False, **overrides: Any) -> Path:
-    """Save a tiny random checkpoint (``config.json``, ``generation_config.json``, ``model.safetensors``) and return its folder.
+    """Save a tiny random checkpoint (two configs and ``model.safetensors``) and return its folder.
 
     Args:
         arch: one of ``ARCHITECTURES``.

@@ -77,7 +77,9 @@ def test_chunked_prefill_mixed_batches_and_padding(arch: str, tmp_path: Path) ->
     for sequence in (a, d):
         sequence.tokens += prompt(7)
     for work, pad_tokens, pad_seqs in steps:
-        for (sequence, _), logits in zip(work, harness.run(work, pad_tokens=pad_tokens, pad_seqs=pad_seqs), strict=True):
+        for (sequence, _), logits in zip(
+            work, harness.run(work, pad_tokens=pad_tokens, pad_seqs=pad_seqs), strict=True
+        ):
             got[id(sequence)].append(logits)
     for sequence in (a, b, c, d):
         done = torch.cat(got[id(sequence)])
@@ -110,35 +112,48 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
         assert_close(harness.run([(fork, 150 - position)])[0], want[position:])
 
 
+LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
+QWEN3_5, QWEN3_5_MOE, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"
+
+
+def rope(partial: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": partial, **more}
+
+
 GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
-    ("LlamaForCausalLM", {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8, "attention_bias": True, "mlp_bias": True}),
-    ("LlamaForCausalLM", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None, "tie_word_embeddings": True}),
-    ("Qwen3ForCausalLM", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
-    ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32, "vocab_size": 67}),
-    ("Qwen3MoeForCausalLM", {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 17}),
-    ("Qwen3MoeForCausalLM", {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2, "num_experts_per_tok": 5}),
-    ("Qwen3MoeForCausalLM", {"num_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
-    ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 3}),
-    ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 3, "linear_key_head_dim": 20, "linear_value_head_dim": 12, "mlp_only_layers": [0, 3]}),
-    ("Qwen3NextForCausalLM", {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
-    ("Qwen3NextForCausalLM", {"num_experts": 3, "num_experts_per_tok": 3, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": True,
-                              "norm_topk_prob": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.75}}),
-    ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "tie_word_embeddings": True}),
-    ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 3, "num_key_value_heads": 4, "num_hidden_layers": 5,
-                            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}}),
-    ("Qwen3_5MoeForCausalLM", {"num_experts": 9, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 7, "num_key_value_heads": 1}),
-    ("Qwen3_5ForConditionalGeneration", {"tie_word_embeddings": True,
-                                         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
-                                                             "mrope_section": [2, 1, 1], "mrope_interleaved": True}}),
+    (LLAMA, {"num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    (LLAMA, {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None, "tie_word_embeddings": True}),
+    (QWEN3, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
+    (QWEN3, {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32, "vocab_size": 67}),
+    (MOE, {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 17}),
+    (MOE, {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2, "num_experts_per_tok": 5}),
+    (MOE, {"num_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    (NEXT, {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    (NEXT, {"linear_conv_kernel_dim": 3, "linear_key_head_dim": 20, "mlp_only_layers": [0, 3]}),
+    (NEXT, {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
+    (NEXT, {"num_experts": 3, "num_experts_per_tok": 3, "head_dim": 24, "attention_bias": True}),
+    (NEXT, {"tie_word_embeddings": True, "norm_topk_prob": False, "rope_parameters": rope(0.75)}),
+    (QWEN3_5, {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 3}),
+    (QWEN3_5, {"linear_conv_kernel_dim": 3, "num_key_value_heads": 4, "rope_parameters": rope(1.0)}),
+    (QWEN3_5, {"tie_word_embeddings": True, "attention_bias": True}),
+    (QWEN3_5_MOE, {"num_experts": 9, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 7}),
+    (MULTIMODAL, {"tie_word_embeddings": True, "rope_parameters": rope(0.5, mrope_section=[2, 1, 1])}),
 ]  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 ROPE_SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
-    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 64},
-    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
-    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
-     "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
-]  # fmt: skip
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    YARN,
+    YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    YARN | {"attention_factor": 0.9},
+]
 
 
 def check_geometry(arch: str, overrides: dict[str, Any], path: Path) -> None:
@@ -158,12 +173,11 @@ def test_awkward_geometries(arch: str, overrides: dict[str, Any], tmp_path: Path
     check_geometry(arch, overrides, tmp_path)
 
 
-@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("rope", ROPE_SCALINGS)
-def test_rope_scalings(arch: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    check_geometry(arch, {"rope_parameters": dict(rope)}, tmp_path)
+@pytest.mark.parametrize("arch", [LLAMA, QWEN3])
+@pytest.mark.parametrize("scaling", ROPE_SCALINGS)
+def test_rope_scalings(arch: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+    check_geometry(arch, {"rope_parameters": dict(scaling)}, tmp_path)
 
 
 def test_yarn_with_partial_rotary(tmp_path: Path) -> None:
-    rope = dict(ROPE_SCALINGS[2], partial_rotary_factor=0.5)
-    check_geometry("Qwen3NextForCausalLM", {"rope_parameters": rope}, tmp_path)
+    check_geometry(NEXT, {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, tmp_path)

@@ -139,7 +139,8 @@ def _architecture(top: JsonObject) -> str:
         )
     if names[0] not in _FAMILIES:
         raise UnsupportedModelError(
-            f"{top.where}: architecture {names[0]!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{top.where}: architecture {names[0]!r} is not supported; "
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     return names[0]
 
@@ -164,7 +165,9 @@ def _refuse_unsupported(config: JsonObject) -> None:
                 f"(dtype {', '.join(_DTYPES)})"
             )
     if config.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{config.where}: hidden_act={config.raw('hidden_act')!r} is not supported; supported is 'silu'")
+        raise UnsupportedModelError(
+            f"{config.where}: hidden_act={config.raw('hidden_act')!r} is not supported; supported is 'silu'"
+        )
 
 
 def _model_config(architecture: str, family: _Family, top: JsonObject, text: JsonObject) -> ModelConfig:
@@ -207,7 +210,8 @@ def _head_dim(text: JsonObject, hidden_size: int, num_heads: int) -> int:
         return text.integer("head_dim")
     if hidden_size % num_heads:
         raise ConfigError(
-            f"{text.where}: hidden_size={hidden_size} is not divisible by num_attention_heads={num_heads} and no head_dim is given"
+            f"{text.where}: hidden_size={hidden_size} is not divisible by num_attention_heads={num_heads} "
+            "and no head_dim is given"
         )
     return hidden_size // num_heads
 
@@ -244,7 +248,9 @@ def _layer_types(text: JsonObject, family: _Family) -> tuple[LayerType, ...]:
                 f"supported are {', '.join(allowed)}"
             )
     if len(types) != num_layers:
-        raise ConfigError(f"{text.where}: layer_types has {len(types)} entries but num_hidden_layers={num_layers}; they must agree")
+        raise ConfigError(
+            f"{text.where}: layer_types has {len(types)} entries but num_hidden_layers={num_layers}; they must agree"
+        )
     return tuple(cast(list[LayerType], types))
 
 
@@ -254,8 +260,8 @@ def _refuse_sliding_window(text: JsonObject, num_layers: int) -> None:
     first = text.integer("max_window_layers", 0, low=0)
     if first < num_layers:
         raise UnsupportedModelError(
-            f"{text.where}: use_sliding_window=true with sliding_window={text.raw('sliding_window')} from layer {first} on is "
-            "not supported; set use_sliding_window to false to attend to the whole context"
+            f"{text.where}: use_sliding_window=true with sliding_window={text.raw('sliding_window')} from layer "
+            f"{first} on is not supported; set use_sliding_window to false to attend to the whole context"
         )
 
 
@@ -292,7 +298,8 @@ def _moe(text: JsonObject, family: _Family, num_layers: int) -> MoeConfig:
     renormalise = text.boolean("norm_topk_prob", True)
     if family.always_renormalise and not renormalise:
         raise UnsupportedModelError(
-            f"{text.where}: norm_topk_prob=false is not supported for this architecture, which always renormalises; leave it out"
+            f"{text.where}: norm_topk_prob=false is not supported for this architecture, which always renormalises; "
+            "leave it out"
         )
     shared = text.integer("shared_expert_intermediate_size") if family.hybrid else None
     sparse = frozenset(range(num_layers)) if family.always_renormalise else _sparse_layers(text, num_layers)
@@ -314,7 +321,9 @@ def _dtype(top: JsonObject, text: JsonObject) -> str:
         if config.given(key):
             name = config.text(key).removeprefix("torch.")
             if name not in _DTYPES:
-                raise UnsupportedModelError(f"{config.where}: {key}={name!r} is not supported; supported are {', '.join(_DTYPES)}")
+                raise UnsupportedModelError(
+                    f"{config.where}: {key}={name!r} is not supported; supported are {', '.join(_DTYPES)}"
+                )
             return name
     return "float32"
 

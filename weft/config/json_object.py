@@ -43,7 +43,9 @@ class JsonObject:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}); it may be truncated: copy or download it again") from None
+            raise ConfigError(
+                f"{path} is not valid JSON ({error}); it may be truncated: copy or download it again"
+            ) from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path} holds a JSON {type(values).__name__}, not an object; copy or download it again")
         return cls(values, str(path))

@@ -14,7 +14,9 @@ SUPPORTED_SCALINGS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10_000.0
 
 
-def read_rope(config: JsonObject, head_dim: int, max_position_embeddings: int, partial_default: float | None) -> RopeConfig:
+def read_rope(
+    config: JsonObject, head_dim: int, max_position_embeddings: int, partial_default: float | None
+) -> RopeConfig:
     """The model's ``RopeConfig``; its ``parameters`` hold every number that the scaling needs, defaults filled in.
 
     Args:
@@ -57,8 +59,8 @@ def _rotary_dim(config: JsonObject, settings: JsonObject, head_dim: int, partial
     share = settings.number("partial_rotary_factor", config.number("partial_rotary_factor", partial_default or 1.0))
     if partial_default is None and share != 1.0:
         raise UnsupportedModelError(
-            f"{config.where}: partial_rotary_factor={share} is not supported for this architecture, which rotates whole "
-            "heads; leave it out or set it to 1.0"
+            f"{config.where}: partial_rotary_factor={share} is not supported for this architecture, which rotates "
+            "whole heads; leave it out or set it to 1.0"
         )
     rotary_dim = int(head_dim * share)
     if share > 1.0 or rotary_dim < 2 or rotary_dim % 2:
@@ -73,7 +75,9 @@ def _parameters(scaling: str, config: JsonObject, settings: JsonObject, max_posi
     if scaling == "linear":
         return {"factor": settings.number("factor")}
     # A top-level value goes before the nested one, as in the reference implementation.
-    original = config.integer("original_max_position_embeddings", settings.integer("original_max_position_embeddings", max_positions))
+    original = config.integer(
+        "original_max_position_embeddings", settings.integer("original_max_position_embeddings", max_positions)
+    )
     if scaling == "llama3":
         return _llama3(settings, original)
     parameters: dict[str, object] = {
@@ -93,7 +97,8 @@ def _llama3(settings: JsonObject, original: int) -> dict[str, object]:
     low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
     if high <= low:
         raise UnsupportedModelError(
-            f"{settings.where}: high_freq_factor={high:g} must be greater than low_freq_factor={low:g} for rope type 'llama3'"
+            f"{settings.where}: high_freq_factor={high:g} must be greater than low_freq_factor={low:g} "
+            "for rope type 'llama3'"
         )
     return {
         "factor": settings.number("factor"),

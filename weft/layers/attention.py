@@ -1,7 +1,8 @@
 """Full attention of one decoder layer over the paged KV cache.
 
 Job: project, normalise and rotate, store this step's keys and values, attend, gate and project back. Owns: the layer's
-projections and norms. Does not know: who allocated the pages; it finds its cache by its own name in the forward context.
+projections and norms. Does not know: who allocated the pages; it finds its cache by its own name in the forward
+context.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ class ParallelLMHead(WeightModule):
         tied: the embedding whose weight the head shares; the head then has no tensors of its own.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, tied: VocabParallelEmbedding | None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, context: ModelContext, tied: VocabParallelEmbedding | None
+    ) -> None:
         super().__init__()
         self._tp, self._vocab_size, self._tied = context.tp, vocab_size, tied is not None
         self._rows = _shard(vocab_size, context)

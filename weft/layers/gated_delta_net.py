@@ -2,8 +2,8 @@
 
 Job: one merged input projection, short convolution, gated delta rule (one step for decoding rows, chunks for the rest),
 gated norm, output projection. Owns: the layer's weights, sharded by head, and the order of the merged projection,
-``q | k | v | z | b | a``. Does not know: how states are allocated or forked; it finds them by its own name in the forward
-context.
+``q | k | v | z | b | a``. Does not know: how states are allocated or forked; it finds them by its own name in the
+forward context.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from weft.parallel.tensor_parallel import TensorParallel
 class InProjLayout(StrEnum):
     """How a checkpoint stores the input projection.
 
-    ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, whose rows are grouped by key head: that head's q, k, then
-    v and z (or b and a) of the value heads that it serves. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``, ``b``, ``a``.
+    ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, whose rows are grouped by key head: that head's q, k,
+    then v and z (or b and a) of the value heads that it serves. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``,
+    ``b``, ``a``.
     """
 
     GROUPED = "grouped"
@@ -80,7 +81,9 @@ def _grouped_rows(heads: range, total_heads: int, widths: list[int], starts: lis
 class GatedDeltaNetProjection(ColumnParallelLinear):
     """``[T, hidden_size] -> [T, q | k | v | z | b | a]`` for the rank's heads, in one product."""
 
-    def __init__(self, hidden_size: int, linear: LinearAttentionConfig, layout: InProjLayout, context: ModelContext) -> None:
+    def __init__(
+        self, hidden_size: int, linear: LinearAttentionConfig, layout: InProjLayout, context: ModelContext
+    ) -> None:
         local = shard_linear(linear, context.tp)
         rows = local.conv_dim + local.value_dim + 2 * local.num_v_heads
         parts = (_grouped_parts if layout is InProjLayout.GROUPED else _separate_parts)(linear, local, context.tp.rank)

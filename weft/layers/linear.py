@@ -20,7 +20,9 @@ from weft.parallel.sharding import divide, head_range
 class ColumnParallelLinear(WeightModule):
     """Outputs split over ranks: ``[..., in_features] -> [..., out_features / tp]``. Subclasses merge several parts."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str = "out_features") -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str = "out_features"
+    ) -> None:
         local = divide(out_features, context.tp.size, what)
         rows = RowMap(out_features, (RowRun(context.tp.rank * local, 0, local),))
         self._build(in_features, local, {"": rows}, bias, context)
@@ -51,7 +53,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         out_features: outputs of each part; every one is split over the ranks.
     """
 
-    def __init__(self, in_features: int, out_features: Sequence[int], *, bias: bool, context: ModelContext, what: str) -> None:
+    def __init__(
+        self, in_features: int, out_features: Sequence[int], *, bias: bool, context: ModelContext, what: str
+    ) -> None:
         parts, target = {}, 0
         for i, total in enumerate(out_features):
             local = divide(total, context.tp.size, what)
@@ -63,9 +67,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values (and the output gate, if any) of the rank's heads from one matrix.
 
-    The output is ``[..., q | gate | k | v]``. In the checkpoint a gated ``q_proj`` holds each head's query rows followed
-    by its gate rows; they are separated when the weights are loaded. KV heads are replicated if there are fewer than
-    ranks.
+    The output is ``[..., q | gate | k | v]``. In the checkpoint a gated ``q_proj`` holds each head's query rows
+    followed by its gate rows; they are separated when the weights are loaded. KV heads are replicated if there
+    are fewer than ranks.
 
     Attributes:
         num_heads, num_kv_heads: heads on this rank.

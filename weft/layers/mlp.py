@@ -20,7 +20,13 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, context: ModelContext, *, bias: bool = False, reduce: bool = True
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        context: ModelContext,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
     ) -> None:
         super().__init__()
         self._backend = context.backend

@@ -13,7 +13,7 @@ from weft.ops.rotary import apply_rotary, rotary_table
 
 
 class RotaryEmbedding(nn.Module):
-    """``(q [T, Hq, D], k [T, Hkv, D], positions [T] int64) -> (q, k)``, for positions below ``context.max_model_len``."""
+    """``(q [T, Hq, D], k [T, Hkv, D], positions [T] int64) -> (q, k)``; positions are below ``max_model_len``."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of a checkpoint: its whole shape, and the copies ``target.copy_(tensor[source])`` that this rank needs."""
+    """One tensor of a checkpoint: its whole shape, and this rank's copies ``target.copy_(tensor[source])``."""
 
     shape: tuple[int, ...]
     copies: tuple[tuple[Slices, Tensor], ...]
@@ -58,7 +58,10 @@ class RowMap:
         """
         rest = tuple(parameter.shape[1:])
         copies = tuple(
-            ((slice(run.source, run.source + run.count),), parameter[run.target : run.target + run.count].view(run.count, *middle, *rest))
+            (
+                (slice(run.source, run.source + run.count),),
+                parameter[run.target : run.target + run.count].view(run.count, *middle, *rest),
+            )
             for run in self.runs
         )
         return WeightPiece((self.total, *middle, *rest), copies)

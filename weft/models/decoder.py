@@ -23,8 +23,8 @@ from weft.layers.norm import RMSNorm
 from weft.layers.rotary import RotaryEmbedding
 from weft.layers.weight import LoadableModel
 
-ATTENTION_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-MLP_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
+ATTENTION_PARTS: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+MLP_PARTS: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class DecoderLayer(nn.Module):

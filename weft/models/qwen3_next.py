@@ -10,7 +10,7 @@ from weft.layers.gated_delta_net import InProjLayout
 from weft.layers.weight import WeightTable
 from weft.models.decoder import ATTENTION_PARTS, MLP_PARTS, CausalLM
 
-ROUTER_PARTS = {"router": ("gate", "shared_expert_gate")}
+ROUTER_PARTS: dict[str, tuple[str, ...]] = {"router": ("gate", "shared_expert_gate")}
 
 
 class Qwen3NextForCausalLM(CausalLM):

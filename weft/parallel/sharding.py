@@ -17,7 +17,8 @@ def divide(total: int, size: int, what: str) -> int:
     """
     if total % size:
         raise ConfigError(
-            f"{what}={total} is not divisible by tensor_parallel_size={size}; choose a tensor_parallel_size that divides it"
+            f"{what}={total} is not divisible by tensor_parallel_size={size}; "
+            "choose a tensor_parallel_size that divides it"
         )
     return total // size
 

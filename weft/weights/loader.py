@@ -60,13 +60,13 @@ def load_weights(
 
     Raises:
         ConfigError: unknown ``load_format``.
-        WeightsError: no readable safetensors files, or tensors missing, left over or of the wrong shape; all are listed.
+        WeightsError: no readable safetensors files, or tensors missing, left over or of the wrong shape (listed).
     """
     start = time.perf_counter()
+    num_tensors, ignored = 0, dict[str, int]()
     with torch.no_grad():
         if load_format == "dummy":
             _fill_random(model, seed)
-            num_tensors, ignored = 0, {}
         elif load_format == "auto":
             num_tensors, ignored = _load_safetensors(model, model_config, Path(folder))
         else:
@@ -113,7 +113,7 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
 
 def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[dict[str, str], dict[str, int]]:
     """The checkpoint's tensors by the name they have in the text model, and counts of the ignorable ones by pattern."""
-    table, tensors, ignored = model.weight_table, {}, {}
+    table, tensors, ignored = model.weight_table, dict[str, str](), dict[str, int]()
     for stored in checkpoint.names:
         pattern = next((p for p in table.ignorable if fnmatchcase(stored, p)), None)
         if pattern is not None:
@@ -122,7 +122,9 @@ def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[
         prefix = next((p for p in table.renames if stored.startswith(p)), None)
         name = stored if prefix is None else table.renames[prefix] + stored.removeprefix(prefix)
         if name in tensors:
-            raise WeightsError(f"{checkpoint.folder}: {tensors[name]} and {stored} are the same tensor of the model; remove one")
+            raise WeightsError(
+                f"{checkpoint.folder}: {tensors[name]} and {stored} are the same tensor of the model; remove one"
+            )
         tensors[name] = stored
     return tensors, ignored
 
@@ -189,6 +191,6 @@ def _check_tied_head(checkpoint: SafetensorsFolder, stored: str, embedding: Weig
     )
     if not same:
         raise WeightsError(
-            f"{checkpoint.folder}: config.json has tie_word_embeddings=true, but {stored} (shape {list(shape)}) differs from "
-            f"{_EMBEDDING}; set tie_word_embeddings to false or remove the tensor"
+            f"{checkpoint.folder}: config.json has tie_word_embeddings=true, but {stored} (shape {list(shape)}) "
+            f"differs from {_EMBEDDING}; set tie_word_embeddings to false or remove the tensor"
         )

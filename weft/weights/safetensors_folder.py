@@ -48,7 +48,9 @@ class SafetensorsFolder:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._tensors.clear()
         self._stack.close()
 
@@ -66,7 +68,9 @@ class SafetensorsFolder:
     def _find(self) -> dict[Path, set[str]]:
         """File -> tensors that the index expects in it (none without an index)."""
         if not self.folder.is_dir():
-            raise WeightsError(f"{self.folder} is not a folder; give the folder that holds config.json and *.safetensors")
+            raise WeightsError(
+                f"{self.folder} is not a folder; give the folder that holds config.json and *.safetensors"
+            )
         if (self.folder / _SINGLE).is_file():
             return {self.folder / _SINGLE: set()}
         if (self.folder / _INDEX).is_file():
@@ -77,11 +81,12 @@ class SafetensorsFolder:
         pickles = sorted(path.name for pattern in _PICKLES for path in self.folder.glob(pattern))
         if pickles:
             raise WeightsError(
-                f"{self.folder}: {', '.join(pickles)} are pickle files, which can run code when opened and are not read; "
-                "convert them: load the model with transformers and call save_pretrained(folder)"
+                f"{self.folder}: {', '.join(pickles)} are pickle files, which can run code when opened and are not "
+                "read; convert them: load the model with transformers and call save_pretrained(folder)"
             )
         raise WeightsError(
-            f"{self.folder} holds no *.safetensors files; copy the weights there, or use load_format='dummy' for random ones"
+            f"{self.folder} holds no *.safetensors files; copy the weights there, or use load_format='dummy' "
+            "for random ones"
         )
 
     def _read_index(self) -> dict[Path, set[str]]:
@@ -93,7 +98,8 @@ class SafetensorsFolder:
                 files.setdefault(self.folder / file, set()).add(name)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise WeightsError(
-                f"{index} is not a safetensors index (a JSON object with 'weight_map': tensor name -> file name); copy it again"
+                f"{index} is not a safetensors index (a JSON object with 'weight_map': tensor name -> file name); "
+                "copy it again"
             ) from None
         absent = sorted(path.name for path in files if not path.is_file())
         if absent:
@@ -105,10 +111,14 @@ class SafetensorsFolder:
             file = stack.enter_context(safe_open(path, framework="pt"))
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{path} is truncated or not a safetensors file ({error}); copy or download it again") from None
+            raise WeightsError(
+                f"{path} is truncated or not a safetensors file ({error}); copy or download it again"
+            ) from None
         for name, tensor in tensors.items():
             if name in self._tensors:
-                raise WeightsError(f"{self.folder}: tensor {name} is in {path.name} and in another file; remove one of them")
+                raise WeightsError(
+                    f"{self.folder}: tensor {name} is in {path.name} and in another file; remove one of them"
+                )
             if tensor.get_dtype() not in _DTYPES:
                 raise WeightsError(
                     f"{path}: tensor {name} has dtype {tensor.get_dtype()}; supported are {', '.join(_DTYPES)} "

@@ -1,0 +1,414 @@
+"""Weights: every layout loads, every tensor and parameter is accounted for, every broken folder gets a clear error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.harness import Harness, model_context, poison
+from tests.tiny import ARCHITECTURES, make_checkpoint
+from weft.config.checkpoint import read_checkpoint_config
+from weft.errors import ConfigError, WeightsError
+from weft.models.decoder import CausalLM
+from weft.models.registry import create_model
+from weft.weights import LoadReport, load_weights
+
+
+def build(folder: Path, dtype: torch.dtype = torch.float32, tp: Any = None) -> CausalLM:
+    model = create_model(read_checkpoint_config(folder), model_context(dtype=dtype, tp=tp))
+    poison(model)
+    return model
+
+
+def load(folder: Path, load_format: str = "auto", seed: int = 0, **kwargs: Any) -> tuple[CausalLM, LoadReport]:
+    model = build(folder, **kwargs)
+    return model, load_weights(model, read_checkpoint_config(folder), folder, load_format, seed)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the tensors of a single-file checkpoint in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def remove(folder: Path, *names: str) -> None:
+    def pop(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            del tensors[name]
+
+    rewrite(folder, pop)
+
+
+def parameters(model: CausalLM) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def assert_same(a: CausalLM, b: CausalLM) -> None:
+    for name, parameter in parameters(a).items():
+        assert torch.equal(parameter, parameters(b)[name]), name
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_checkpoint(request.param, tmp_path)
+
+
+@pytest.fixture
+def next_moe(tmp_path: Path) -> Path:
+    return make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+
+
+def test_every_parameter_is_filled_and_every_tensor_used(checkpoint: Path) -> None:
+    model, report = load(checkpoint)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    stored = load_file(checkpoint / "model.safetensors")
+    assert report.num_tensors + sum(report.ignored.values()) == len(stored)
+    text = sum(t.numel() for name, t in stored.items() if "visual" not in name)
+    assert sum(p.numel() for p in model.parameters()) == text
+    assert report.num_bytes == 4 * text
+
+
+def test_sharded_index(checkpoint: Path, tmp_path: Path) -> None:
+    arch = read_checkpoint_config(checkpoint).architecture
+    sharded = make_checkpoint(arch, tmp_path / "sharded", save_options={"max_shard_size": "40KB"})
+    assert len(list(sharded.glob("*.safetensors"))) > 2 and not (sharded / "model.safetensors").exists()
+    assert_same(load(checkpoint)[0], load(sharded)[0])
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if "Moe" in a or "Next" in a])
+def test_experts_fused_or_one_by_one(arch: str, tmp_path: Path) -> None:
+    single = make_checkpoint(arch, tmp_path / "single")
+    fused = make_checkpoint(arch, tmp_path / "fused")
+
+    def fuse(tensors: dict[str, Tensor]) -> None:
+        groups: dict[str, dict[str, list[Tensor]]] = {}
+        for name in sorted(tensors):
+            match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+            if match:
+                groups.setdefault(match[1], {}).setdefault(match[3], []).append(tensors.pop(name))
+        assert groups
+        for prefix, parts in groups.items():
+            tensors[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], dim=1)
+            tensors[f"{prefix}.down_proj"] = torch.stack(parts["down"])
+
+    rewrite(fused, fuse)
+    assert_same(load(single)[0], load(fused)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype_conversion(next_moe: Path, dtype: torch.dtype) -> None:
+    full, converted = parameters(load(next_moe)[0]), parameters(load(next_moe, dtype=dtype)[0])
+    for name, parameter in converted.items():
+        keeps_float32 = name.endswith(("A_log", "dt_bias"))
+        assert parameter.dtype == (torch.float32 if keeps_float32 else dtype), name
+        assert torch.equal(parameter, full[name].to(parameter.dtype)), name
+
+
+def test_bfloat16_checkpoint_into_float32(next_moe: Path) -> None:
+    full = parameters(load(next_moe)[0])
+    rewrite(next_moe, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}))
+    for name, parameter in parameters(load(next_moe)[0]).items():
+        assert torch.equal(parameter, full[name].bfloat16().float()), name
+
+
+class Rank:
+    """One rank of two, for looking at its shard."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_shards_hold_half_the_rows_and_no_more(arch: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(arch, tmp_path, num_hidden_layers=4)
+    whole, report = load(checkpoint)
+    for rank in range(2):
+        shard, shard_report = load(checkpoint, tp=Rank(rank))
+        vocab_rows = 106 - rank  # of 211; the second shard has a padding row
+        for name, parameter in shard.named_parameters():
+            rows = vocab_rows if name in ("model.embed_tokens.weight", "lm_head.weight") else None
+            assert parameter[:rows].isfinite().all(), name
+        assert shard_report.num_tensors == report.num_tensors
+        full = parameters(whole)["model.layers.3.self_attn.o_proj.weight"]
+        half = full.shape[1] // 2
+        got = parameters(shard)["model.layers.3.self_attn.o_proj.weight"]
+        assert torch.equal(got, full[:, rank * half : (rank + 1) * half])
+    assert shard_report.num_bytes < 0.6 * report.num_bytes
+
+
+# --- accounting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "pattern"),
+    [
+        ("Qwen3NextForCausalLM", "mtp.layers.0.mlp.gate.weight", "mtp.*"),
+        ("Qwen3_5ForCausalLM", "mtp.fc.weight", "mtp.*"),
+        ("Qwen3_5MoeForCausalLM", "model.visual.blocks.0.attn.qkv.weight", "model.visual.*"),
+        ("Qwen3_5ForConditionalGeneration", "mtp.norm.weight", "mtp.*"),
+        ("LlamaForCausalLM", "model.layers.0.self_attn.rotary_emb.inv_freq", "*.rotary_emb.inv_freq"),
+    ],
+)
+def test_ignorable_tensors_are_counted_and_logged(
+    arch: str, name: str, pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(arch, tmp_path)
+    before = load(tmp_path)[1]
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.ones(3)}))
+    with caplog.at_level("INFO", logger="weft.weights"):
+        after = load(tmp_path)[1]
+    assert after.ignored[pattern] == before.ignored.get(pattern, 0) + 1
+    assert after.num_tensors == before.num_tensors
+    assert any(pattern in record.getMessage() for record in caplog.records)
+
+
+def test_vision_tower_of_the_published_layout_is_ignored(tmp_path: Path) -> None:
+    report = load(make_checkpoint("Qwen3_5MoeForConditionalGeneration", tmp_path))[1]
+    assert report.ignored["model.visual.*"] > 5
+
+
+def test_unexpected_tensors_are_listed(checkpoint: Path) -> None:
+    extra = {"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2), "mtpx.weight": torch.ones(1)}
+    rewrite(checkpoint, lambda tensors: tensors.update(extra))
+    with pytest.raises(WeightsError, match="2 unexpected: ") as error:
+        load(checkpoint)
+    assert all(name in str(error.value) for name in extra)
+
+
+def test_missing_tensors_are_listed(checkpoint: Path) -> None:
+    gone = [
+        n
+        for n in load_file(checkpoint / "model.safetensors")
+        if n.endswith(("k_proj.weight", "language_model.norm.weight"))
+    ]
+    remove(checkpoint, *gone)
+    with pytest.raises(WeightsError, match=f"{len(gone)} missing: .*self_attn.k_proj.weight"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.0.linear_attn.A_log"])
+def test_one_missing_tensor(next_moe: Path, name: str) -> None:
+    remove(next_moe, name)
+    with pytest.raises(WeightsError, match=re.escape(f"1 missing: {name}. Check")):
+        load(next_moe)
+
+
+def test_incomplete_expert_sets(next_moe: Path) -> None:
+    names = [f"model.layers.{i}.mlp.experts.{e}.down_proj.weight" for i, e in ((0, 4), (2, 0))]
+    remove(next_moe, *names)
+    with pytest.raises(WeightsError, match="2 missing: " + re.escape(", ".join(names))):
+        load(next_moe)
+
+
+def test_one_expert_too_many(next_moe: Path) -> None:
+    name = "model.layers.0.mlp.experts.5.up_proj.weight"
+    rewrite(next_moe, lambda tensors: tensors.update({name: torch.zeros(24, 48)}))
+    with pytest.raises(WeightsError, match=re.escape(f"1 unexpected: {name}")):
+        load(next_moe)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", [128, 48]),
+        ("model.layers.0.linear_attn.in_proj_qkvz.weight", [160, 48]),
+        ("model.layers.0.linear_attn.conv1d.weight", [96, 1, 4]),
+        ("model.layers.0.mlp.experts.3.gate_proj.weight", [24, 48]),
+        ("lm_head.weight", [211, 48]),
+    ],
+)
+def test_wrong_shapes_name_both(next_moe: Path, name: str, needed: list[int]) -> None:
+    def halve(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name][: needed[0] // 2]
+
+    rewrite(next_moe, halve)
+    given = [needed[0] // 2, *needed[1:]]
+    with pytest.raises(
+        WeightsError, match=re.escape(f"1 of the wrong shape: {name} is {given}, the config needs {needed}")
+    ):
+        load(next_moe)
+
+
+def test_all_kinds_of_problems_come_together(next_moe: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["other.weight"] = torch.zeros(1)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].T
+
+    rewrite(next_moe, spoil)
+    with pytest.raises(WeightsError, match=r"1 missing: .*1 unexpected: .*1 of the wrong shape: .*belong together"):
+        load(next_moe)
+
+
+def test_a_failed_check_copies_nothing(next_moe: Path) -> None:
+    remove(next_moe, "model.norm.weight")
+    model = build(next_moe)
+    with pytest.raises(WeightsError):
+        load_weights(model, read_checkpoint_config(next_moe), next_moe, "auto", 0)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3_5ForConditionalGeneration"])
+def test_tied_head(arch: str, tmp_path: Path) -> None:
+    make_checkpoint(arch, tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    embedding = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    model, report = load(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": embedding.clone()}))
+    assert load(tmp_path)[1].num_tensors == report.num_tensors + 1
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": embedding + 1e-3}))
+    with pytest.raises(WeightsError, match=r"tie_word_embeddings=true, but lm_head.weight .* differs"):
+        load(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": embedding[:-1]}))
+    with pytest.raises(WeightsError, match=re.escape("(shape [210, 48]) differs")):
+        load(tmp_path)
+
+
+def test_both_spellings_of_one_tensor(tmp_path: Path) -> None:
+    make_checkpoint("Qwen3_5ForConditionalGeneration", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(48)}))
+    with pytest.raises(WeightsError, match=r"model.norm.weight.* are the same tensor of the model"):
+        load(tmp_path)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickle_files_are_refused(next_moe: Path, pickle: str) -> None:
+    (next_moe / "model.safetensors").rename(next_moe / pickle)
+    with pytest.raises(WeightsError, match=f"{pickle} .*pickle files.*convert them"):
+        load(next_moe)
+
+
+def test_pickle_files_beside_safetensors_do_not_matter(next_moe: Path) -> None:
+    (next_moe / "pytorch_model.bin").write_bytes(b"never opened")
+    load(next_moe)
+
+
+def test_folder_without_weights(next_moe: Path) -> None:
+    (next_moe / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"holds no .*safetensors files; .*dummy"):
+        load(next_moe)
+
+
+def test_not_a_folder(next_moe: Path) -> None:
+    with pytest.raises(WeightsError, match="is not a folder"):
+        load_weights(build(next_moe), read_checkpoint_config(next_moe), next_moe / "absent", "auto", 0)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_file(next_moe: Path, keep: int) -> None:
+    path = next_moe / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match=r"model.safetensors is truncated or not a safetensors file"):
+        load(next_moe)
+
+
+def test_foreign_file(next_moe: Path) -> None:
+    (next_moe / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(range(256)) * 20)
+    with pytest.raises(WeightsError, match="truncated or not a safetensors file"):
+        load(next_moe)
+
+
+def shard(folder: Path) -> tuple[Path, dict[str, Any]]:
+    make_checkpoint("Qwen3ForCausalLM", folder, save_options={"max_shard_size": "40KB"})
+    index = folder / "model.safetensors.index.json"
+    return index, json.loads(index.read_text())
+
+
+def test_index_naming_an_absent_file(tmp_path: Path) -> None:
+    _, content = shard(tmp_path)
+    file = content["weight_map"]["model.norm.weight"]
+    (tmp_path / file).unlink()
+    with pytest.raises(WeightsError, match=f"names files that are not there: {file}"):
+        load(tmp_path)
+
+
+def test_index_naming_an_absent_tensor(tmp_path: Path) -> None:
+    index, content = shard(tmp_path)
+    content["weight_map"]["model.extra.weight"] = content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(WeightsError, match=r"names tensors that its files do not hold: model.extra.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "\x00\xff"])
+def test_broken_index(tmp_path: Path, text: str) -> None:
+    index, _ = shard(tmp_path)
+    index.write_bytes(text.encode("latin-1"))
+    with pytest.raises(WeightsError, match="is not a safetensors index"):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    _, content = shard(tmp_path)
+    target = tmp_path / content["weight_map"]["lm_head.weight"]
+    other = load_file(tmp_path / content["weight_map"]["model.norm.weight"])
+    save_file(load_file(target) | {"model.norm.weight": other["model.norm.weight"]}, target)
+    with pytest.raises(WeightsError, match=r"tensor model.norm.weight is in .* and in another file"):
+        load(tmp_path)
+
+
+def test_quantised_tensors_are_refused(next_moe: Path) -> None:
+    rewrite(next_moe, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}))
+    with pytest.raises(WeightsError, match=r"lm_head.weight has dtype I8; supported are"):
+        load(next_moe)
+
+
+# --- random weights ---------------------------------------------------------------------------------------------------
+
+
+def test_dummy_weights_need_only_the_config_and_depend_on_the_seed(checkpoint: Path) -> None:
+    for path in checkpoint.glob("*.safetensors"):
+        path.unlink()
+    (a, report), (b, _), (c, _) = (
+        load(checkpoint, "dummy", 7),
+        load(checkpoint, "dummy", 7),
+        load(checkpoint, "dummy", 8),
+    )
+    assert report.num_tensors == 0 and report.num_bytes > 0
+    assert all(parameter.isfinite().all() for parameter in a.parameters())
+    assert_same(a, b)
+    assert all(not torch.equal(p, parameters(c)[name]) for name, p in parameters(a).items())
+    values = torch.cat([p.flatten() for p in a.parameters()])
+    assert values.unique().numel() > 0.99 * values.numel(), "parameters repeat each other's numbers"
+
+
+def test_dummy_weights_do_not_depend_on_the_model_around_them(tmp_path: Path) -> None:
+    short = make_checkpoint("Qwen3NextForCausalLM", tmp_path / "short", num_hidden_layers=2)
+    long = make_checkpoint("Qwen3NextForCausalLM", tmp_path / "long")
+    a, b = parameters(load(short, "dummy", 3)[0]), parameters(load(long, "dummy", 3)[0])
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_dummy_models_run(checkpoint: Path) -> None:
+    harness = Harness(checkpoint)
+    load_weights(harness.model, harness.config, checkpoint, "dummy", 0)
+    logits = harness.run([(harness.sequence(list(range(70))), 70)])[0]
+    assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+def test_unknown_load_format(next_moe: Path) -> None:
+    with pytest.raises(ConfigError, match="load_format='gguf' is not valid; allowed are 'auto' and 'dummy'"):
+        load(next_moe, "gguf")
