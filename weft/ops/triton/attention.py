@@ -34,6 +34,9 @@ _DECODE_PROGRAMS = 8192
 
 _LOG2E = 1.4426950408889634
 
+_METADATA = ["page_table", "seq_lens", "cu_seqlens_q"]
+"""Slices of a step's packed buffer, so their alignment changes from step to step: no reason to compile again."""
+
 
 class Tile(NamedTuple):
     """Rows (query token, head) and keys of one tile, warps and pipeline stages."""
@@ -84,7 +87,9 @@ def _accumulate(
     return acc, row_sum, new_max
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs", "max_splits"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=_METADATA
+)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
     scale_log2, num_rows, num_seqs, max_splits,
@@ -139,7 +144,7 @@ def _decode_kernel(
                     tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q"])
 def _merge_kernel(
     out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out,
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -185,7 +190,7 @@ def _sequence_of_block(cu_seqlens_q, block, num_seqs, TOKENS: tl.constexpr):
     return low - 1
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=_METADATA)
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out,
     scale_log2, num_rows, num_seqs,

@@ -1,0 +1,110 @@
+"""Everything between the QKV projection and attention: head norms, rotary embedding, and the write to the KV cache.
+
+Job: one operation for the steps that touch each query, key and value once, so that the GPU does them in one launch.
+Owns: the layout of the merged projection's output (queries, gate, keys, values). Does not know: the projection, or
+attention.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weft.ops.backend import Backend
+from weft.ops.kv_cache import store_kv_reference
+from weft.ops.norm import rms_norm_reference
+from weft.ops.rotary import apply_rotary_reference
+
+
+def split_qkv(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, gated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Views ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]``, and the output gate ``[T, Hq * D]`` or None."""
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    sizes = [q_size, q_size, kv_size, kv_size] if gated else [q_size, kv_size, kv_size]
+    parts = list(qkv.split(sizes, dim=-1))
+    gate = parts.pop(1) if gated else None
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+    return q, k, v, gate
+
+
+def qk_norm_rope_reference(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    gated: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Torch reference of ``qk_norm_rope``."""
+    q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm_reference(q, q_norm, eps, zero_centered=zero_centered)
+        k = rms_norm_reference(k, k_norm, eps, zero_centered=zero_centered)
+        assert isinstance(q, Tensor) and isinstance(k, Tensor)
+    q, k = apply_rotary_reference(q, k, positions, cos_sin)
+    store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+    return q, gate
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    gated: bool,
+    backend: Backend,
+) -> tuple[Tensor, Tensor | None]:
+    """Split a merged projection, normalise and rotate queries and keys, and store keys and values in their pages.
+
+    Args:
+        qkv: ``[T, (Hq + Hq if gated + 2 * Hkv) * D]``: queries, gate, keys, values, one after the other.
+        q_norm, k_norm: ``[D]`` RMSNorm weights of every head, or both None.
+        eps, zero_centered: as for ``rms_norm``.
+        cos_sin: ``[max_len, rotary_dim]`` float32 from ``rotary_table``; the first rotary_dim dimensions turn.
+        positions: ``[T]`` int64.
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``, written in place.
+        slot_mapping: ``[T]`` int64; padding tokens name a slot of page 0.
+        gated: whether ``qkv`` holds an output gate.
+
+    Returns:
+        ``q [T, Hq, D]`` in qkv's dtype, and the gate ``[T, Hq * D]``, a view of ``qkv`` (None unless ``gated``).
+    """
+    if backend is Backend.TORCH:
+        operation = qk_norm_rope_reference
+    else:
+        from weft.ops.triton.qk_norm_rope import qk_norm_rope_triton as operation
+    return operation(
+        qkv,
+        q_norm,
+        k_norm,
+        eps,
+        zero_centered,
+        cos_sin,
+        positions,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        gated=gated,
+    )

@@ -1,0 +1,53 @@
+"""Elementwise gates: SiLU-and-multiply of the MLPs, sigmoid-and-multiply of the attention output.
+
+Job: ``silu_and_mul`` and ``sigmoid_mul`` on the GPU, float32 inside with one rounding. Owns: nothing.
+Does not know: layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _gate_kernel(
+    x, gate, out, stride_x, stride_gate, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``out = x * sigmoid(gate)``, times ``gate`` as well for SiLU."""
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * stride_gate + columns, mask=mask, other=0.0).to(tl.float32)
+    values = values / (1.0 + tl.exp(-g))
+    if SILU:
+        values = values * g
+    tl.store(out + row * WIDTH + columns, values.to(out.dtype.element_ty), mask=mask)
+
+
+def _gate(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, gate = x.flatten(0, -2), gate.flatten(0, -2)
+    assert x.stride(1) == gate.stride(1) == 1
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    _gate_kernel[(triton.cdiv(width, block), x.shape[0])](
+        x, gate, out, x.stride(0), gate.stride(0), WIDTH=width, SILU=silu, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def silu_and_mul_triton(x: Tensor) -> Tensor:
+    """``silu_and_mul`` of ``weft/ops/activation.py``."""
+    gate, up = x.chunk(2, dim=-1)
+    return _gate(up, gate, silu=True)
+
+
+def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
+    """``sigmoid_mul`` of ``weft/ops/gating.py``."""
+    return _gate(x, gate, silu=False)

@@ -1,0 +1,306 @@
+"""Mixture-of-experts kernels: group the (token, expert) pairs by expert, two grouped matrix products, one sum.
+
+Job: ``fused_moe`` on the GPU, for a few tokens (weights stream through once, memory bound) and for many. Owns: the
+grouping and the tile shapes. Does not know: routing, sharding.
+
+    group    pairs of one expert become consecutive places, cut into blocks of ``rows`` places; one block, one expert
+    up       hidden[place] = silu(gate_up[e, :I] x[token]) * (gate_up[e, I:] x[token])
+    down     out[pair]     = down[e] hidden[place]
+    sum      y[token]      = sum_j weights[token, j] * out[token, j]  (+ sigmoid(gate) * shared)
+
+A single token needs no grouping: each pair is a block of its own. Results are written per pair and summed in order, so
+no result depends on the order in which programs run. Graph-safe: the grid is the most blocks that any routing of this
+many tokens can need; the real number is on the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """Places, output columns and inner elements of one tile, warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Tiles of the two products; they share ``rows``, the length of a block."""
+
+    up: Tile
+    down: Tile
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _group_kernel(
+    ids, pairs, first_place, num_pairs, num_experts, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program e lists the pairs of expert e, in order; the last one (e == num_experts) only counts."""
+    expert = tl.program_id(0)
+    before = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        e = tl.load(ids + places, mask=places < num_pairs, other=-1)
+        before += ((e >= 0) & (e < expert)).to(tl.int32)
+    first = tl.sum(before, 0)
+    tl.store(first_place + expert, first)
+    if expert < num_experts:
+        for start in range(0, num_pairs, BLOCK):
+            places = start + tl.arange(0, BLOCK)
+            mine = (tl.load(ids + places, mask=places < num_pairs, other=-1) == expert).to(tl.int32)
+            count = tl.sum(mine, 0)
+            if count > 0:
+                rank = tl.cumsum(mine, 0) - 1
+                tl.store(pairs + first + rank, places, mask=mine > 0)
+                first += count
+
+
+@triton.jit
+def _block_kernel(
+    first_place, block_expert, block_first, num_blocks, num_experts, ROWS: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """Program e writes the blocks of expert e: the expert, and the first place."""
+    expert = tl.program_id(0)
+    others = tl.arange(0, BLOCK_E)
+    inside = others < num_experts
+    begin = tl.load(first_place + others, mask=inside, other=0)
+    end = tl.load(first_place + others + 1, mask=inside, other=0)
+    blocks = (end - begin + ROWS - 1) // ROWS
+    first_block = tl.sum(tl.where(others < expert, blocks, 0), 0)
+    if expert == 0:
+        tl.store(num_blocks, tl.sum(blocks, 0))
+    begin_mine = tl.load(first_place + expert)
+    count = tl.cdiv(tl.load(first_place + expert + 1) - begin_mine, ROWS)
+    for start in range(0, count, 16):
+        block = start + tl.arange(0, 16)
+        tl.store(block_expert + first_block + block, expert + tl.zeros([16], dtype=tl.int32), mask=block < count)
+        tl.store(block_first + first_block + block, begin_mine + block * ROWS, mask=block < count)
+
+
+@triton.jit
+def _block_places(
+    ids, pairs, first_place, block_expert, block_first, num_blocks, block, ROWS: tl.constexpr, GROUPED: tl.constexpr
+):  # fmt: skip
+    """``(expert, places, pairs, inside)`` of a block; expert -1 where there is nothing to do."""
+    lanes = tl.arange(0, ROWS)
+    if GROUPED:
+        expert = -1
+        first = 0
+        end = 0
+        if block < tl.load(num_blocks):
+            expert = tl.load(block_expert + block)
+            first = tl.load(block_first + block)
+            end = tl.load(first_place + expert + 1)
+        places = first + lanes
+        inside = places < end
+        pair = tl.load(pairs + places, mask=inside, other=0)
+    else:
+        expert = tl.load(ids + block)
+        places = block + lanes
+        inside = lanes < 1
+        pair = places
+    return expert, places, pair, inside
+
+
+@triton.jit
+def _up_kernel(
+    x, gate_up, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
+    stride_x, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    expert, places, pair, inside = _block_places(
+        ids, pairs, first_place, block_expert, block_first, num_blocks, block, ROWS, GROUPED
+    )
+    if expert >= 0:
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        in_width = columns < WIDTH
+        inner = tl.arange(0, INNER)
+        token_rows = x + (pair // TOP_K).to(tl.int64)[:, None] * stride_x
+        gate_rows = gate_up + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
+        up_rows = gate_rows + WIDTH * HIDDEN
+        gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        for start in tl.range(0, HIDDEN, INNER, num_stages=STAGES):
+            k = start + inner
+            if HIDDEN % INNER == 0:
+                a = tl.load(token_rows + k[None, :], mask=inside[:, None], other=0.0)
+            else:
+                a = tl.load(token_rows + k[None, :], mask=inside[:, None] & (k < HIDDEN)[None, :], other=0.0)
+            if HIDDEN % INNER == 0 and WIDTH % COLUMNS == 0:
+                g = tl.load(gate_rows + k[None, :])
+                u = tl.load(up_rows + k[None, :])
+            else:
+                mask = in_width[:, None] & (k < HIDDEN)[None, :]
+                g = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
+                u = tl.load(up_rows + k[None, :], mask=mask, other=0.0)
+            gate = tl.dot(a, tl.trans(g), gate, input_precision=PRECISION)
+            up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
+        result = gate / (1.0 + tl.exp(-gate)) * up
+        offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        tl.store(hidden + offsets, result.to(hidden.dtype.element_ty), mask=inside[:, None] & in_width[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    hidden, down, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    expert, places, pair, inside = _block_places(
+        ids, pairs, first_place, block_expert, block_first, num_blocks, block, ROWS, GROUPED
+    )
+    if expert >= 0:
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        in_hidden = columns < HIDDEN
+        inner = tl.arange(0, INNER)
+        hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
+        down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
+        acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        for start in tl.range(0, WIDTH, INNER, num_stages=STAGES):
+            k = start + inner
+            if WIDTH % INNER == 0:
+                a = tl.load(hidden_rows + k[None, :], mask=inside[:, None], other=0.0)
+            else:
+                a = tl.load(hidden_rows + k[None, :], mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0)
+            if WIDTH % INNER == 0 and HIDDEN % COLUMNS == 0:
+                b = tl.load(down_rows + k[None, :])
+            else:
+                b = tl.load(down_rows + k[None, :], mask=in_hidden[:, None] & (k < WIDTH)[None, :], other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+        offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    partial, weights, ids, shared, shared_gate, out, stride_shared, stride_gate, stride_out,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        routed = tl.load(ids + pair) >= 0
+        value = tl.load(partial + pair * HIDDEN + columns, mask=inside & routed, other=0.0).to(tl.float32)
+        acc += value * tl.where(routed, tl.load(weights + pair).to(tl.float32), 0.0)
+    if SHARED:
+        gate = tl.sigmoid(tl.load(shared_gate + token * stride_gate).to(tl.float32))
+        acc += gate * tl.load(shared + token * stride_shared + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * stride_out + columns, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def moe_tiles(num_pairs: int, num_experts: int, element_size: int) -> Tiles:
+    """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert.
+
+    Up to 24 pairs per expert the products are memory bound and small tiles keep many loads in flight.
+    """
+    average = num_pairs / num_experts
+    if element_size == 4:
+        rows = 16 if average <= 24 else 32
+        return Tiles(Tile(rows, 32, 32, 4, 2), Tile(rows, 32, 32, 4, 2))
+    if num_pairs <= 32:
+        return Tiles(Tile(16, 16, 256, 4, 4), Tile(16, 32, 128, 4, 4))
+    if average <= 8:
+        return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
+    if average <= 24:
+        return Tiles(Tile(32, 64, 64, 4, 4), Tile(32, 128, 64, 4, 4))
+    if average <= 96:
+        return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
+    return Tiles(Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 4))
+
+
+def fused_moe_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """``fused_moe`` of ``weft/ops/moe.py``. ``tiles``: for tuning; None takes ``moe_tiles``."""
+    tiles = moe_tiles(ids.numel(), gate_up.shape[0], x.element_size()) if tiles is None else tiles
+    assert tiles.up.rows == tiles.down.rows
+    assert gate_up.is_contiguous() and down.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
+    assert x.stride(1) == 1 and ids.dtype == torch.int32
+    num_tokens, top_k = ids.shape
+    grouping, num_blocks = _group(ids, gate_up.shape[0], tiles.up.rows) if num_tokens > 1 else (_ungrouped(ids), top_k)
+    grouped = num_tokens > 1
+    num_experts, hidden_size, width = down.shape
+    hidden = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
+    partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+    tile = tiles.up
+    _up_kernel[(triton.cdiv(width, tile.columns), num_blocks)](
+        x, gate_up, hidden, ids, *grouping, x.stride(0),
+        HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
+        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    tile = tiles.down
+    _down_kernel[(triton.cdiv(hidden_size, tile.columns), num_blocks)](
+        hidden, down, partial, ids, *grouping,
+        HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=min(tile.inner, _power(width)),
+        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    _sum(partial, weights, ids, shared, shared_gate, out)
+    return out
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that holds ``size`` and is long enough for a matrix product."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _ungrouped(ids: Tensor) -> tuple[Tensor, ...]:
+    """Stand-ins for the grouping: the kernels do not read them."""
+    return (ids,) * 5
+
+
+def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
+    """Pairs by expert and the table of blocks, and the most blocks that any routing can need."""
+    num_pairs = ids.numel()
+    most_hit = min(num_experts, num_pairs)
+    max_blocks = min(num_pairs, (num_pairs + (rows - 1) * most_hit) // rows)
+    sizes = (num_pairs, num_experts + 1, max_blocks, max_blocks, 1)
+    padded = [-(-size // 4) * 4 for size in sizes]  # every part is aligned to 16 bytes, whatever the number of tokens
+    buffer = torch.empty(sum(padded), dtype=torch.int32, device=ids.device)
+    pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
+    block = min(1024, _power(num_pairs))
+    _group_kernel[(num_experts + 1,)](ids, pairs, first_place, num_pairs, num_experts, BLOCK=block, num_warps=4)
+    _block_kernel[(num_experts,)](
+        first_place, block_expert, block_first, num_blocks, num_experts,
+        ROWS=rows, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=1,
+    )  # fmt: skip
+    return (pairs, first_place, block_expert, block_first, num_blocks), max_blocks
+
+
+def _sum(
+    partial: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, shared_gate: Tensor | None, out: Tensor
+) -> None:
+    num_tokens, hidden_size = out.shape
+    block = min(1024, triton.next_power_of_2(hidden_size))
+    has_shared = shared is not None and shared_gate is not None
+    assert has_shared or (shared is None and shared_gate is None), "a shared expert comes with its gate"
+    _sum_kernel[(triton.cdiv(hidden_size, block), num_tokens)](
+        partial, weights, ids, shared if has_shared else partial, shared_gate if has_shared else partial, out,
+        shared.stride(0) if has_shared else 0, shared_gate.stride(0) if has_shared else 0, out.stride(0),
+        HIDDEN=hidden_size, TOP_K=ids.shape[1], SHARED=has_shared, BLOCK=block, num_warps=4,
+    )  # fmt: skip

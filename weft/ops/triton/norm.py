@@ -1,0 +1,50 @@
+"""RMSNorm kernel, plain or zero-centred, with the residual addition that precedes it.
+
+Job: ``rms_norm`` on the GPU, one program per row. Owns: nothing. Does not know: layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, y, total, eps, stride_x, stride_residual,
+    WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0)
+    if RESIDUAL:
+        values = values + tl.load(residual + row * stride_residual + columns, mask=mask, other=0.0)
+        tl.store(total + row * WIDTH + columns, values, mask=mask)
+    values = values.to(tl.float32)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    tl.store(y + row * WIDTH + columns, (values * inverse * scale).to(y.dtype.element_ty), mask=mask)
+
+
+def rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``rms_norm`` of ``weft/ops/norm.py``."""
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    other = rows if residual is None else residual.reshape(-1, width)
+    assert rows.stride(1) == other.stride(1) == 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = y if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows, other, weight, y, total, eps, rows.stride(0), other.stride(0),
+        WIDTH=width, ZERO_CENTERED=zero_centered, RESIDUAL=residual is not None, BLOCK=block,
+        num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+    return y if residual is None else (y, total)

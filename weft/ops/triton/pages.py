@@ -1,0 +1,81 @@
+"""Writes to the paged KV cache: this step's keys and values, and copies of pages over all layers at once.
+
+Job: ``store_kv`` and ``copy_pages`` on the GPU. Owns: nothing. Does not know: who owns a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WORDS = 2048
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def _store_kernel(
+    k, v, k_cache, v_cache, slot_mapping, stride_k, stride_v, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    place = tl.load(slot_mapping + token) * WIDTH + columns
+    keys = tl.load(k + token * stride_k + columns, mask=mask, other=0.0)
+    values = tl.load(v + token * stride_v + columns, mask=mask, other=0.0)
+    tl.store(k_cache + place, keys.to(k_cache.dtype.element_ty), mask=mask)
+    tl.store(v_cache + place, values.to(v_cache.dtype.element_ty), mask=mask)
+
+
+def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """``store_kv`` of ``weft/ops/kv_cache.py``."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert k.stride(1) == v.stride(1) == head_dim and k.stride(2) == v.stride(2) == 1
+    width = num_kv_heads * head_dim
+    _store_kernel[(num_tokens,)](
+        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["src", "dst"])
+def _copy_kernel(addresses, src, dst, num_words, BLOCK: tl.constexpr):
+    """Program (part, order, cache) copies a part of one page of one cache, as 32-bit words."""
+    cache = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(tl.int32))
+    begin = tl.load(src + tl.program_id(1)).to(tl.int64)
+    end = tl.load(dst + tl.program_id(1)).to(tl.int64)
+    words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = words < num_words
+    tl.store(cache + end * num_words + words, tl.load(cache + begin * num_words + words, mask=mask), mask=mask)
+
+
+class PageCopier:
+    """Copies pages in every cache of a model with one launch.
+
+    Holds the caches' addresses on the device, so the caches must outlive it and stay where they are.
+
+    Args:
+        caches: contiguous tensors ``[num_pages, ...]``, all with pages of the same number of bytes, a multiple of 4.
+    """
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        sizes = {cache.stride(0) * cache.element_size() for cache in caches}
+        assert len(sizes) == 1 and all(cache.is_contiguous() for cache in caches)
+        page_bytes = sizes.pop()
+        assert page_bytes % 4 == 0
+        self._num_words = page_bytes // 4
+        self._caches = tuple(caches)
+        addresses = [cache.data_ptr() for cache in caches]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=caches[0].device)
+
+    def __call__(self, src: Tensor, dst: Tensor) -> None:
+        """Page ``src[i]`` to page ``dst[i]`` in every cache, ``[N]`` integers each.
+
+        No page may be the source of one order and the destination of another, except that page 0 may be copied to
+        itself (padding orders).
+        """
+        grid = (triton.cdiv(self._num_words, _WORDS), src.shape[0], len(self._caches))
+        _copy_kernel[grid](self._addresses, src, dst, self._num_words, BLOCK=_WORDS, num_warps=4)

@@ -1,0 +1,58 @@
+"""Top-k router kernel: softmax, selection and renormalisation of one token's experts in one launch.
+
+Job: ``topk_router`` on the GPU. Owns: the order among equal logits (the lower expert id first). Does not know: experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _router_kernel(
+    logits, weights, ids, num_tokens_ptr, num_tokens, stride_logits,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK_E)
+    places = tl.arange(0, BLOCK_K)
+    if COUNT_ON_DEVICE:
+        num_tokens = tl.load(num_tokens_ptr)
+    chosen_ids = tl.full([BLOCK_K], -1, dtype=tl.int32)
+    chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
+    if row < num_tokens:
+        inside = experts < NUM_EXPERTS
+        x = tl.load(logits + row * stride_logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.exp(x - tl.max(x, 0))
+        p = p / tl.sum(p, 0)
+        left = tl.where(inside, p, -1.0)
+        for place in tl.static_range(TOP_K):
+            best, expert = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+            chosen_ids = tl.where(places == place, expert.to(tl.int32), chosen_ids)
+            chosen = tl.where(places == place, best, chosen)
+            left = tl.where(experts == expert, -1.0, left)
+        if RENORMALIZE:
+            chosen = chosen / tl.sum(chosen, 0)
+    tl.store(weights + row * TOP_K + places, chosen, mask=places < TOP_K)
+    tl.store(ids + row * TOP_K + places, chosen_ids, mask=places < TOP_K)
+
+
+def topk_router_triton(
+    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """``topk_router`` of ``weft/ops/moe.py``."""
+    num_rows, num_experts = logits.shape
+    assert logits.stride(1) == 1 and top_k <= num_experts
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
+    on_device = isinstance(num_tokens, Tensor)
+    _router_kernel[(num_rows,)](
+        logits, weights, ids, num_tokens if on_device else ids, 0 if on_device else num_tokens, logits.stride(0),
+        NUM_EXPERTS=num_experts, TOP_K=top_k, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
+    )  # fmt: skip
+    return weights, ids
