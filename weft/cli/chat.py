@@ -108,8 +108,9 @@ class Conversation:
                     self._llm.abort(request_id)
                     reason = "abort"
                     break
-                for output in self._llm.step():
-                    meter.take(output)
+                outputs = self._llm.step()
+                meter.take(outputs)
+                for output in outputs:
                     completion = output.outputs[0]
                     print(completion.text[len(text) :], end="", flush=True)
                     text, reason = completion.text, completion.finish_reason

@@ -10,7 +10,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
 
 Result = RequestOutput | RequestError
+Watcher = Callable[[list[RequestOutput]], None]
 
 _EPILOG = """\
 examples:
@@ -51,13 +53,18 @@ def run(args: argparse.Namespace) -> int:
     jobs = _read_jobs(args)
     with _open_output(args) as output:
         from weft.engine.llm import LLM
+        from weft.engine.progress import Progress
 
-        meter = Meter()
+        start = time.perf_counter()
         with LLM(**engine_settings(args)) as llm:
+            meter = Meter()
+            ready = meter.start - start
             write = _json_writer(output) if output else _text_writer(len(jobs))
-            failed = _complete(llm, jobs, write, meter)
+            show_bar = output is not None and not args.quiet and sys.stderr.isatty()
+            with Progress(total=len(jobs), enabled=show_bar) as progress:
+                failed = _complete(llm, jobs, write, [meter.take, progress.step])
     if not args.quiet:
-        print(meter.summary(), file=sys.stderr)
+        print(f"ready after {ready:.2f} s; {meter.summary()}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -97,7 +104,7 @@ def _open_output(args: argparse.Namespace) -> Iterator[IO[str] | None]:
             yield file
 
 
-def _complete(llm: LLM, jobs: list[Job], write: Writer, meter: Meter) -> int:
+def _complete(llm: LLM, jobs: list[Job], write: Writer, watchers: Sequence[Watcher]) -> int:
     """Run all jobs together; write each result once those before it are written. Returns how many failed."""
     running, results = _submit(llm, jobs)
     next_index = failed = 0
@@ -107,8 +114,10 @@ def _complete(llm: LLM, jobs: list[Job], write: Writer, meter: Meter) -> int:
             next_index += 1
         if next_index == len(jobs):
             return failed
-        for output in llm.step():
-            meter.take(output)
+        outputs = llm.step()
+        for watcher in watchers:
+            watcher(outputs)
+        for output in outputs:
             index = running[output.request_id]
             if output.finished:
                 results[index] = _result(output)

@@ -14,17 +14,18 @@ class Meter:
     """Counts prompt, cached and generated tokens from construction on."""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
+        self.start = time.perf_counter()
         self._first: float | None = None
         self._last: float | None = None
         self._generated_at_first = 0
         self._prompt: dict[str, tuple[int, int]] = {}
         self._generated: dict[str, int] = {}
 
-    def take(self, output: RequestOutput) -> None:
-        """Take in one snapshot."""
-        self._prompt[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._generated[output.request_id] = sum(len(c.token_ids) for c in output.outputs)
+    def take(self, outputs: list[RequestOutput]) -> None:
+        """Take in the snapshots of one step."""
+        for output in outputs:
+            self._prompt[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
+            self._generated[output.request_id] = sum(len(c.token_ids) for c in output.outputs)
         self._last = time.perf_counter()
         if self._first is None and self.num_generated:
             self._first, self._generated_at_first = self._last, self.num_generated
@@ -44,7 +45,7 @@ class Meter:
     @property
     def first_token_s(self) -> float | None:
         """Seconds until the first token; None: there was none."""
-        return None if self._first is None else self._first - self._start
+        return None if self._first is None else self._first - self.start
 
     @property
     def tokens_per_s(self) -> float | None:
