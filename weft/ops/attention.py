@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
+
+# Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
+_BLOCK_ELEMENTS = 1 << 19
 
 
 def paged_attention_reference(
@@ -30,20 +33,35 @@ def paged_attention_reference(
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
+    """Decoding rows in blocks of similar length, longest first."""
+    order = batch.seq_lens[: batch.num_decodes].argsort(descending=True)
+    lengths = batch.seq_lens[order].tolist()
+    token_size = k_cache.shape[2] * k_cache.shape[3]
+    begin = 0
+    while begin < batch.num_decodes:
+        end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
+        rows = order[begin:end]
+        out[rows] = _decode_block(
+            q[rows], k_cache, v_cache, batch.page_table[rows], batch.seq_lens[rows, None], lengths[begin], scale
+        )
+        begin = end
+
+
+def _decode_block(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, longest: int, scale: float
+) -> Tensor:
     """One query per sequence; the query heads of a group stand as rows, so that keys need no repetition."""
-    n, (_, page_size, num_kv_heads, head_dim) = batch.num_decodes, k_cache.shape
-    seq_lens = batch.seq_lens[:n, None]
-    offsets = torch.arange(batch.max_seq_len if n > 1 else int(seq_lens), device=q.device)
+    n, (_, page_size, num_kv_heads, head_dim) = q.shape[0], k_cache.shape
+    offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
-    positions = torch.minimum(offsets, seq_lens - 1) if n > 1 else offsets[None]
-    slots = _slots(batch.page_table[:n], positions, page_size).flatten()
+    slots = _slots(page_table, torch.minimum(offsets, seq_lens - 1), page_size).flatten()
     k, v = (
-        c.flatten(0, 1).index_select(0, slots).view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
+        c.flatten(0, 1).index_select(0, slots).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
         for c in (k_cache, v_cache)
     )
     mask = (offsets < seq_lens)[:, None, None] if n > 1 else None
-    grouped = q[:n].reshape(n, num_kv_heads, -1, head_dim)
-    out[:n] = F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(n, -1, head_dim)
+    attended = F.scaled_dot_product_attention(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale=scale)
+    return attended.flatten(1, 2)
 
 
 def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
@@ -69,7 +87,7 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: f
 def _slots(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """Cache slots of token positions: ``[N, max_pages]``, ``[N, L]`` -> ``[N, L]`` int64."""
     pages = page_table.gather(1, (positions // page_size).long())
-    return (pages * page_size + positions % page_size).long()
+    return (pages * page_size).add_(positions % page_size).long()
 
 
 def _causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor | None:
@@ -103,4 +121,6 @@ def paged_attention(
     """
     if backend is Backend.TORCH:
         return paged_attention_reference(q, k_cache, v_cache, batch, scale=scale, out=out)
-    raise missing_kernel("paged_attention", backend)
+    from weft.ops.triton.attention import paged_attention_triton
+
+    return paged_attention_triton(q, k_cache, v_cache, batch, scale=scale, out=out)

@@ -104,12 +104,28 @@ def causal_conv1d_update_reference(
 ) -> Tensor:
     """Torch reference of ``causal_conv1d_update``."""
     slots = state_slots.long()
-    window = torch.cat([conv_state.index_select(0, slots).to(x.dtype), x.unsqueeze(2)], dim=2)
-    conv_state.index_copy_(0, slots, window[..., 1:].to(conv_state.dtype))
-    y = (window.float() * weight.float()).sum(-1)
+    old = conv_state.index_select(0, slots)
+    conv_state.index_copy_(0, slots, _shifted(old, x))
+    *early, last = weight.float().t().contiguous()
+    y = x * last
+    # One copy to tap-major order: sums over a last dimension of two or three would cost far more.
+    for inputs, tap in zip(old.permute(2, 0, 1).to(y.dtype).contiguous(), early, strict=True):
+        y.addcmul_(inputs, tap)
     if bias is not None:
         y += bias.float()
     return F.silu(y).to(x.dtype)
+
+
+def _shifted(old: Tensor, x: Tensor) -> Tensor:
+    """States ``[N, C, W - 1]`` one step on: the oldest input leaves, ``x [N, C]`` enters.
+
+    In flat memory, dropping each channel's first entry is a shift by one; what crosses into the neighbouring channel
+    is the place where x goes.
+    """
+    new = torch.empty_like(old)
+    new.flatten(1)[:, :-1] = old.flatten(1)[:, 1:]
+    new[..., -1] = x
+    return new
 
 
 def causal_conv1d_update(

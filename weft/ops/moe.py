@@ -13,9 +13,6 @@ from torch import Tensor
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.backend import Backend, missing_kernel
 
-# Up to this many (token, expert) pairs per expert weight, copying the hit experts' weights is cheaper than sorting.
-_GATHER_LIMIT = 8
-
 
 def topk_router_reference(logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Torch reference of ``topk_router``."""
@@ -50,23 +47,19 @@ def topk_router(
 
 def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """Torch reference of ``fused_moe``."""
-    if ids.numel() <= _GATHER_LIMIT:
-        return _few_tokens(x, gate_up, down, weights, ids)
+    if x.shape[0] == 1:
+        return _one_token(x, gate_up, down, weights, ids)
     return _many_tokens(x, gate_up, down, weights, ids)
 
 
-def _few_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Loop over the (token, expert) pairs: no sorting, no copies of weights."""
-    rows = []
-    for row, (experts, shares) in enumerate(zip(ids.tolist(), weights.unbind(0), strict=True)):
-        token = x[row]
-        total = torch.zeros_like(token)
-        for expert, share in zip(experts, shares, strict=True):
-            if expert >= 0:
-                hidden = silu_and_mul_reference(F.linear(token, gate_up[expert]))
-                total.addcmul_(F.linear(hidden, down[expert]), share.to(x.dtype))
-        rows.append(total)
-    return torch.stack(rows)
+def _one_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Nothing to sort: one expert after the other."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, weight in zip(ids[0].tolist(), weights[0], strict=True):
+        if expert >= 0:
+            hidden = silu_and_mul_reference(F.linear(x, gate_up[expert]))
+            out.addcmul_(F.linear(hidden, down[expert]), weight)
+    return out.to(x.dtype)
 
 
 def _many_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -77,18 +70,16 @@ def _many_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids:
     counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
     order = order[counts[0] :]  # id -1 sorts first: padding meets no expert
     tokens = order // top_k
-    results = x.new_empty(order.shape[0], x.shape[1])
-    gathered = x.index_select(0, tokens)
-    begin = 0
-    for expert, count in enumerate(counts[1:]):
-        if count:
-            rows = slice(begin, begin + count)
-            hidden = silu_and_mul_reference(F.linear(gathered[rows], gate_up[expert]))
-            results[rows] = F.linear(hidden, down[expert])
-            begin += count
-    weighted = results.float() * weights.flatten()[order, None]
+    results = []
+    for expert, rows in enumerate(x.index_select(0, tokens).split(counts[1:])):
+        if rows.shape[0]:
+            hidden = silu_and_mul_reference(F.linear(rows, gate_up[expert]))
+            results.append(F.linear(hidden, down[expert]))
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    return out.index_add_(0, tokens, weighted).to(x.dtype)
+    if results:
+        weighted = torch.cat(results) * weights.flatten()[order, None]
+        out.index_add_(0, tokens, weighted)
+    return out.to(x.dtype)
 
 
 def fused_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, *, backend: Backend) -> Tensor:

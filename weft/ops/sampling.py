@@ -53,15 +53,12 @@ def _mix_(x: Tensor) -> Tensor:
     return x
 
 
-def _low_word(x: Tensor) -> Tensor:
-    """The low 32 bits of int64 numbers, as int32."""
-    return x.to(torch.int32)
-
-
 def _keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The two 32-bit keys of every row: ``[N]`` int32 each."""
-    low, high, position = _low_word(seeds), _low_word(seeds >> 32), _low_word(positions)
-    first, second = (_mix_(_mix_(_mix_(low ^ _signed(c)) ^ high) ^ position) for c in (_KEY_1, _KEY_2))
+    """The two 32-bit keys of every row: ``[N, 1]`` int32 each, the second one odd."""
+    words = torch.stack([seeds, seeds >> 32, positions]).to(torch.int32)  # keeps the low 32 bits
+    low, high, position = words.unsqueeze(2)
+    start = torch.tensor([_signed(_KEY_1), _signed(_KEY_2)], dtype=torch.int32, device=seeds.device)
+    first, second = _mix_(_mix_(_mix_(low ^ start) ^ high) ^ position).split(1, dim=1)
     return first, second | 1
 
 
@@ -77,7 +74,7 @@ def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """
     first, second = _keys(seeds, positions.long())
     tokens = _mix_(torch.arange(vocab_size, dtype=torch.int32, device=seeds.device))
-    return _mix_((tokens ^ first[:, None]).mul_(second[:, None]))
+    return _mix_((tokens ^ first).mul_(second))
 
 
 def exponential_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
