@@ -63,6 +63,8 @@ class Batch:
             the slot's content is ignored and a zero state is used.
         chunks: chunk table of the sequences from ``num_decodes`` on; None if the model has no recurrent layers or
             every sequence decodes.
+        token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
+            count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
     """
 
     num_tokens: int
@@ -77,6 +79,7 @@ class Batch:
     page_table: Tensor
     state_slots: Tensor
     chunks: ChunkTable | None = None
+    token_count: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

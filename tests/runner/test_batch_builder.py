@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.runner.batch_builder import BatchBuilder, PreparedStep, chunk_bounds
+from weft.runner.batch_builder import BatchBuilder, StepInputs, StepShape, chunk_bounds
 from weft.runner.rows import RowTable
 
 PAGE = 16
@@ -20,10 +20,8 @@ def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]
     return table, builder
 
 
-def build(table: RowTable, builder: BatchBuilder, orders: list[ScheduledRequest]) -> PreparedStep:
-    for order in orders:
-        table.append_pages(order)
-    return builder.build(SchedulerOutput(1, orders))
+def build(table: RowTable, builder: BatchBuilder, orders: list[ScheduledRequest]) -> StepInputs:
+    return builder.materialise(builder.fill(SchedulerOutput(1, orders)))
 
 
 def test_chunk_bounds_stand_at_absolute_multiples_and_checkpoints() -> None:
@@ -44,7 +42,7 @@ def test_mixed_batch() -> None:
     table, builder = make()
     table.fill(NewRequest(3, [7] * 20, 20, RowSampling()))
     table.fill(NewRequest(5, list(range(100, 210)), 110, RowSampling()))
-    table.append_pages(ScheduledRequest(3, 0, 20, [9, 4], 2, True))
+    build(table, builder, [ScheduledRequest(3, 0, 20, [9, 4], 2, True)])
     table.set_last_tokens(torch.tensor([3]), torch.tensor([42]))
     orders = [
         ScheduledRequest(3, 20, 1, [], 2, True),
@@ -62,7 +60,7 @@ def test_mixed_batch() -> None:
     assert batch.slot_mapping[0] == 4 * PAGE + 4
     assert batch.slot_mapping[1 + 50] == 5 * PAGE + 2
     assert batch.page_table.tolist() == [[9, 4, 0, 0, 0], [1, 2, 3, 5, 6]]
-    assert step.sample_indices.tolist() == [0] and step.sample_rows.tolist() == [3]
+    assert step.samples.indices.tolist() == [0] and step.samples.rows.tolist() == [3]
     chunks = batch.chunks
     assert chunks is not None
     assert chunks.seq.tolist() == [1, 1, 1]
@@ -76,7 +74,7 @@ def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
     table, builder = make()
     for row in (1, 2):
         table.fill(NewRequest(row, [5, 6], 2, RowSampling()))
-        table.append_pages(ScheduledRequest(row, 0, 2, [row], row, True))
+        build(table, builder, [ScheduledRequest(row, 0, 2, [row], row, True)])
     table.set_last_tokens(torch.tensor([1, 2]), torch.tensor([11, 22]))
     step = build(table, builder, [ScheduledRequest(r, 2, 1, [], r, True) for r in (2, 1)])
     assert step.input_ids.tolist() == [22, 11]
@@ -105,7 +103,37 @@ def test_largest_step_fits_the_buffers() -> None:
     table, builder = make(rows=8)
     for row in range(8):
         table.fill(NewRequest(row, [0] * 200, 200, RowSampling()))
-        table.append_pages(ScheduledRequest(row, 0, 63, list(range(1, 14)), 1, False))
-    orders = [ScheduledRequest(r, 63, 64, [], r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
-    step = builder.build(SchedulerOutput(1, orders))
+    pages = list(range(1, 14))
+    orders = [ScheduledRequest(r, 63, 64, pages, r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
+    step = build(table, builder, orders)
     assert step.batch.chunks is not None and int(step.batch.chunks.length.sum()) == 512
+
+
+def test_sampling_parameters_travel_with_the_step() -> None:
+    table, builder = make()
+    params = RowSampling(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**64 - 1)
+    table.fill(NewRequest(4, [1, 2, 3], 3, params))
+    samples = build(table, builder, [ScheduledRequest(4, 0, 3, [1], 1, True)]).samples
+    assert samples.temperature.tolist() == [0.5] and samples.top_p.tolist() == [0.25] and samples.min_p.tolist() == [0.125]
+    assert samples.top_k.tolist() == [7] and samples.seeds.tolist() == [-1] and samples.positions.tolist() == [0]
+
+
+def test_padding_rows_touch_only_what_is_reserved() -> None:
+    """Padding decodes token 0 at position 0 of page 0 with slot 0, whatever an earlier, larger step left behind."""
+    table, builder = make()
+    for row in range(8):
+        table.fill(NewRequest(row, [9] * 40, 40, RowSampling(temperature=1.0, top_p=0.5, seed=5)))
+    build(table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)])
+    orders = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
+    shape = builder.fill(orders, pad_to=8)
+    assert (shape.num_tokens, shape.num_seqs) == (3, 3)
+    padded = StepShape(8, 8, 8, 1, 1024, 0, 8, padded=True)
+    inputs = builder.materialise(padded)
+    batch, samples = inputs.batch, inputs.samples
+    assert batch.slot_mapping[3:].tolist() == [0] * 5 and batch.state_slots[3:].tolist() == [0] * 5
+    assert batch.positions[3:].tolist() == [0] * 5 and batch.seq_lens.tolist() == [41] * 3 + [1] * 5
+    assert batch.page_table[3:].count_nonzero() == 0 and batch.page_table[0, :3].tolist() == [7, 8, 9]
+    assert batch.cu_seqlens_q.tolist() == list(range(9))
+    assert batch.token_count is not None and batch.token_count.tolist() == [3]
+    assert samples.rows.tolist() == [2, 6, 4] + [table.padding_row] * 5
+    assert samples.temperature[3:].tolist() == [0.0] * 5 and samples.indices.tolist() == list(range(8))

@@ -1,7 +1,10 @@
 """From a step's orders to the tensors of a forward pass.
 
-Job: lay the scheduled requests out on one flat token axis and compute everything the layers look up.
-Owns: the packed step buffers. Does not know: models, caches' contents, how tokens are sampled.
+Job: lay the scheduled requests out on one flat token axis and compute everything the layers and the sampler look up.
+Owns: the packed step buffers. Does not know: models, what the caches hold, graphs.
+
+Two halves, so that the second can be captured: ``fill`` works on the host (numpy) and ends with one copy to the device;
+``materialise`` makes tensors from the static device buffers for given, possibly padded sizes, with device work only.
 """
 
 from __future__ import annotations
@@ -23,33 +26,67 @@ CHUNK = 64
 FROM_LAST_TOKEN = -1
 """Stands in ``input_ids`` on the host where the token is the one sampled last, known to the device only."""
 
+MAX_CHECKPOINTS = 4
+"""States that one request may store in one step."""
+
 
 @dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """Inputs of one forward pass and where its results belong.
+class StepShape:
+    """Sizes of one step, all known on the host. Padded sizes make another ``StepShape``.
 
     Attributes:
-        input_ids: ``[T]`` int64.
-        batch: metadata for the layers.
-        sampled: the orders that sample a token, in batch order.
-        sample_indices: ``[N]`` int64, flat index of the last token of each of them.
-        sample_rows: ``[N]`` int64, their rows.
-        starts: flat index of each order's first token.
+        num_tokens, num_seqs, num_decodes, max_query_len, max_seq_len: as in ``Batch``.
+        num_chunks: rows of the chunk table.
+        num_samples: sequences that sample a token.
+        padded: True if rows beyond the real ones are present; their number is then known to the device only.
     """
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    num_chunks: int
+    num_samples: int
+    padded: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence brings one token and samples one."""
+        return self.num_decodes == self.num_seqs == self.num_samples
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """Sampling parameters of the sequences that sample, ``[N]`` each, from the static buffers.
+
+    ``indices``: flat index of the last token; ``rows``: where the token is remembered; the others as in the sampler.
+    """
+
+    indices: Tensor
+    rows: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Device tensors of one step."""
 
     input_ids: Tensor
     batch: Batch
-    sampled: list[ScheduledRequest]
-    sample_indices: Tensor
-    sample_rows: Tensor
-    starts: list[int]
+    samples: SampleRows
 
 
 class BatchBuilder:
-    """Builds batches into buffers that are allocated once, for the largest step.
+    """Builds batches in buffers that are allocated once, for the largest step.
 
     Args:
-        rows: the runner's rows (read only).
+        rows: the runner's rows (read only, but for the device's page table).
         page_size: tokens per page.
         max_num_tokens, max_num_seqs: the largest step.
         has_recurrent_layers: whether chunk tables are needed.
@@ -69,41 +106,76 @@ class BatchBuilder:
         self._rows = rows
         self._page_size = page_size
         self._has_recurrent_layers = has_recurrent_layers
-        self._device = device
-        # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint (at most 4).
-        max_chunks = max_num_tokens // CHUNK + 6 * max_num_seqs
-        per_token = ("input_ids", "token_rows", "positions", "slot_mapping")
-        per_seq = ("seq_lens", "state_slots", "rows", "sample_indices", "sample_rows")
-        per_chunk = ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")
-        sizes = dict.fromkeys(per_token, max_num_tokens) | dict.fromkeys(per_seq, max_num_seqs)
-        sizes |= dict.fromkeys(per_chunk, max_chunks) | dict.fromkeys(("cu_seqlens_q", "chunk_first"), max_num_seqs + 1)
-        self._buffers = StepBuffers(sizes, device)
+        # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint.
+        max_chunks = max_num_tokens // CHUNK + (2 + MAX_CHECKPOINTS) * max_num_seqs
+        groups = {
+            (torch.int64, max_num_tokens): ("input_ids", "token_rows", "positions", "slot_mapping"),
+            (torch.int64, max_num_seqs): ("rows", "sample_indices", "sample_rows", "top_k", "seeds", "sample_positions"),
+            (torch.float32, max_num_seqs): ("temperature", "top_p", "min_p"),
+            (torch.int32, max_num_seqs): ("seq_lens", "state_slots"),
+            (torch.int32, max_num_seqs + 1): ("cu_seqlens_q", "chunk_first"),
+            (torch.int32, max_chunks): ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint"),
+            (torch.int32, 1): ("token_count",),
+        }
+        arrays = {name: key for key, names in groups.items() for name in names}
+        # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
+        arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * rows.max_pages)
+        self._buffers = StepBuffers(arrays, device)
+        self._host: dict[str, np.ndarray] = {}
 
-    def build(self, orders: SchedulerOutput) -> PreparedStep:
-        """Lay out one step. The returned tensors are valid until the next call."""
+    # -- host ----------------------------------------------------------------------------------------------------
+
+    def fill(self, orders: SchedulerOutput, pad_to: int | None = None) -> StepShape:
+        """Lay out one step and send it to the device.
+
+        Args:
+            pad_to: sequences (and tokens) to fill up to with padding rows; only for steps that decode throughout.
+
+        Returns:
+            The real sizes.
+        """
         requests = orders.requests
+        self._host = self._buffers.begin()
+        num_updates = self._fill_page_updates(requests)
         num_decodes = _count_decodes(requests)
         starts = self._fill_tokens(requests)
         self._fill_sequences(requests, starts)
-        sampled = [(i, r) for i, r in enumerate(requests) if r.samples]
-        self._fill_samples(sampled, requests, starts)
+        num_samples = self._fill_samples(requests, starts)
         num_chunks = self._fill_chunks(requests, starts, num_decodes) if self._has_recurrent_layers else 0
-        self._buffers.upload()
-        num_tokens = starts[-1]
-        batch = self._batch(requests, num_tokens, num_decodes, num_chunks)
-        return PreparedStep(
-            input_ids=self._input_ids(num_tokens),
-            batch=batch,
-            sampled=[r for _, r in sampled],
-            sample_indices=self._buffers.device("sample_indices", len(sampled)).long(),
-            sample_rows=self._buffers.device("sample_rows", len(sampled)).long(),
-            starts=starts[:-1],
+        self._host["token_count"][0] = starts[-1]
+        if pad_to is not None:
+            self._fill_padding(len(requests), pad_to)
+        self._buffers.upload(2 * num_updates)
+        self._apply_page_updates(num_updates)
+        return StepShape(
+            num_tokens=starts[-1],
+            num_seqs=len(requests),
+            num_decodes=num_decodes,
+            max_query_len=max(r.num_tokens for r in requests),
+            max_seq_len=max(r.start + r.num_tokens for r in requests),
+            num_chunks=num_chunks,
+            num_samples=num_samples,
         )
+
+    def _fill_page_updates(self, requests: list[ScheduledRequest]) -> int:
+        updates = self._host["page_updates"]
+        at = 0
+        for r in requests:
+            if r.new_pages:
+                first, count = self._rows.append_pages(r), len(r.new_pages)
+                updates[at : at + 2 * count : 2] = np.arange(first, first + count)
+                updates[at + 1 : at + 2 * count : 2] = r.new_pages
+                at += 2 * count
+        return at // 2
+
+    def _apply_page_updates(self, count: int) -> None:
+        if count:
+            index, page = self._buffers.device("page_updates", 2 * count).view(count, 2).unbind(1)
+            self._rows.device_page_table.view(-1).index_copy_(0, index, page.to(torch.int32))
 
     def _fill_tokens(self, requests: list[ScheduledRequest]) -> list[int]:
         """Token ids, rows, positions and cache slots on the flat axis. Returns each order's first index, and the end."""
-        ids, token_rows = self._buffers.host("input_ids"), self._buffers.host("token_rows")
-        positions, slots = self._buffers.host("positions"), self._buffers.host("slot_mapping")
+        ids, token_rows, positions = (self._host[name] for name in ("input_ids", "token_rows", "positions"))
         starts, at = [], 0
         for r in requests:
             end = at + r.num_tokens
@@ -111,32 +183,41 @@ class BatchBuilder:
             ids[at : at + len(known)] = known
             ids[at + len(known) : end] = FROM_LAST_TOKEN
             token_rows[at:end] = r.row
-            positions[at:end] = np.arange(r.start, r.start + r.num_tokens, dtype=np.int32)
+            if r.num_tokens == 1:
+                positions[at] = r.start
+            else:
+                positions[at:end] = np.arange(r.start, r.start + r.num_tokens)
             starts.append(at)
             at = end
         where = positions[:at]
         pages = self._rows.page_table[token_rows[:at], where // self._page_size]
-        slots[:at] = pages * self._page_size + where % self._page_size
+        self._host["slot_mapping"][:at] = pages * self._page_size + where % self._page_size
         return [*starts, at]
 
     def _fill_sequences(self, requests: list[ScheduledRequest], starts: list[int]) -> None:
         count = len(requests)
-        self._buffers.host("cu_seqlens_q")[: count + 1] = starts
-        self._buffers.host("seq_lens")[:count] = [r.start + r.num_tokens for r in requests]
-        self._buffers.host("state_slots")[:count] = [r.state_slot for r in requests]
-        self._buffers.host("rows")[:count] = [r.row for r in requests]
+        self._host["cu_seqlens_q"][: count + 1] = starts
+        self._host["seq_lens"][:count] = [r.start + r.num_tokens for r in requests]
+        self._host["state_slots"][:count] = [r.state_slot for r in requests]
+        self._host["rows"][:count] = [r.row for r in requests]
 
-    def _fill_samples(
-        self, sampled: list[tuple[int, ScheduledRequest]], requests: list[ScheduledRequest], starts: list[int]
-    ) -> None:
-        self._buffers.host("sample_indices")[: len(sampled)] = [starts[i + 1] - 1 for i, _ in sampled]
-        self._buffers.host("sample_rows")[: len(sampled)] = [r.row for _, r in sampled]
+    def _fill_samples(self, requests: list[ScheduledRequest], starts: list[int]) -> int:
+        sampled = [(i, r) for i, r in enumerate(requests) if r.samples]
+        n, rows = len(sampled), [r.row for _, r in sampled]
+        host, table = self._host, self._rows
+        host["sample_indices"][:n] = [starts[i + 1] - 1 for i, _ in sampled]
+        host["sample_rows"][:n] = rows
+        host["sample_positions"][:n] = [r.start + r.num_tokens - table.num_prompt_tokens(r.row) for _, r in sampled]
+        host["temperature"][:n], host["top_p"][:n], host["min_p"][:n] = table.temperature[rows], table.top_p[rows], table.min_p[rows]
+        host["top_k"][:n], host["seeds"][:n] = table.top_k[rows], table.seed[rows]
+        return n
 
     def _fill_chunks(self, requests: list[ScheduledRequest], starts: list[int], num_decodes: int) -> int:
         """The chunk table of the sequences from ``num_decodes`` on. Returns the number of chunks."""
-        seq, start = self._buffers.host("chunk_seq"), self._buffers.host("chunk_start")
-        length, checkpoint = self._buffers.host("chunk_length"), self._buffers.host("chunk_checkpoint")
-        first = self._buffers.host("chunk_first")
+        seq, start, length, checkpoint = (
+            self._host[f"chunk_{name}"] for name in ("seq", "start", "length", "checkpoint")
+        )
+        first = self._host["chunk_first"]
         first[: num_decodes + 1] = 0
         at = 0
         for i, r in enumerate(requests[num_decodes:], start=num_decodes):
@@ -151,44 +232,71 @@ class BatchBuilder:
             first[i + 1] = at
         return at
 
-    def _batch(self, requests: list[ScheduledRequest], num_tokens: int, num_decodes: int, num_chunks: int) -> Batch:
-        count = len(requests)
-        max_seq_len = max(r.start + r.num_tokens for r in requests)
+    def _fill_padding(self, real: int, padded: int) -> None:
+        """Padding sequences decode token 0 at position 0 of page 0 with state slot 0, and are sampled greedily."""
+        pad, host = slice(real, padded), self._host
+        for name in ("input_ids", "positions", "slot_mapping", "state_slots", "temperature", "min_p", "top_k", "seeds"):
+            host[name][pad] = 0
+        for name in ("token_rows", "rows", "sample_rows"):
+            host[name][pad] = self._rows.padding_row
+        host["seq_lens"][pad] = 1
+        host["top_p"][pad] = 1.0
+        host["sample_positions"][pad] = 0
+        host["sample_indices"][pad] = np.arange(real, padded)
+        host["cu_seqlens_q"][real + 1 : padded + 1] = np.arange(real + 1, padded + 1)
+
+    # -- device --------------------------------------------------------------------------------------------------
+
+    def materialise(self, shape: StepShape) -> StepInputs:
+        """Tensors of a step of the given sizes; static buffers in, no host synchronisation, capturable."""
         device = self._buffers.device
-        return Batch(
-            num_tokens=num_tokens,
-            num_seqs=count,
-            num_decodes=num_decodes,
-            max_query_len=max(r.num_tokens for r in requests),
-            max_seq_len=max_seq_len,
-            positions=device("positions", num_tokens).long(),
-            slot_mapping=device("slot_mapping", num_tokens).long(),
-            cu_seqlens_q=device("cu_seqlens_q", count + 1),
-            seq_lens=device("seq_lens", count),
-            page_table=self._page_table(requests, max_seq_len),
-            state_slots=device("state_slots", count),
-            chunks=self._chunk_table(count, num_chunks) if num_chunks else None,
+        rows = device("rows", shape.num_seqs)
+        num_pages = -(-shape.max_seq_len // self._page_size)
+        batch = Batch(
+            num_tokens=shape.num_tokens,
+            num_seqs=shape.num_seqs,
+            num_decodes=shape.num_decodes,
+            max_query_len=shape.max_query_len,
+            max_seq_len=shape.max_seq_len,
+            positions=device("positions", shape.num_tokens),
+            slot_mapping=device("slot_mapping", shape.num_tokens),
+            cu_seqlens_q=device("cu_seqlens_q", shape.num_seqs + 1),
+            seq_lens=device("seq_lens", shape.num_seqs),
+            page_table=self._rows.device_page_table[:, :num_pages].index_select(0, rows),
+            state_slots=device("state_slots", shape.num_seqs),
+            chunks=self._chunk_table(shape) if shape.num_chunks else None,
+            token_count=device("token_count", 1) if shape.padded else None,
         )
+        return StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
 
-    def _page_table(self, requests: list[ScheduledRequest], max_seq_len: int) -> Tensor:
-        num_pages = -(-max_seq_len // self._page_size)
-        table = self._rows.page_table[[r.row for r in requests], :num_pages]
-        return torch.from_numpy(table).to(self._device)
-
-    def _chunk_table(self, num_seqs: int, num_chunks: int) -> ChunkTable:
+    def _chunk_table(self, shape: StepShape) -> ChunkTable:
         device = self._buffers.device
         return ChunkTable(
-            seq=device("chunk_seq", num_chunks),
-            start=device("chunk_start", num_chunks),
-            length=device("chunk_length", num_chunks),
-            checkpoint_slot=device("chunk_checkpoint", num_chunks),
-            first=device("chunk_first", num_seqs + 1),
+            seq=device("chunk_seq", shape.num_chunks),
+            start=device("chunk_start", shape.num_chunks),
+            length=device("chunk_length", shape.num_chunks),
+            checkpoint_slot=device("chunk_checkpoint", shape.num_chunks),
+            first=device("chunk_first", shape.num_seqs + 1),
+        )
+
+    def sample_rows(self, count: int) -> SampleRows:
+        """Sampling parameters of the first ``count`` sequences that sample."""
+        device = self._buffers.device
+        return SampleRows(
+            indices=device("sample_indices", count),
+            rows=device("sample_rows", count),
+            temperature=device("temperature", count),
+            top_k=device("top_k", count),
+            top_p=device("top_p", count),
+            min_p=device("min_p", count),
+            seeds=device("seeds", count),
+            positions=device("sample_positions", count),
         )
 
     def _input_ids(self, num_tokens: int) -> Tensor:
         """Known tokens from the host, the others from the device's last sampled ones."""
-        ids = self._buffers.device("input_ids", num_tokens).long()
-        last = self._rows.last_token[self._buffers.device("token_rows", num_tokens).long()]
+        ids = self._buffers.device("input_ids", num_tokens)
+        last = self._rows.last_token.index_select(0, self._buffers.device("token_rows", num_tokens))
         return torch.where(ids == FROM_LAST_TOKEN, last, ids)
 
 

@@ -1,7 +1,11 @@
-"""The step's inputs, packed: one int32 buffer on the host, its twin on the device, one copy between them.
+"""The step's inputs, packed: named arrays in one block of memory, one copy from host to device.
 
-Job: named slices of one buffer. Owns: both buffers. Does not know: what the numbers mean.
-On the CPU host and device buffer are the same memory and the copy is nothing.
+Job: typed slices of one block on the host and of its twin on the device. Owns: both blocks and when a host block may be
+filled again. Does not know: what the numbers mean.
+
+On a GPU there are two pinned host blocks, used in turn; a block is filled again only after the copy out of it is done,
+so the next step can be prepared while the last one's copy is still waiting in the stream. The device block never moves:
+a captured graph reads it. On the CPU host and device block are the same memory and the copy is nothing.
 """
 
 from __future__ import annotations
@@ -10,36 +14,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16
+"""Bytes; every array starts at a multiple, so that every dtype is aligned and loads can be wide."""
+
+NUM_HOST_BLOCKS = 2
+
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+
 
 class StepBuffers:
-    """Named int32 arrays in one allocation.
+    """Named arrays in one block.
 
     Args:
-        sizes: name -> number of int32 values.
+        arrays: name -> (dtype, largest number of values). The last array is the *tail*: only the part of it that a step
+            uses is copied.
         device: where the forward pass runs.
     """
 
-    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
-        total = sum(sizes.values())
-        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = self._host if device.type == "cpu" else torch.zeros(total, dtype=torch.int32, device=device)
-        self._slices: dict[str, slice] = {}
-        offset = 0
-        for name, size in sizes.items():
-            self._slices[name] = slice(offset, offset + size)
-            offset += size
-        self._arrays: dict[str, np.ndarray] = {name: self._host.numpy()[s] for name, s in self._slices.items()}
+    def __init__(self, arrays: dict[str, tuple[torch.dtype, int]], device: torch.device) -> None:
+        self._arrays = arrays
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name, (dtype, size) in arrays.items():
+            self._offsets[name] = end
+            end += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self._tail = next(reversed(arrays))
+        on_gpu = device.type == "cuda"
+        self._hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(NUM_HOST_BLOCKS if on_gpu else 1)]
+        self._views = [self._numpy_views(host) for host in self._hosts]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if on_gpu else []
+        self._device = torch.zeros(end, dtype=torch.uint8, device=device) if on_gpu else self._hosts[0]
+        self._current = 0
 
-    def host(self, name: str) -> np.ndarray:
-        """The host side of one array, to be filled."""
-        return self._arrays[name]
+    def _numpy_views(self, host: Tensor) -> dict[str, np.ndarray]:
+        block = host.numpy()
+        views = {}
+        for name, (dtype, size) in self._arrays.items():
+            start = self._offsets[name]
+            views[name] = block[start : start + size * dtype.itemsize].view(_NUMPY[dtype])
+        return views
 
-    def upload(self) -> None:
-        """Copy everything to the device (asynchronous on a GPU)."""
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
+    def begin(self) -> dict[str, np.ndarray]:
+        """The host arrays to fill for the next step (waits, if need be, until the last copy out of them is done)."""
+        self._current = (self._current + 1) % len(self._hosts)
+        if self._copied:
+            self._copied[self._current].synchronize()
+        return self._views[self._current]
+
+    def upload(self, tail_size: int) -> None:
+        """Copy the filled arrays to the device, of the tail only ``tail_size`` values (asynchronous on a GPU)."""
+        if not self._copied:
+            return
+        end = self._offsets[self._tail] + tail_size * self._arrays[self._tail][0].itemsize
+        self._device[:end].copy_(self._hosts[self._current][:end], non_blocking=True)
+        self._copied[self._current].record()
 
     def device(self, name: str, size: int) -> Tensor:
-        """The first ``size`` values of one array on the device."""
-        start = self._slices[name].start
-        return self._device[start : start + size]
+        """The first ``size`` values of one array on the device; always the same memory."""
+        dtype, _ = self._arrays[name]
+        start = self._offsets[name]
+        return self._device[start : start + size * dtype.itemsize].view(dtype)

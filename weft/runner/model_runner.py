@@ -1,11 +1,14 @@
 """Runs a step: orders in, tokens out.
 
-Job: own the model, its caches and the rows; build the batch, run the forward pass, sample.
+Job: own the model, its caches and the rows; build the batch, run the forward pass (as a graph where one fits), sample.
 Owns: every tensor of one rank. Does not know: requests, why something is scheduled, whose a page is.
 
 One step, in the order that ``messages.py`` promises::
 
     forget finished rows -> fill new rows -> copy pages, fork states -> batch -> forward -> sample -> remember tokens
+
+``launch`` only queues device work and does not wait for it: the sampled tokens stay on the device for the next step, and
+``PendingStep.result`` fetches them when the host wants to know.
 """
 
 from __future__ import annotations
@@ -16,16 +19,20 @@ from torch import Tensor
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.forward_context import ForwardContext, KVCache, StateCache, forward_context
+from weft.graph.graph import make_pool
+from weft.graph.sizes import decode_sizes
 from weft.layers.context import ModelContext
-from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
+from weft.layers.sampler import Sampler, SamplerOutput, logprobs_of
 from weft.layers.table import LayerTable
-from weft.messages import ModelOutput, SchedulerOutput, TokenLogprobs
+from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput
 from weft.models.registry import create_model
 from weft.ops.backend import resolve_backend
 from weft.ops.kv_cache import copy_pages
 from weft.parallel.tensor_parallel import SingleRank
-from weft.runner.batch_builder import BatchBuilder, PreparedStep
+from weft.runner.batch_builder import BatchBuilder, SampleRows, StepInputs, StepShape
+from weft.runner.decode_graphs import DecodeGraphs, DecodeOutputs
 from weft.runner.memory import CachePlan, allocate_caches, plan_caches
+from weft.runner.results import HostLogprobs, PendingStep, to_host
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.weights import load_weights
@@ -41,6 +48,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.device = torch.device(config.device)
+        self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
         self.model = self._load_model()
         self._layer_modules = self._layers.by_name()
@@ -59,7 +67,8 @@ class ModelRunner:
             device=self.device,
         )
         self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
-        self._sampler = Sampler(resolve_backend(config.backend, self.device.type))
+        self._sampler = Sampler(self._backend)
+        self.graphs = self._capture_graphs()
 
     def _load_model(self) -> torch.nn.Module:
         config = self._config
@@ -67,7 +76,7 @@ class ModelRunner:
             dtype=getattr(torch, config.dtype),
             device=self.device,
             tp=SingleRank(),
-            backend=resolve_backend(config.backend, self.device.type),
+            backend=self._backend,
             layers=self._layers,
             max_model_len=config.max_model_len,
         )
@@ -96,24 +105,91 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free - (1.0 - self._config.gpu_memory_utilization) * total)
 
+    @torch.inference_mode()
+    def _capture_graphs(self) -> DecodeGraphs | None:
+        config = self._config
+        if config.cuda_graph_mode == "NONE":
+            return None
+        return DecodeGraphs(
+            self._padded_decode,
+            make_pool(self.device),
+            decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs),
+            device=self.device,
+            keep_gc=config.enable_cudagraph_gc,
+        )
+
     # -- a step --------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def run(self, orders: SchedulerOutput) -> ModelOutput:
-        """Run one step."""
+        """Run one step and wait for its results."""
+        return self.launch(orders).result()
+
+    @torch.inference_mode()
+    def launch(self, orders: SchedulerOutput) -> PendingStep:
+        """Queue one step."""
         self._update_rows(orders)
         self._move(orders)
-        step = self._builder.build(orders)
-        with forward_context(ForwardContext(step.batch, self.caches, self._layer_modules)):
-            hidden_states = self.model(step.input_ids)
-        prompt_logprobs = self._prompt_logprobs(orders, step, hidden_states)
-        if not step.sampled:
-            return ModelOutput(orders.step, [], [], prompt_logprobs=prompt_logprobs)
-        logits = self.model.compute_logits(hidden_states.index_select(0, step.sample_indices))
-        result = self._sampler(logits, self._sampling.build(step.sampled))
-        self._rows.set_last_tokens(step.sample_rows, result.token_ids)
-        self._sampling.record(step.sampled, result.token_ids)
-        return self._output(orders.step, step, result, prompt_logprobs)
+        sampled = [r for r in orders.requests if r.samples]
+        size = self._graph_size(orders)
+        if size is None:
+            return self._launch_eager(orders, sampled)
+        return self._launch_graph(orders, sampled, size)
+
+    def _graph_size(self, orders: SchedulerOutput) -> int | None:
+        """The graph that the step fits, if it decodes throughout."""
+        if self.graphs is None:
+            return None
+        if any(r.num_tokens != 1 or r.start == 0 or not r.samples or r.checkpoints for r in orders.requests):
+            return None
+        return self.graphs.size_for(len(orders.requests))
+
+    def _launch_eager(self, orders: SchedulerOutput, sampled: list[ScheduledRequest]) -> PendingStep:
+        inputs = self._builder.materialise(self._builder.fill(orders))
+        hidden_states = self._forward(inputs)
+        prompt_logprobs = self._prompt_logprobs(orders, hidden_states)
+        if not sampled:
+            return PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
+        logits = self.model.compute_logits(hidden_states.index_select(0, inputs.samples.indices))
+        result = self._draw(logits, inputs.samples, sampled)
+        return self._pending(orders.step, sampled, result, prompt_logprobs)
+
+    def _launch_graph(self, orders: SchedulerOutput, sampled: list[ScheduledRequest], size: int) -> PendingStep:
+        """Replay a graph, which also samples; draw again where a row needs more than the graph's sampling offers."""
+        assert self.graphs is not None
+        shape = self._builder.fill(orders, pad_to=size)
+        logits, result = self.graphs.replay(size, shape.num_seqs)
+        if self._sampling.needs_more(sampled):
+            result = self._draw(logits, self._builder.sample_rows(shape.num_samples), sampled)
+        return self._pending(orders.step, sampled, result, {})
+
+    def _padded_decode(self, size: int) -> DecodeOutputs:
+        """The whole decode step of ``size`` rows, of which only the device knows which are real. This is captured."""
+        shape = StepShape(
+            num_tokens=size,
+            num_seqs=size,
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=self.plan.max_model_len,
+            num_chunks=0,
+            num_samples=size,
+            padded=True,
+        )
+        inputs = self._builder.materialise(shape)
+        logits = self.model.compute_logits(self._forward(inputs))
+        result = self._sampler(logits, self._sampling.any_row(inputs.samples))
+        self._rows.set_last_tokens(inputs.samples.rows, result.token_ids)
+        return logits, result
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        with forward_context(ForwardContext(inputs.batch, self.caches, self._layer_modules)):
+            return self.model(inputs.input_ids)
+
+    def _draw(self, logits: Tensor, rows: SampleRows, sampled: list[ScheduledRequest]) -> SamplerOutput:
+        """Sample, and remember what was sampled."""
+        result = self._sampler(logits, self._sampling.build(sampled, rows))
+        self._rows.set_last_tokens(rows.rows, result.token_ids)
+        self._sampling.record(sampled, result.token_ids)
+        return result
 
     def _update_rows(self, orders: SchedulerOutput) -> None:
         for row in orders.finished_rows:
@@ -121,8 +197,6 @@ class ModelRunner:
         for new in orders.new_requests:
             self._rows.fill(new)
             self._sampling.fill(new)
-        for order in orders.requests:
-            self._rows.append_pages(order)
 
     def _move(self, orders: SchedulerOutput) -> None:
         """Copy partial pages and fork states, before anything reads them."""
@@ -139,52 +213,41 @@ class ModelRunner:
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def _output(
+    def _pending(
         self,
         number: int,
-        step: PreparedStep,
+        sampled: list[ScheduledRequest],
         result: SamplerOutput,
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
-    ) -> ModelOutput:
-        rows = [order.row for order in step.sampled]
-        failed = [row for row, is_nan in zip(rows, result.nan_rows.tolist(), strict=True) if is_nan]
-        logprobs: dict[int, TokenLogprobs] = {}
-        if result.logprobs is not None:
-            entries = _entries(result.logprobs)
-            for row, entry in zip(rows, entries, strict=True):
-                wanted = self._rows.sampling(row).logprobs
-                if wanted is not None:
-                    logprobs[row] = _first(entry, wanted)
-        return ModelOutput(number, rows, result.token_ids.tolist(), logprobs, prompt_logprobs, failed)
+        prompt_logprobs: dict[int, HostLogprobs],
+    ) -> PendingStep:
+        """Start the copies to the host."""
+        wanted = {r.row: n for r in sampled if (n := self._rows.sampling(r.row).logprobs) is not None}
+        return PendingStep(
+            number,
+            [r.row for r in sampled],
+            token_ids=to_host(result.token_ids),
+            failed=to_host(result.nan_rows),
+            logprobs=HostLogprobs.fetch(result.logprobs) if result.logprobs is not None else None,
+            num_logprobs=wanted,
+            prompt_logprobs=prompt_logprobs,
+        )
 
-    def _prompt_logprobs(
-        self, orders: SchedulerOutput, step: PreparedStep, hidden_states: Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, orders: SchedulerOutput, hidden_states: Tensor) -> dict[int, HostLogprobs]:
         """Log probabilities of the prompt tokens that follow the ones run in this step, for the rows that ask."""
-        result: dict[int, list[TokenLogprobs]] = {}
-        for order, start in zip(orders.requests, step.starts, strict=True):
+        result: dict[int, HostLogprobs] = {}
+        start = 0
+        for order in orders.requests:
             wanted = self._rows.sampling(order.row).prompt_logprobs
             stop = min(order.start + order.num_tokens + 1, self._rows.num_prompt_tokens(order.row))
             count = stop - order.start - 1
-            if wanted is None or count <= 0:
-                continue
-            targets = self._rows.known_tokens(order.row, order.start + 1, stop)
-            token_ids = torch.from_numpy(targets).long().to(self.device)
-            logits = self.model.compute_logits(hidden_states[start : start + count])
-            result[order.row] = _entries(logprobs_of(logits, token_ids, wanted))
+            if wanted is not None and count > 0:
+                targets = torch.from_numpy(self._rows.known_tokens(order.row, order.start + 1, stop))
+                logits = self.model.compute_logits(hidden_states[start : start + count])
+                result[order.row] = HostLogprobs.fetch(logprobs_of(logits, targets.long().to(self.device), wanted))
+            start += order.num_tokens
         return result
 
 
-def _entries(logprobs: Logprobs) -> list[TokenLogprobs]:
-    columns = (logprobs.token_ids.tolist(), logprobs.logprobs.tolist(), logprobs.ranks.tolist())
-    return [TokenLogprobs(ids, values, rank) for ids, values, rank in zip(*columns, strict=True)]
-
-
-def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
-    """The entry with only ``top_n`` alternatives (the batch may have computed more for another row)."""
-    return TokenLogprobs(entry.token_ids[: top_n + 1], entry.logprobs[: top_n + 1], entry.rank)
-
-
 def _columns(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    table = torch.tensor(pairs, dtype=torch.int64, device=device)
+    table = torch.tensor(pairs, dtype=torch.int64).to(device)
     return table[:, 0], table[:, 1]

@@ -1,10 +1,11 @@
 """What the runner remembers of each running request: its row.
 
-Job: hold per-row tokens, page table and sampling parameters between steps. Owns: the row tables.
+Job: hold per-row tokens, page table and sampling parameters between steps. Owns: the row tables, on host and device.
 Does not know: why a row is filled or emptied, how a batch is laid out, how a token is chosen.
 
 Token ids that a request brought along are on the host; tokens sampled since then live on the device (``last_token``)
-and need not visit the host before they are fed again.
+and need not visit the host before they are fed again. The row after the last is the padding row: padding sequences of a
+batch use it, so nothing that they read or write belongs to a request.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ from weft.messages import NewRequest, RowSampling, ScheduledRequest
 
 
 class RowTable:
-    """``num_rows`` rows; every array below is indexed by row.
+    """``num_rows`` rows and the padding row; every array below is indexed by row.
 
     Attributes:
-        page_table: ``[num_rows, max_pages]`` int32 on the host.
-        last_token: ``[num_rows]`` int64 on the device, the token sampled last.
+        padding_row: index of the padding row.
+        max_pages: width of the page table.
+        page_table: ``[num_rows + 1, max_pages]`` int32 on the host.
+        device_page_table: the same on the device.
+        last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
+        temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
     """
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
-        self.page_table = np.zeros((num_rows, max_pages), dtype=np.int32)
-        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.padding_row = num_rows
+        self.max_pages = max_pages
+        self.page_table = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
+        self.device_page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.temperature = np.zeros(num_rows + 1, dtype=np.float32)
+        self.top_p = np.ones(num_rows + 1, dtype=np.float32)
+        self.min_p = np.zeros(num_rows + 1, dtype=np.float32)
+        self.top_k = np.zeros(num_rows + 1, dtype=np.int64)
+        self.seed = np.zeros(num_rows + 1, dtype=np.int64)
         self._num_pages = [0] * num_rows
         self._token_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
         self._num_prompt_tokens = [0] * num_rows
@@ -34,18 +47,21 @@ class RowTable:
 
     def fill(self, new: NewRequest) -> None:
         """A request takes its row; whatever stood there is gone."""
-        row = new.row
+        row, params = new.row, new.sampling
         self._num_pages[row] = 0
         self._token_ids[row] = np.asarray(new.token_ids, dtype=np.int32)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
-        self._sampling[row] = new.sampling
+        self._sampling[row] = params
+        self.temperature[row] = params.temperature
+        self.top_p[row], self.min_p[row], self.top_k[row] = params.top_p, params.min_p, params.top_k
+        self.seed[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
 
-    def append_pages(self, order: ScheduledRequest) -> None:
-        """Append the order's new pages to the row's page table."""
-        if order.new_pages:
-            row, held = order.row, self._num_pages[order.row]
-            self.page_table[row, held : held + len(order.new_pages)] = order.new_pages
-            self._num_pages[row] = held + len(order.new_pages)
+    def append_pages(self, order: ScheduledRequest) -> int:
+        """Append the order's new pages to the host's page table. Returns the index of the first in the flat table."""
+        row, held = order.row, self._num_pages[order.row]
+        self.page_table[row, held : held + len(order.new_pages)] = order.new_pages
+        self._num_pages[row] = held + len(order.new_pages)
+        return row * self.max_pages + held
 
     def known_tokens(self, row: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` as far as the host knows them (shorter if the last ones were sampled since)."""

@@ -7,6 +7,7 @@ need not visit the host. Does not know: logits, or how a token is drawn. A row t
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from weft.layers.sampler import BlockedTokens, LogitBias, Penalties, SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
+from weft.runner.batch_builder import SampleRows
 from weft.runner.rows import RowTable
 
 NOTHING = -1
@@ -109,22 +111,33 @@ class SamplingInputs:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def build(self, sampled: list[ScheduledRequest]) -> SamplingBatch:
-        """The sampling batch of the orders that sample, in order."""
+    def any_row(self, rows: SampleRows) -> SamplingBatch:
+        """The batch of rows whose parameters are known to the device only: every filter is applied."""
+        return _core(rows, all_greedy=False, candidates=self._vocab_size, uses_min_p=True)
+
+    def needs_more(self, sampled: list[ScheduledRequest]) -> bool:
+        """True if a row asks for more than temperature, top-k, top-p and min-p, which every batch handles."""
+        for order in sampled:
+            p = self._rows.sampling(order.row)
+            if p.logprobs is not None or p.logit_bias or p.min_tokens or order.row in self._allowed:
+                return True
+            if order.row in self._counts or order.row in self._bad_words:
+                return True
+        return False
+
+    def build(self, sampled: list[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
+        """The sampling batch of the orders that sample, in order; ``rows`` are their parameters on the device."""
         params = [self._rows.sampling(order.row) for order in sampled]
         generated = [o.start + o.num_tokens - self._rows.num_prompt_tokens(o.row) for o in sampled]
-        top_k, top_p = [p.top_k for p in params], [p.top_p for p in params]
         wanted = [p.logprobs for p in params if p.logprobs is not None]
-        return SamplingBatch(
-            temperature=self._floats([p.temperature for p in params]),
-            top_k=self._ints(top_k),
-            top_p=self._floats(top_p),
-            min_p=self._floats([p.min_p for p in params]),
-            seeds=self._ints([_signed64(p.seed) for p in params]),
-            positions=self._ints(generated),
+        core = _core(
+            rows,
             all_greedy=all(p.temperature == 0 for p in params),
-            candidates=filter_candidates(top_k, top_p, self._vocab_size),
+            candidates=filter_candidates([p.top_k for p in params], [p.top_p for p in params], self._vocab_size),
             uses_min_p=any(p.min_p > 0 for p in params),
+        )
+        return dataclasses.replace(
+            core,
             penalties=self._penalties(sampled, params),
             bias=self._bias(params),
             allowed=self._allowed_mask(sampled),
@@ -188,6 +201,15 @@ class SamplingInputs:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _signed64(seed: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit seed."""
-    return seed - 2**64 if seed >= 2**63 else seed
+def _core(rows: SampleRows, *, all_greedy: bool, candidates: int, uses_min_p: bool) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=rows.temperature,
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        min_p=rows.min_p,
+        seeds=rows.seeds,
+        positions=rows.positions,
+        all_greedy=all_greedy,
+        candidates=candidates,
+        uses_min_p=uses_min_p,
+    )

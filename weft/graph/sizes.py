@@ -1,0 +1,48 @@
+"""Which sizes are captured, and which one a batch runs in.
+
+Job: the capture list and the choice of the smallest that fits, both pure. Owns: the policy.
+Does not know: graphs, memory, devices.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from weft.errors import ConfigError
+
+MAX_DECODE_SIZE = 1024
+"""Largest decode batch that is captured by default."""
+
+_STEPS = ((8, 8), (16, 64), (32, 128), (64, 256), (128, 512))
+"""``(step, from)`` pairs behind 1, 2, 4, 8: spacing 8 up to 64, 16 up to 128 and so on: at most a quarter of padding."""
+
+
+def decode_sizes(max_num_seqs: int, given: Sequence[int] | None = None, largest: int | None = None) -> list[int]:
+    """Ascending batch sizes to capture.
+
+    Args:
+        max_num_seqs: the largest batch that can occur.
+        given: the user's own list; sizes above ``max_num_seqs`` are left out.
+        largest: the largest size to capture (default 1,024).
+
+    Raises:
+        ConfigError: the user's list holds no usable size.
+    """
+    limit = min(max_num_seqs, largest or MAX_DECODE_SIZE)
+    if given is not None:
+        sizes = sorted({size for size in given if 0 < size <= limit})
+        if not sizes:
+            raise ConfigError(f"cuda_graph_bs={list(given)} has no size from 1 to {limit}; name some, or leave it out")
+        return sizes
+    sizes = {1, 2, 4, 8, limit}
+    for i, (step, start) in enumerate(_STEPS):
+        end = _STEPS[i + 1][1] if i + 1 < len(_STEPS) else MAX_DECODE_SIZE
+        sizes.update(range(start + step, end + 1, step))
+    return sorted(size for size in sizes if size <= limit)
+
+
+def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:
+    """The smallest of the ascending ``sizes`` that holds ``wanted``, or None."""
+    at = bisect.bisect_left(sizes, wanted)
+    return sizes[at] if at < len(sizes) else None

@@ -1,0 +1,156 @@
+"""Full graphs of the decode step: one per batch size, from the packed inputs to the sampled token.
+
+Job: capture the step for a list of sizes, choose a size for a batch, replay, hand out the real rows.
+Owns: the captured graphs, their outputs, and counters. Does not know: what the step computes, or requests.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from weft.graph.graph import Graph, GraphPool
+from weft.graph.sizes import smallest_fitting
+from weft.layers.sampler import SamplerOutput
+
+logger = logging.getLogger(__name__)
+
+NUM_WARMUPS = 2
+"""Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
+
+
+DecodeOutputs = tuple[Tensor, SamplerOutput]
+"""What a decode step leaves on the device: ``logits [N, V]`` and the sampled tokens."""
+
+
+@dataclass(slots=True)
+class GraphCounters:
+    """Totals since the start.
+
+    Attributes:
+        captures: graphs captured.
+        replays: steps that ran as a graph.
+        eager_decodes: decode steps that fitted no graph.
+        rows, padding_rows: rows replayed, and how many of them were padding.
+        capture_seconds: time that capturing took, warm-ups included.
+        capture_bytes: device memory that the graphs hold.
+    """
+
+    captures: int = 0
+    replays: int = 0
+    eager_decodes: int = 0
+    rows: int = 0
+    padding_rows: int = 0
+    capture_seconds: float = 0.0
+    capture_bytes: int = 0
+
+
+class DecodeGraphs:
+    """Graphs of ``step`` for several batch sizes.
+
+    Args:
+        step: runs a decode step padded to the given size, from static buffers, and returns static outputs.
+        pool: where graphs come from.
+        sizes: ascending batch sizes.
+        budget_bytes: device memory that the graphs may hold; sizes are captured largest first, and the rest is left out
+            with a message when it is used up. None: no limit.
+        keep_gc: leave the garbage collector on during capture.
+        show_progress: a progress bar with the free memory.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[int], DecodeOutputs],
+        pool: GraphPool,
+        sizes: Sequence[int],
+        *,
+        device: torch.device,
+        budget_bytes: int | None = None,
+        keep_gc: bool = False,
+        show_progress: bool = True,
+    ) -> None:
+        self.counters = GraphCounters()
+        self._graphs: dict[int, tuple[Graph, DecodeOutputs]] = {}
+        self._device = device
+        started, before = time.perf_counter(), self._used_bytes()
+        with _frozen_gc(enabled=not keep_gc):
+            self._capture_all(step, pool, sorted(sizes, reverse=True), before, budget_bytes, show_progress)
+        self.sizes = sorted(self._graphs)
+        self.counters.captures = len(self.sizes)
+        self.counters.capture_bytes = self._used_bytes() - before
+        self.counters.capture_seconds = time.perf_counter() - started
+
+    def _capture_all(
+        self,
+        step: Callable[[int], DecodeOutputs],
+        pool: GraphPool,
+        sizes: list[int],
+        before: int,
+        budget: int | None,
+        show_progress: bool,
+    ) -> None:
+        with tqdm(sizes, desc="Capturing decode graphs", disable=not show_progress, dynamic_ncols=True) as bar:
+            for size in bar:
+                used = self._used_bytes() - before
+                if budget is not None and used > budget:
+                    left = [s for s in sizes if s <= size]
+                    logger.warning("graphs hold %d MiB, the budget is used up: no graphs for batch sizes %s", used >> 20, left)
+                    return
+                for _ in range(NUM_WARMUPS):
+                    step(size)
+                self._graphs[size] = pool.capture(lambda size=size: step(size))  # type: ignore[misc]
+                bar.set_postfix_str(self._free_text(), refresh=False)
+
+    def _used_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def _free_text(self) -> str:
+        if self._device.type != "cuda":
+            return ""
+        return f"{torch.cuda.mem_get_info(self._device)[0] / 2**30:.1f} GiB free"
+
+    def size_for(self, num_seqs: int) -> int | None:
+        """The graph that a decode batch of ``num_seqs`` runs in, or None."""
+        size = smallest_fitting(self.sizes, num_seqs)
+        if size is None:
+            self.counters.eager_decodes += 1
+        return size
+
+    def replay(self, size: int, num_seqs: int) -> DecodeOutputs:
+        """Run the graph of ``size``. Returns the ``num_seqs`` real rows, valid until the next replay."""
+        graph, outputs = self._graphs[size]
+        graph.replay()
+        self.counters.replays += 1
+        self.counters.rows += size
+        self.counters.padding_rows += size - num_seqs
+        logits, result = outputs
+        return logits[:num_seqs], SamplerOutput(result.token_ids[:num_seqs], None, result.nan_rows[:num_seqs])
+
+
+@contextmanager
+def _frozen_gc(enabled: bool) -> Iterator[None]:
+    """No garbage collection in the body: a tensor freed in the middle of a capture would spoil it."""
+    if not enabled:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+        gc.unfreeze()
