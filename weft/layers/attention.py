@@ -21,7 +21,7 @@ from weft.ops.kv_cache import store_kv
 
 
 class Attention(nn.Module):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]`` (padding rows: zero without an output bias).
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]`` (rows of padding tokens are arbitrary).
 
     Args:
         name: key of the layer's KV cache and of its entry in the layer table, for example ``model.layers.3.self_attn``.

@@ -1,0 +1,461 @@
+"""config.json of every architecture, old and new keys, defaults as in transformers, and everything that is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import ARCHITECTURES, make_config
+from weft.config.checkpoint import (
+    SUPPORTED_ARCHITECTURES,
+    GenerationDefaults,
+    read_checkpoint_config,
+    read_generation_config,
+)
+from weft.config.model import LinearAttentionConfig, ModelConfig, MoeConfig, RopeConfig
+from weft.errors import ConfigError, UnsupportedModelError
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
+    return read_checkpoint_config(write(folder, config))
+
+
+def tiny(arch: str, **changes: Any) -> dict[str, Any]:
+    """The config of a tiny checkpoint as transformers saves it, with keys changed (None removes one)."""
+    config = {"architectures": [arch], **json.loads(make_config(arch).to_json_string())}
+    for key, value in changes.items():
+        config.pop(key, None)
+        if value is not None:
+            config[key] = value
+    return config
+
+
+# Published files as they stood when the models came out (numbers of the checkpoints, not all keys).
+LLAMA_3_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_5_MOE = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152},
+}
+
+
+def test_llama_3_1(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_3_1)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert config.rope == RopeConfig(500000.0, 128, "llama3", scaling)
+    assert (config.head_dim, config.dtype, config.bos_token_id) == (128, "bfloat16", 128000)
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert not config.is_hybrid and not config.qk_norm and not config.zero_centered_norm and config.moe is None
+    assert config.layer_types == ("full_attention",) * 32
+
+
+def test_qwen3_next(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN3_NEXT)
+    assert config.linear == LinearAttentionConfig(16, 32, 128, 128, 4)
+    assert config.moe == MoeConfig(512, 10, 512, True, 512, frozenset(range(48)))
+    assert config.rope == RopeConfig(1e7, 64)
+    assert config.attention_layers == tuple(range(3, 48, 4))
+    assert config.qk_norm and config.attn_output_gate and config.zero_centered_norm
+    assert config.state_dtype is None and config.eos_token_ids == (151645,)
+
+
+def test_qwen3_5_moe_multimodal(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN3_5_MOE)
+    assert config.architecture == "Qwen3_5MoeForConditionalGeneration" and config.model_type == "qwen3_5_moe_text"
+    assert config.rope == RopeConfig(1e7, 64)
+    assert config.moe == MoeConfig(256, 8, 512, True, 512, frozenset(range(40)))
+    assert (config.dtype, config.state_dtype, config.vocab_size) == ("bfloat16", "float32", 248320)
+    assert config.eos_token_ids == (248044,) and not config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) -> None:
+    """Every derived number equals what the transformers configuration class says for a file without keys."""
+    import transformers
+
+    class_name = type(make_config(arch)).__name__
+    reference: Any = getattr(transformers, class_name)()
+    multimodal = arch.endswith("ForConditionalGeneration")
+    config = read(tmp_path, {"architectures": [arch], **({"text_config": {}} if multimodal else {})})
+    text = reference.text_config if multimodal else reference
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                "rms_norm_eps", "attention_bias", "tie_word_embeddings"):  # fmt: skip
+        assert getattr(config, key) == getattr(text, key), key
+    head_dim = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
+    assert config.head_dim == head_dim
+    if "Moe" not in arch or "Qwen3Moe" in arch:
+        assert config.intermediate_size == text.intermediate_size
+    assert config.max_position_embeddings == text.max_position_embeddings
+    assert config.rope.theta == text.rope_parameters["rope_theta"]
+    assert config.rope.rotary_dim == int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
+    eos = text.eos_token_id
+    assert config.eos_token_ids == (() if eos is None else (eos,)) and config.bos_token_id == text.bos_token_id
+    if config.linear is not None:
+        assert list(config.layer_types) == text.layer_types
+        assert config.linear == LinearAttentionConfig(
+            text.linear_num_key_heads,
+            text.linear_num_value_heads,
+            text.linear_key_head_dim,
+            text.linear_value_head_dim,
+            text.linear_conv_kernel_dim,
+        )
+    if config.moe is not None:
+        assert config.moe.num_experts == text.num_experts
+        assert config.moe.num_experts_per_tok == text.num_experts_per_tok
+        assert config.moe.intermediate_size == text.moe_intermediate_size
+        assert config.moe.norm_topk_prob == getattr(text, "norm_topk_prob", True)
+        assert config.moe.shared_expert_intermediate_size == getattr(text, "shared_expert_intermediate_size", None)
+
+
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
+def test_old_and_new_keys_mean_the_same(arch: str, tmp_path: Path) -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
+    partial = {} if arch == "LlamaForCausalLM" else {"partial_rotary_factor": 0.5}
+    new = tiny(arch, rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **scaling, **partial}, dtype="float16")
+    old = tiny(arch, rope_parameters=None, dtype=None, layer_types=None, rope_theta=5000.0, torch_dtype="float16")
+    old |= {"rope_scaling": {"type": "yarn", **scaling}, "full_attention_interval": 4, **partial}
+    assert read(tmp_path, old) == read(tmp_path, new)
+
+
+def test_yarn_numbers_are_filled_in(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, tiny("Qwen3ForCausalLM", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2})
+    )
+    assert config.rope.parameters == {
+        "factor": 2.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+    }
+
+
+def test_new_name_of_the_expert_count(tmp_path: Path) -> None:
+    config = read(tmp_path, tiny("Qwen3MoeForCausalLM", num_experts=None, num_local_experts=9))
+    assert config.moe is not None and config.moe.num_experts == 9
+
+
+def test_sparse_layers(tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": 7, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    config = read(tmp_path, tiny("Qwen3MoeForCausalLM", **changes))
+    assert config.moe is not None and config.moe.sparse_layers == {1, 5}
+
+
+def test_tying_of_the_published_multimodal_layout_is_the_top_level_one(tmp_path: Path) -> None:
+    config = tiny("Qwen3_5ForConditionalGeneration", tie_word_embeddings=True)
+    config["text_config"]["tie_word_embeddings"] = False
+    assert read(tmp_path, config).tie_word_embeddings
+    del config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = True
+    assert read(tmp_path, config).tie_word_embeddings
+
+
+def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None:
+    changes = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1, "something_new": {"a": 1}}
+    assert read(tmp_path, tiny("Qwen3ForCausalLM", **changes)).is_hybrid is False
+    assert read(tmp_path, tiny("Qwen3ForCausalLM", sliding_window=4096, use_sliding_window=True, max_window_layers=2))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "message"),
+    [
+        (
+            "Qwen3ForCausalLM",
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantization_config \(quant_method='fp8'\)",
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "from layer 1 on",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 64},
+            "sliding_window=64 .*set use_sliding",
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "'sliding_attention', which is not",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"layer_types": ["linear_attention"] * 2},
+            "'linear_attention', which is not supported for",
+        ),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "'dynamic' is not supported; supported are",
+        ),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ("LlamaForCausalLM", {"rope_parameters": {"full_attention": {}}}, "separate rotary settings per layer type"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this"),
+        ("Qwen3NextForCausalLM", {"head_dim": 12}, "gives a rotary dimension of 3; it must be even"),
+        ("Qwen3NextForCausalLM", {"head_dim": 4}, "gives a rotary dimension of 1"),
+        ("Qwen3NextForCausalLM", {"attn_output_gate": False}, "attn_output_gate=false is not supported"),
+        ("Qwen3NextForCausalLM", {"mamba_ssm_dtype": "float16"}, "mamba_ssm_dtype='float16' is not supported"),
+        ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
+        (
+            "Qwen3ForCausalLM",
+            {"dtype": "float8_e4m3fn"},
+            "dtype='float8_e4m3fn' is not supported; supported are float32",
+        ),
+    ],
+)
+def test_unsupported_values(arch: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, tiny(arch, **changes))
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "message"),
+    [
+        (
+            "LlamaForCausalLM",
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4 is not divisible by num_key_value_heads=3",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"head_dim": None, "hidden_size": 50},
+            "hidden_size=50 is not divisible by num_attention_heads=4",
+        ),
+        ("LlamaForCausalLM", {"hidden_size": 0}, "hidden_size=0 is not valid; expected an integer of at least 1"),
+        ("LlamaForCausalLM", {"hidden_size": "big"}, "hidden_size='big' is not valid"),
+        ("LlamaForCausalLM", {"vocab_size": True}, "vocab_size=True is not valid"),
+        ("LlamaForCausalLM", {"rms_norm_eps": -1}, "rms_norm_eps=-1 is not valid; expected a number above 0"),
+        ("LlamaForCausalLM", {"rope_theta": 0, "rope_parameters": None}, "rope_theta=0 is not valid"),
+        ("LlamaForCausalLM", {"rope_scaling": [1]}, r"rope_scaling=\[1\] is not valid; expected an object"),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "linear"}},
+            r"\(rope_scaling\): required key 'factor' is missing",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"tie_word_embeddings": "no"},
+            "tie_word_embeddings='no' is not valid; expected true or false",
+        ),
+        ("LlamaForCausalLM", {"eos_token_id": -1}, "eos_token_id=-1 is not valid"),
+        (
+            "LlamaForCausalLM",
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types has 3 entries but num_hidden_layers=2",
+        ),
+        ("LlamaForCausalLM", {"layer_types": "full_attention"}, "expected a list with one entry per layer"),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is greater than num_experts=5"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [2]}, "expected layer indices below num_hidden_layers=2"),
+        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not divisible by"),
+        ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 is not valid"),
+        ("Qwen3_5ForConditionalGeneration", {"text_config": None}, "needs a text_config object, which is missing"),
+        ("LlamaForCausalLM", {"architectures": []}, r"architectures=\[\] is not a list with one class name"),
+        ("LlamaForCausalLM", {"architectures": None}, "architectures=None is not a list"),
+    ],
+)
+def test_inconsistent_numbers(arch: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, tiny(arch, **changes))
+
+
+def test_unknown_architectures_list_the_supported_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        read(tmp_path, {"architectures": ["GPT2LMHeadModel"]})
+    assert all(name in str(error.value) for name in ("GPT2LMHeadModel", *SUPPORTED_ARCHITECTURES))
+    assert set(ARCHITECTURES) == set(SUPPORTED_ARCHITECTURES)
+
+
+BROKEN = [
+    (b"", "is not valid JSON"),
+    (b'{"architectures": ["Llama', "is not valid JSON .*truncated"),
+    (b"[1, 2]", "holds a JSON list, not an object"),
+    (b'"text"', "holds a JSON str, not an object"),
+    (b"\xff\xfe\x00", "is not UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN)
+def test_broken_config_files(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"config.json {message}"):
+        read_checkpoint_config(tmp_path)
+
+
+def test_missing_config_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.json does not exist"):
+        read_checkpoint_config(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+        read_checkpoint_config(tmp_path)
+
+
+# --- generation_config.json -------------------------------------------------------------------------------------------
+
+
+def generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return read_generation_config(folder)
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    assert read_generation_config(tmp_path) == GenerationDefaults()
+    assert generation(tmp_path, {"transformers_version": "5.0", "pad_token_id": 1}) == GenerationDefaults()
+    sampled = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [5, 7]}
+    assert generation(tmp_path, sampled) == GenerationDefaults(0.6, 20, 0.95, eos_token_ids=(5, 7))
+    assert generation(tmp_path, {"min_p": 0, "repetition_penalty": 1.05, "eos_token_id": 3}) == GenerationDefaults(
+        min_p=0.0, repetition_penalty=1.05, eos_token_ids=(3,)
+    )
+
+
+def test_do_sample_false_is_greedy(tmp_path: Path) -> None:
+    assert generation(tmp_path, {"do_sample": False, "temperature": 0.6}).temperature == 0.0
+    assert generation(tmp_path, {"temperature": 0.6}).temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 is not valid"),
+        ({"temperature": "hot"}, "temperature='hot' is not valid"),
+        ({"top_k": 1.5}, "top_k=1.5 is not valid"),
+        ({"top_p": 0}, "top_p=0 is not valid; expected a number above 0"),
+        ({"top_p": 1.5}, "top_p=1.5 is not valid; expected a share of at most 1"),
+        ({"min_p": 2}, "min_p=2 is not valid"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 is not valid"),
+        ({"eos_token_id": ["</s>"]}, r"eos_token_id=\['</s>'\] is not valid"),
+        ({"do_sample": 1}, "do_sample=1 is not valid"),
+    ],
+)
+def test_bad_generation_defaults(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        generation(tmp_path, config)
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN)
+def test_broken_generation_files(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"generation_config.json {message}"):
+        read_generation_config(tmp_path)
+
+
+def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
+    write(tmp_path, QWEN3_NEXT)
+    code = (
+        "import sys; from pathlib import Path; from weft.config.checkpoint import read_checkpoint_config; "
+        f"read_checkpoint_config(Path({str(tmp_path)!r})); assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,74 @@
+"""What layers promise beyond parity: padding rows, the layer table, cache lookup by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import Harness
+from tests.tiny import make_checkpoint
+from weft.forward_context import KVCache, StateCache, forward_context
+from weft.layers.table import LayerTable
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Harness:
+    return Harness(make_checkpoint("Qwen3NextForCausalLM", tmp_path))
+
+
+def test_layer_table_lists_layers_in_order_with_their_kind(harness: Harness) -> None:
+    table = harness.context.layers
+    assert [(entry.name, entry.kind) for entry in table] == [
+        ("model.layers.0.linear_attn", "linear_attention"),
+        ("model.layers.1.linear_attn", "linear_attention"),
+        ("model.layers.2.linear_attn", "linear_attention"),
+        ("model.layers.3.self_attn", "full_attention"),
+    ]
+    assert len(table) == 4 and table.names("full_attention") == ("model.layers.3.self_attn",)
+    for name, layer in table.by_name().items():
+        assert harness.model.get_submodule(name) is layer is table[name].layer
+
+
+def test_a_name_is_registered_once() -> None:
+    table = LayerTable()
+    table.register("a", "full_attention", torch.nn.Identity())
+    with pytest.raises(AssertionError, match="registered twice"):
+        table.register("a", "linear_attention", torch.nn.Identity())
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.linear_attn", "model.layers.3.self_attn", "model.layers.1.mlp"])
+@pytest.mark.parametrize("decode", [False, True])
+def test_nan_padding_rows_do_not_reach_real_rows(harness: Harness, name: str, decode: bool) -> None:
+    """Layers keep rows apart; Gated DeltaNet returns zeros for padding rows, whatever those rows held."""
+    layer = harness.model.get_submodule(name)
+    sequence, num_tokens = harness.sequence(list(range(80))), 66
+    x = torch.randn(num_tokens + 1, harness.config.hidden_size)
+    poisoned = torch.cat([x, torch.full((3, x.shape[1]), float("nan"))])
+    with forward_context(harness.context_for([(sequence, num_tokens)], pad_tokens=3, pad_seqs=2)):
+        out = layer(torch.cat([x[:num_tokens], poisoned[-3:]]))
+    assert out[:num_tokens].isfinite().all()
+    if decode:
+        sequence.num_computed, num_tokens = num_tokens, 1
+        with forward_context(harness.context_for([(sequence, 1)], pad_tokens=3, pad_seqs=3)):
+            out = layer(poisoned[-4:])
+        assert out[:1].isfinite().all()
+    if name.endswith("linear_attn"):
+        assert (out[num_tokens:] == 0).all()
+
+
+def tensors_of(cache: KVCache | StateCache) -> tuple[torch.Tensor, torch.Tensor]:
+    return (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.conv, cache.recurrent)
+
+
+def test_padding_never_writes_a_live_page_or_slot(harness: Harness) -> None:
+    """A padded decode step changes only its own page and slot (and the reserved ones)."""
+    a, b = harness.sequence(list(range(40))), harness.sequence(list(range(50, 90)))
+    harness.run([(a, 30), (b, 30)])
+    before = {name: [t.clone() for t in tensors_of(cache)] for name, cache in harness.caches.items()}
+    harness.run([(a, 1)], pad_tokens=4, pad_seqs=4)
+    for name, cache in harness.caches.items():
+        live = b.pages if isinstance(cache, KVCache) else [b.slot]
+        for old, new in zip(before[name], tensors_of(cache), strict=True):
+            assert torch.equal(old[live].nan_to_num(7.0), new[live].nan_to_num(7.0)), name

@@ -1,0 +1,154 @@
+"""Sharded layers: two (or four) ranks, simulated one after the other in one process, equal the unsharded layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import Harness
+from tests.tiny import make_checkpoint
+from weft.errors import ConfigError
+from weft.forward_context import forward_context
+
+LENGTHS = (1, 65, 7)
+LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+
+
+class Group:
+    """Partial results of the ranks that have run so far. The last rank's collectives see all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.partials: list[Tensor] = []
+
+    def rank(self, rank: int) -> Rank:
+        return Rank(self, rank)
+
+
+class Rank:
+    """One simulated rank; ranks run in order, with one collective each."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._group.partials.append(x)
+        return torch.stack(self._group.partials).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._group.partials.append(x)
+        return torch.cat(self._group.partials, dim=-1)
+
+
+Run = Callable[[Harness], Tensor]
+
+
+def run_sharded(folder: Path, size: int, run: Run) -> Tensor:
+    """The result of the last rank, which has seen every rank's contribution."""
+    group = Group(size)
+    for rank in range(size):
+        result = run(Harness(folder, tp=group.rank(rank)))
+    assert len(group.partials) == size, "every rank takes part in exactly one collective"
+    return result
+
+
+def run_layer(name: str) -> Run:
+    """Run one module of the model on random hidden states: a prefill of three sequences, with padding."""
+
+    def run(harness: Harness) -> Tensor:
+        layer = harness.model.get_submodule(name)
+        sequences = [harness.sequence(list(range(n + 1))) for n in LENGTHS]
+        x = torch.randn(sum(LENGTHS) + 2, harness.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        with forward_context(
+            harness.context_for([(s, n) for s, n in zip(sequences, LENGTHS, strict=True)], pad_tokens=2)
+        ):
+            return layer(x)
+
+    return run
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("arch", "name", "overrides"),
+    [
+        ("LlamaForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 4, "attention_bias": True}),
+        ("Qwen3ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 2}),
+        ("Qwen3ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 1}),
+        ("LlamaForCausalLM", "model.layers.0.mlp", {"mlp_bias": True}),
+        ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
+        ("Qwen3NextForCausalLM", "model.layers.3.self_attn", LINEAR | {"attention_bias": True}),
+        ("Qwen3NextForCausalLM", "model.layers.0.mlp", LINEAR),
+        (
+            "Qwen3NextForCausalLM",
+            "model.layers.0.linear_attn",
+            LINEAR,
+        ),
+        ("Qwen3_5ForCausalLM", "model.layers.0.linear_attn", {"linear_num_key_heads": 4, "linear_num_value_heads": 4}),
+        ("Qwen3_5MoeForCausalLM", "model.layers.3.self_attn", LINEAR | {"num_key_value_heads": 1}),
+    ],
+)
+def test_layers(arch: str, name: str, overrides: dict[str, Any], size: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(arch, tmp_path, **overrides)
+    whole = run_layer(name)(Harness(folder))
+    sharded = run_sharded(folder, size, run_layer(name))
+    torch.testing.assert_close(sharded[: sum(LENGTHS)], whole[: sum(LENGTHS)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
+def test_decode_of_sharded_gated_delta_net(arch: str, tmp_path: Path) -> None:
+    """States of the shards are the heads of the whole state, and a decode step continues from them."""
+    folder = make_checkpoint(arch, tmp_path)
+
+    def run(harness: Harness) -> Tensor:
+        layer = harness.model.get_submodule("model.layers.1.linear_attn")
+        sequence = harness.sequence(list(range(20)))
+        cache: Any = harness.caches["model.layers.1.linear_attn"]
+        generator = torch.Generator().manual_seed(1)
+        heads = cache.recurrent.shape[1]
+        conv_dim = cache.conv.shape[1]
+        full = torch.randn(4, *cache.recurrent.shape[2:], generator=generator)
+        first = 0 if heads == 4 else heads * layer._tp.rank
+        cache.recurrent[sequence.slot] = full[first : first + heads]
+        cache.conv[sequence.slot] = torch.ones(conv_dim, cache.conv.shape[2])
+        sequence.num_computed = 9
+        with forward_context(harness.context_for([(sequence, 1)])):
+            return layer(torch.randn(1, harness.config.hidden_size, generator=generator))
+
+    torch.testing.assert_close(run_sharded(folder, 2, run), run(Harness(folder)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("vocab_size", [64, 65, 67])
+def test_embedding_and_head(vocab_size: int, size: int, tmp_path: Path) -> None:
+    """Vocabularies that do not divide: the last shards are short."""
+    overrides = {
+        "vocab_size": vocab_size,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "intermediate_size": 12,
+    }
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path, **overrides)
+    ids = torch.arange(vocab_size)
+    whole = Harness(folder).model
+    vectors = whole.model.embed_tokens(ids)
+    assert torch.equal(run_sharded(folder, size, lambda h: h.model.model.embed_tokens(ids)), vectors)
+    logits = run_sharded(folder, size, lambda h: h.model.compute_logits(vectors))
+    torch.testing.assert_close(logits, whole.compute_logits(vectors), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "message"),
+    [
+        ("LlamaForCausalLM", 7, "num_attention_heads=4 is not divisible by tensor_parallel_size=7"),
+        ("Qwen3_5ForCausalLM", 4, "linear_num_key_heads=2 is not divisible by tensor_parallel_size=4"),
+    ],
+)
+def test_what_does_not_divide_is_refused(arch: str, size: int, message: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(arch, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        Harness(folder, tp=Group(size).rank(0))
