@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 
 
 def silu_and_mul_reference(x: Tensor) -> Tensor:
@@ -28,4 +28,6 @@ def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     """
     if backend is Backend.TORCH:
         return silu_and_mul_reference(x)
-    raise missing_kernel("silu_and_mul", backend)
+    from weft.ops.triton.activation import silu_and_mul_triton
+
+    return silu_and_mul_triton(x)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 
 
 def store_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -30,7 +30,9 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if backend is Backend.TORCH:
         store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
         return
-    raise missing_kernel("store_kv", backend)
+    from weft.ops.triton.pages import store_kv_triton
+
+    store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
 
 
 def copy_pages(caches: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:

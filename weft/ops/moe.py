@@ -11,15 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 
 
-def topk_router_reference(logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int) -> tuple[Tensor, Tensor]:
+def topk_router_reference(
+    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int | Tensor
+) -> tuple[Tensor, Tensor]:
     """Torch reference of ``topk_router``."""
     weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
     ids = ids.int()
+    if isinstance(num_tokens, Tensor):
+        padding = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens)[:, None]
+        return weights.masked_fill_(padding, 0.0), ids.masked_fill_(padding, -1)
     if num_tokens < logits.shape[0]:
         weights[num_tokens:] = 0.0
         ids[num_tokens:] = -1
@@ -27,7 +32,7 @@ def topk_router_reference(logits: Tensor, top_k: int, *, renormalize: bool, num_
 
 
 def topk_router(
-    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int, backend: Backend
+    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int | Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """The ``top_k`` likeliest experts of each token, by a float32 softmax over all experts.
 
@@ -35,14 +40,16 @@ def topk_router(
         logits: ``[T, E]``.
         top_k: experts per token.
         renormalize: make the chosen weights sum to one (``norm_topk_prob``).
-        num_tokens: real tokens; the rows from there on are padding.
+        num_tokens: real tokens; the rows from there on are padding. A ``[1]`` int32 tensor is read on the device.
 
     Returns:
         ``(weights [T, top_k] float32, ids [T, top_k] int32)``; padding rows have weight 0 and id -1.
     """
     if backend is Backend.TORCH:
         return topk_router_reference(logits, top_k, renormalize=renormalize, num_tokens=num_tokens)
-    raise missing_kernel("topk_router", backend)
+    from weft.ops.triton.router import topk_router_triton
+
+    return topk_router_triton(logits, top_k, renormalize=renormalize, num_tokens=num_tokens)
 
 
 def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -82,7 +89,17 @@ def _many_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids:
     return out.to(x.dtype)
 
 
-def fused_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, *, backend: Backend) -> Tensor:
+def fused_moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    backend: Backend,
+) -> Tensor:
     """``sum_j weights[t, j] * down[e] (silu(gate[e] x_t) * (up[e] x_t))`` with ``e = ids[t, j]``.
 
     Args:
@@ -90,11 +107,18 @@ def fused_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Te
         gate_up: ``[E, 2 * I, H]``: gate rows, then up rows.
         down: ``[E, H, I]``.
         weights: ``[T, k]``.
-        ids: ``[T, k]`` integers; -1 means no expert.
+        ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.
+        shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
+        shared_gate: ``[T, 1]``; given if and only if ``shared`` is.
 
     Returns:
-        ``[T, H]`` in x's dtype; rows without experts are zero.
+        ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
     """
     if backend is Backend.TORCH:
-        return fused_moe_reference(x, gate_up, down, weights, ids)
-    raise missing_kernel("fused_moe", backend)
+        out = fused_moe_reference(x, gate_up, down, weights, ids)
+        if shared is not None and shared_gate is not None:
+            out = torch.addcmul(out, torch.sigmoid(shared_gate), shared)
+        return out
+    from weft.ops.triton.moe import fused_moe_triton
+
+    return fused_moe_triton(x, gate_up, down, weights, ids, shared=shared, shared_gate=shared_gate)

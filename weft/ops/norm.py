@@ -49,7 +49,9 @@ def rms_norm(
     """
     if backend is Backend.TORCH:
         return rms_norm_reference(x, weight, eps, zero_centered=zero_centered, residual=residual)
-    raise missing_kernel("rms_norm", backend)
+    from weft.ops.triton.norm import rms_norm_triton
+
+    return rms_norm_triton(x, weight, eps, zero_centered=zero_centered, residual=residual)
 
 
 def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

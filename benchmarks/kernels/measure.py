@@ -1,0 +1,62 @@
+"""Timing and checking shared by the kernel benchmarks.
+
+Job: medians of graph replays, and relative errors. Owns: the measured ceilings. Does not know: any kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COPY_BYTES_PER_S = 4.25e12
+"""Device copy on an H200, bytes read plus bytes written."""
+MATRIX_FLOP_PER_S = 785e12
+"""bf16 matrix product on an H200."""
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+L2_BYTES = 64 << 20
+
+
+def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 15) -> float:
+    """Milliseconds per call: all calls in one CUDA graph, median over its replays. 0.0 without a GPU (called once)."""
+    for call in calls:
+        call()
+    if not ON_GPU:
+        return 0.0
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[2:]) / len(calls)
+
+
+def error(actual: Tensor, want: Tensor) -> float:
+    """``|actual - want| / |want|`` in float64; NaN never passes a comparison."""
+    return ((actual.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def write_json(name: str, rows: list[dict[str, Any]]) -> None:
+    """Write ``name`` into the folder named by OUT, with the device and versions."""
+    folder = os.environ.get("OUT")
+    if folder is None:
+        return
+    device = torch.cuda.get_device_name() if ON_GPU else "cpu"
+    report = {"device": device, "torch": torch.__version__, "rows": rows}
+    (Path(folder) / name).write_text(json.dumps(report, indent=1))

@@ -1,0 +1,116 @@
+"""The paged attention kernels against plain attention in float64, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from tests.ops.oracles import PAGE_SIZE, make_batch
+from weft.forward_context import Batch
+
+from weft.ops.attention import paged_attention  # isort: skip
+from weft.ops.backend import Backend  # isort: skip
+
+ON_GPU = DEVICE == "cuda"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+CASES = {
+    "decode": ([1, 1, 1], [5, 300, 16], 3),
+    "split decode": ([1, 1], [256, 1100], 2),
+    "one decode": ([1], [64], 1),
+    "first token alone": ([1], [0], 0),
+    "prefill": ([1, 63, 65], [0, 0, 0], 0),
+    "chunked prefill": ([7, 64], [33, 146], 0),
+    "mixed": ([1, 1, 1, 130, 3], [4, 257, 0, 0, 62], 2),
+}
+HEADS = [(4, 4, 16), (6, 2, 24), (5, 1, 64)]
+if ON_GPU:
+    HEADS = [(16, 8, 128), (16, 2, 256), (14, 2, 64), (24, 8, 128), (5, 1, 80), (64, 4, 128)]
+
+
+def on_device(batch: Batch) -> Batch:
+    moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return Batch(**{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The last ``len(q)`` of ``len(k)`` positions attend causally, in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    offset = k.shape[0] - q.shape[0]
+    future = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + offset
+    probabilities = scores.masked_fill(future.to(q.device), -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", probabilities, v)
+
+
+def run(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Batch]:
+    """The kernel's output, and what each sequence should have got."""
+    query_lens, contexts, num_decodes = CASES[case]
+    hq, hkv, dim = heads
+    batch = on_device(make_batch(query_lens, contexts, num_decodes=num_decodes, pad_tokens=3, pad_seqs=2))
+    pages = int(batch.page_table.max()) + 1
+    caches = [torch.full((pages, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
+    q = torch.full((batch.num_tokens + 3, hq, dim), torch.nan, dtype=dtype, device=DEVICE)
+    q[: batch.num_tokens] = torch.randn(batch.num_tokens, hq, dim)
+    expected, begin = [], 0
+    for s, (length, context) in enumerate(zip(query_lens, contexts, strict=True)):
+        positions = torch.arange(length + context)
+        slots = batch.page_table[s].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions.to(DEVICE) % PAGE_SIZE
+        k, v = (torch.randn(length + context, hkv, dim, device=DEVICE).to(dtype) for _ in range(2))
+        for cache, values in zip(caches, (k, v), strict=True):
+            cache.flatten(0, 1)[slots] = values
+        expected.append(plain_attention(q[begin : begin + length], k, v, dim**-0.5))
+        begin += length
+    out = torch.full_like(q, torch.nan)
+    paged_attention(q, *caches, batch, scale=dim**-0.5, backend=Backend.TRITON, out=out)
+    return out, expected, batch
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", list(TOLERANCE) if ON_GPU else [torch.float32])
+def test_equals_plain_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    out, expected, batch = run(case, heads, dtype)
+    want = torch.cat(expected)
+    error = (out[: batch.num_tokens].double() - want).norm() / want.norm()
+    assert error < TOLERANCE[dtype]
+    assert (out[batch.num_tokens :] == 0).all(), "padding rows are written, as zeros"
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """The same sequence alone, among others, and with a wider page table: bitwise the same row."""
+    torch.manual_seed(1)
+    hq, hkv, dim, dtype = 4, 2, 16, torch.float32
+    results = []
+    keys = torch.randn(700, hkv, dim)
+    query = torch.randn(1, hq, dim)
+    for neighbours in (0, 1, 6):
+        batch = make_batch([1] * (neighbours + 1), [699] + [900] * neighbours, num_decodes=neighbours + 1)
+        pages = int(batch.page_table.max()) + 1
+        cache = torch.randn(pages, PAGE_SIZE, hkv, dim, dtype=dtype)
+        positions = torch.arange(700)
+        cache.flatten(0, 1)[batch.page_table[0].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = keys
+        q = torch.cat([query, torch.randn(neighbours, hq, dim)]).to(DEVICE)
+        cache = cache.to(DEVICE)
+        out = paged_attention(q, cache, cache, on_device(batch), scale=0.2, backend=Backend.TRITON)
+        results.append(out[0].clone())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_lengths_are_read_on_the_device() -> None:
+    """A launch shaped by one batch (as a graph's is) serves another of the same padded sizes."""
+    torch.manual_seed(2)
+    query_lens, contexts = [1, 9, 1], [30, 12, 300]
+    batch = on_device(make_batch(query_lens, contexts, num_decodes=0, pad_tokens=5, pad_seqs=3))
+    frozen = dataclasses.replace(batch, num_tokens=16, num_seqs=6, num_decodes=1, max_query_len=16, max_seq_len=400)
+    cache = torch.randn(int(batch.page_table.max()) + 1, PAGE_SIZE, 2, 16, device=DEVICE)
+    q = torch.randn(16, 4, 16, device=DEVICE)
+    out = torch.full_like(q, torch.nan)
+    paged_attention(q, cache, cache, frozen, scale=0.2, backend=Backend.TRITON, out=out)
+    want = paged_attention(q, cache, cache, batch, scale=0.2, backend=Backend.TORCH)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,107 @@
+"""Router and expert kernels against float64, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
+from weft.ops.triton.router import topk_router_triton
+
+ON_GPU = DEVICE == "cuda"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE) if ON_GPU else [torch.float32]
+
+# tokens, experts, experts per token, hidden size, expert width
+SHAPES = [(1, 8, 2, 48, 24), (2, 8, 2, 64, 32), (7, 5, 3, 40, 16), (33, 16, 4, 64, 32), (65, 4, 2, 32, 40)]
+if ON_GPU:
+    SHAPES += [(1, 512, 10, 2048, 512), (8, 512, 10, 2048, 128), (130, 128, 8, 512, 192), (1000, 16, 4, 256, 96)]
+
+
+def routing(num_tokens: int, num_experts: int, top_k: int, padding: int) -> tuple[Tensor, Tensor]:
+    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)]).int()
+    ids[num_tokens - padding :] = -1
+    return torch.rand(num_tokens, top_k, device=DEVICE), ids.to(DEVICE)
+
+
+def expected_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Pair by pair, in float64."""
+    x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
+    out = torch.zeros_like(x)
+    for expert in range(gate_up.shape[0]):
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        if len(rows):
+            gate, up = (x[rows] @ gate_up[expert].T).chunk(2, dim=-1)
+            hidden = torch.nn.functional.silu(gate) * up
+            out.index_add_(0, rows, weights[rows, places, None] * (hidden @ down[expert].T))
+    return out
+
+
+def check_moe(shape: tuple[int, ...], dtype: torch.dtype, padding: int, tiles: Tiles | None = None) -> None:
+    num_tokens, num_experts, top_k, hidden, width = shape
+    weights, ids = routing(num_tokens, num_experts, top_k, padding)
+    x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
+    gate_up = (torch.randn(num_experts, 2 * width, hidden, device=DEVICE) / hidden**0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden, width, device=DEVICE) / width**0.5).to(dtype)
+    want = expected_moe(x, gate_up, down, weights, ids)
+    x[num_tokens - padding :] = torch.nan
+    out = fused_moe_triton(x, gate_up, down, weights, ids, tiles=tiles)
+    assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
+    real = slice(num_tokens - padding)
+    assert (out[real].double() - want[real]).norm() <= TOLERANCE[dtype] * want[real].norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padding", [0, 1])
+def test_equals_pair_by_pair(shape: tuple[int, ...], dtype: torch.dtype, padding: int) -> None:
+    check_moe(shape, dtype, padding)
+
+
+@pytest.mark.parametrize("pairs", [10, 1280, 10240, 20480, 81920])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile(pairs: int, dtype: torch.dtype) -> None:
+    """Each set of tiles that any number of tokens selects, on a problem with ragged edges."""
+    tiles = moe_tiles(pairs, 512, torch.finfo(dtype).bits // 8)
+    check_moe((300, 3, 2, 520, 200) if ON_GPU else (40, 3, 2, 40, 20), dtype, 3, tiles)
+
+
+def test_all_tokens_to_one_expert() -> None:
+    x, gate_up, down = torch.randn(50, 32), torch.randn(9, 32, 32) / 6, torch.randn(9, 32, 16) / 4
+    weights, ids = torch.rand(50, 1), torch.full((50, 1), 8, dtype=torch.int32)
+    inputs = [t.to(DEVICE) for t in (x, gate_up, down, weights, ids)]
+    out = fused_moe_triton(*inputs, tiles=Tiles(Tile(16, 16, 16, 4, 2), Tile(16, 16, 16, 4, 2)))
+    want = expected_moe(*inputs)
+    assert (out - want).norm() < 2e-6 * want.norm()
+
+
+def test_shared_expert_is_gated_and_added() -> None:
+    weights, ids = routing(5, 4, 2, 1)
+    x, gate_up, down = (torch.randn(s, device=DEVICE) for s in ((5, 32), (4, 32, 32), (4, 32, 16)))
+    shared, logits = torch.randn(5, 32, device=DEVICE), torch.randn(5, 9, device=DEVICE)
+    plain = fused_moe_triton(x, gate_up, down, weights, ids)
+    out = fused_moe_triton(x, gate_up, down, weights, ids, shared=shared, shared_gate=logits[:, 8:])
+    torch.testing.assert_close(out, plain + torch.sigmoid(logits[:, 8:]) * shared)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 2), (7, 60, 4), (3, 512, 10)])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_router(shape: tuple[int, int, int], renormalize: bool, on_device: bool) -> None:
+    num_tokens, num_experts, top_k = shape
+    logits = torch.randn(num_tokens + 2, num_experts + 1, device=DEVICE)[:, :num_experts]
+    count = torch.tensor([num_tokens], dtype=torch.int32, device=DEVICE) if on_device else num_tokens
+    weights, ids = topk_router_triton(logits, top_k, renormalize=renormalize, num_tokens=count)
+    want, want_ids = logits[:num_tokens].double().softmax(-1).topk(top_k, dim=-1)
+    want = want / want.sum(-1, keepdim=True) if renormalize else want
+    assert torch.equal(ids[:num_tokens].long(), want_ids)
+    torch.testing.assert_close(weights[:num_tokens].double(), want, rtol=1e-5, atol=1e-8)
+    assert (ids[num_tokens:] == -1).all() and (weights[num_tokens:] == 0).all()
+
+
+def test_router_takes_the_lower_id_of_equals() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]], device=DEVICE)
+    _, ids = topk_router_triton(logits, 4, renormalize=True, num_tokens=1)
+    assert ids.tolist() == [[1, 2, 4, 0]]
