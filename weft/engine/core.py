@@ -1,11 +1,21 @@
 """The loop: schedule, execute, update.
 
-Job: connect scheduler and executor, one step at a time. Owns: both. Does not know: text, prompts, HTTP.
+Job: connect scheduler and executor, and keep the device busy. Owns: both, and the steps in flight.
+Does not know: text, prompts, HTTP.
+
+With overlap, one step stays in flight while the host handles the results of the one before it::
+
+    host    schedule 2 | launch 2 | results of 1 | schedule 3 | launch 3 | results of 2 | …
+    device  ---- step 1 ----------|---------- step 2 ---------------|---------- step 3 …
+
+The token that step 1 samples stays on the device and is fed to step 2 there. A request that turns out to have stopped
+in step 1 is in step 2 for nothing; the scheduler drops that token.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
@@ -13,6 +23,7 @@ from weft.config import EngineConfig
 from weft.executor.in_process import InProcessExecutor
 from weft.request import FinishReason, Request
 from weft.runner.memory import CachePlan
+from weft.runner.results import PendingStep
 from weft.scheduler.scheduler import Scheduler, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -36,14 +47,22 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.schedule_policy,
         )
+        self._max_in_flight = 1 if config.enable_overlap else 0
+        self._in_flight: deque[PendingStep] = deque()
 
     def step(self) -> list[Request]:
-        """Run one step. Returns the requests that got a token or ended."""
+        """Launch a step and take in the results that are due.
+
+        Returns:
+            The requests that got a token or ended; with overlap, by the step before.
+        """
         orders = self.scheduler.schedule()
-        if orders is None:
+        if orders is not None:
+            self._in_flight.append(self._executor.launch(orders))
+        due = len(self._in_flight) - (self._max_in_flight if orders is not None else 0)
+        if due <= 0:
             return []
-        output = self._executor.execute(orders)
-        return self.scheduler.update(output)
+        return self.scheduler.update(self._in_flight.popleft().result())
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -60,4 +79,5 @@ class EngineCore:
         return self.scheduler.stats()
 
     def shutdown(self) -> None:
+        self._in_flight.clear()
         self._executor.shutdown()

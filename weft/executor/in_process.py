@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.config import EngineConfig
-from weft.messages import ModelOutput, SchedulerOutput
+from weft.messages import SchedulerOutput
 from weft.runner.memory import CachePlan
 from weft.runner.model_runner import ModelRunner
 from weft.runner.profiler import StepProfiler
+from weft.runner.results import PendingStep
 
 
 class InProcessExecutor:
@@ -27,12 +28,12 @@ class InProcessExecutor:
         """The pool sizes that the runner settled on."""
         return self._runner.plan
 
-    def execute(self, orders: SchedulerOutput) -> ModelOutput:
-        """Run one step."""
+    def launch(self, orders: SchedulerOutput) -> PendingStep:
+        """Queue one step; its results are fetched from the returned object."""
         if self._profiler is None:
-            return self._runner.run(orders)
+            return self._runner.launch(orders)
         with self._profiler.step(orders):
-            return self._runner.run(orders)
+            return self._runner.launch(orders)
 
     def shutdown(self) -> None:
         """Write what is still to be written and let go of weights and caches."""

@@ -7,7 +7,6 @@ context.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
@@ -17,7 +16,8 @@ from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
 from weft.layers.rotary import RotaryEmbedding
 from weft.ops.attention import paged_attention
-from weft.ops.kv_cache import store_kv
+from weft.ops.gating import sigmoid_mul
+from weft.ops.qk_norm_rope import qk_norm_rope
 
 
 class Attention(nn.Module):
@@ -33,6 +33,7 @@ class Attention(nn.Module):
         self.name, self._backend = name, context.backend
         self._head_dim, self._scale = config.head_dim, config.head_dim**-0.5
         self._gated = config.attn_output_gate
+        self._eps, self._zero_centered = config.rms_norm_eps, config.zero_centered_norm
         self._rotary = (rotary,)  # in a tuple: the model owns the module, this layer only refers to it
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -52,34 +53,31 @@ class Attention(nn.Module):
         )
         self.q_norm, self.k_norm = None, None
         if config.qk_norm:
-            eps, centred = config.rms_norm_eps, config.zero_centered_norm
-            self.q_norm = RMSNorm(config.head_dim, eps, context, zero_centered=centred)
-            self.k_norm = RMSNorm(config.head_dim, eps, context, zero_centered=centred)
+            self.q_norm = RMSNorm(config.head_dim, self._eps, context, zero_centered=self._zero_centered)
+            self.k_norm = RMSNorm(config.head_dim, self._eps, context, zero_centered=self._zero_centered)
         context.layers.register(name, "full_attention", self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        q, k, v, gate = self._project(hidden_states)
-        attended = self._attend(q, k, v).flatten(1)
-        if gate is not None:
-            attended = attended * torch.sigmoid(gate)
-        return self.o_proj(attended)
-
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]``, normalised but not rotated, and the gate ``[T, Hq * D]``."""
-        gate = None
-        parts = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
-        if self._gated:
-            q, gate, k, v = parts
-        else:
-            q, k, v = parts
-        q, k, v = (x.unflatten(-1, (-1, self._head_dim)) for x in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v, gate
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         context = get_forward_context()
         batch, cache = context.batch, context.kv_cache(self.name)
-        q, k = self._rotary[0](q, k, batch.positions)
-        store_kv(k, v, cache.k, cache.v, batch.slot_mapping, backend=self._backend)
-        return paged_attention(q, cache.k, cache.v, batch, scale=self._scale, backend=self._backend)
+        q, gate = qk_norm_rope(
+            self.qkv_proj(hidden_states),
+            self.q_norm.weight if self.q_norm is not None else None,
+            self.k_norm.weight if self.k_norm is not None else None,
+            self._eps,
+            self._zero_centered,
+            self._rotary[0].cos_sin,
+            batch.positions,
+            cache.k,
+            cache.v,
+            batch.slot_mapping,
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=self._head_dim,
+            gated=self._gated,
+            backend=self._backend,
+        )
+        attended = paged_attention(q, cache.k, cache.v, batch, scale=self._scale, backend=self._backend).flatten(1)
+        if gate is not None:
+            attended = sigmoid_mul(attended, gate, backend=self._backend)
+        return self.o_proj(attended)

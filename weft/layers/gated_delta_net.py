@@ -20,8 +20,9 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
-from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from weft.ops.causal_conv1d import causal_conv1d
+from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
+from weft.ops.gdn_decode import gdn_decode
 from weft.parallel.sharding import divide
 from weft.parallel.tensor_parallel import TensorParallel
 
@@ -141,6 +142,7 @@ class GatedDeltaNet(WeightModule):
         super().__init__()
         assert config.linear is not None, f"{name}: the model config has no linear-attention geometry"
         self.name, self._backend, self._tp = name, context.backend, context.tp
+        self._eps = config.rms_norm_eps
         linear = config.linear
         self.local = local = shard_linear(linear, context.tp)
         self.in_proj = GatedDeltaNetProjection(config.hidden_size, linear, layout, context)
@@ -158,35 +160,48 @@ class GatedDeltaNet(WeightModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         context = get_forward_context()
         batch, cache = context.batch, context.state_cache(self.name)
-        qkv, z, b, a = self.in_proj(hidden_states).split(self._split_sizes, dim=-1)
+        projected = self.in_proj(hidden_states)
+        n = batch.num_decodes
+        if n == projected.shape[0]:
+            return self.out_proj(self._decode(projected, batch, cache))
+        mixed = self._prefill(projected, batch, cache)
+        if n:
+            mixed[:n] = self._decode(projected[:n], batch, cache)
+        return self.out_proj(mixed)
+
+    def _decode(self, projected: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+        """Rows that bring one token to an existing state, up to the output projection."""
+        local = self.local
+        return gdn_decode(
+            projected,
+            self.conv1d.weight,
+            None,
+            self.A_log,
+            self.dt_bias,
+            self.norm.weight,
+            self._eps,
+            cache.conv,
+            cache.recurrent,
+            batch.state_slots[: batch.num_decodes],
+            num_k_heads=local.num_k_heads,
+            num_v_heads=local.num_v_heads,
+            head_k_dim=local.head_k_dim,
+            head_v_dim=local.head_v_dim,
+            backend=self._backend,
+        )
+
+    def _prefill(self, projected: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+        """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
+        qkv, z, b, a = projected.split(self._split_sizes, dim=-1)
         g, beta = gdn_gates(a, b, self.A_log, self.dt_bias)
-        mixed = self._mix(qkv, g, beta, batch, cache)
+        qkv = causal_conv1d(qkv, self.conv1d.weight, None, cache.conv, batch, backend=self._backend)
+        q, k, v = self._heads(qkv)
+        mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache.recurrent, batch, backend=self._backend)
         head_dim = self.local.head_v_dim
         normed = self.norm(mixed.view(-1, head_dim), z.reshape(-1, head_dim)).view(-1, self.local.value_dim)
         if batch.num_tokens < normed.shape[0]:
             normed[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
-        return self.out_proj(normed)
-
-    def _mix(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: StateCache) -> Tensor:
-        """``[T, HV, V]``: decoding rows advance one step, the others run in chunks, padding rows are zero."""
-        n = batch.num_decodes
-        if n == qkv.shape[0]:
-            return self._decode(qkv, g, beta, batch, cache)
-        mixed = self._prefill(qkv, g, beta, batch, cache)
-        if n:
-            mixed[:n] = self._decode(qkv[:n], g[:n], beta[:n], batch, cache)
-        return mixed
-
-    def _decode(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: StateCache) -> Tensor:
-        slots = batch.state_slots[: batch.num_decodes]
-        qkv = causal_conv1d_update(qkv, self.conv1d.weight, None, cache.conv, slots, backend=self._backend)
-        q, k, v = self._heads(qkv)
-        return recurrent_gated_delta_rule(q, k, v, g, beta, cache.recurrent, slots, backend=self._backend)
-
-    def _prefill(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: StateCache) -> Tensor:
-        qkv = causal_conv1d(qkv, self.conv1d.weight, None, cache.conv, batch, backend=self._backend)
-        q, k, v = self._heads(qkv)
-        return chunk_gated_delta_rule(q, k, v, g, beta, cache.recurrent, batch, backend=self._backend)
+        return normed
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[N, conv_dim]`` -> ``q, k [N, HK, K]``, ``v [N, HV, V]``, as views."""

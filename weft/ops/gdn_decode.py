@@ -35,21 +35,18 @@ def gdn_decode_reference(
 ) -> Tensor:
     """Torch reference of ``gdn_decode``: the operations that it fuses, one after the other."""
     key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
-    out = projected.new_zeros(projected.shape[0], value_dim) if out is None else out.zero_()
-    real = (state_slots != 0).nonzero().flatten()
-    slots = state_slots[real].long()
-    qkv, z, b, a = projected[real].split([2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
+    qkv, z, b, a = projected.split([2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
     g, beta = gdn_gates(a, b, A_log, dt_bias)
-    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_bias, conv_state, slots)
+    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_bias, conv_state, state_slots)
     q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
     q, k = (x.unflatten(-1, (num_k_heads, head_k_dim)) for x in (q, k))
     v = v.unflatten(-1, (num_v_heads, head_v_dim))
-    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, slots)
-    gate = z.reshape(-1, head_v_dim)
-    out[real] = gated_rms_norm_reference(o.flatten(0, 1), gate, norm_weight, eps).view(-1, value_dim)
+    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, head_v_dim), norm_weight, eps)
+    normed = normed.view(-1, value_dim).masked_fill_((state_slots == 0)[:, None], 0.0)
     if checkpoint_slots is not None:
-        _store_checkpoints((conv_state, state), slots, checkpoint_slots[real].long())
-    return out
+        _store_checkpoints((conv_state, state), state_slots.long(), checkpoint_slots.long())
+    return normed if out is None else out.copy_(normed)
 
 
 def _store_checkpoints(caches: tuple[Tensor, ...], slots: Tensor, checkpoint_slots: Tensor) -> None:
@@ -89,8 +86,8 @@ def gdn_decode(
         eps: of that norm.
         conv_state: ``[num_slots, C, W - 1]``.
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16.
-        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, whatever they hold, and no state
-            is touched. Other slots occur once.
+        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, whatever they hold; only the
+            reserved slot's state may change. Other slots occur once.
         checkpoint_slots: ``[N]`` int32 or None: a slot that receives both states after this token as well; -1 for none.
         out: ``[N, HV * V]`` to write to, optional.
 
