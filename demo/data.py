@@ -47,21 +47,25 @@ def turn(rng: Random, progress: float) -> tuple[str, str]:
 
 
 def problem_for(rng: Random, progress: float) -> Problem:
-    """A training problem: bare calculations at first, then one step, then many."""
+    """A training problem: bare calculations at first, then one step, then many, half of them freely worded."""
     while True:
-        problem = problems.draw(_template(rng, progress), rng)
+        problem = _draw(rng, progress)
         if problem.split == TRAIN:
             return problem
 
 
-def _template(rng: Random, progress: float) -> templates.Template:
+def _draw(rng: Random, progress: float) -> Problem:
     first, full = CURRICULUM
-    many = 0.72 * min(1.0, max(0.0, (progress - first) / (full - first)))
+    many = 0.8 * min(1.0, max(0.0, (progress - first) / (full - first)))
     if rng.random() < many:
-        return problems.chain(rng) if rng.random() < 0.25 else rng.choice(templates.MANY_STEPS)
-    if progress > first / 2 and rng.random() < 0.4:
-        return rng.choice(templates.ONE_STEP)
-    return rng.choice(templates.BARE)
+        if (kind := rng.random()) < 0.55:
+            return problems.story(rng)
+        template = problems.chain(rng) if kind < 0.7 else rng.choice(templates.MANY_STEPS)
+    elif progress > first / 2 and rng.random() < 0.4:
+        template = rng.choice(templates.ONE_STEP)
+    else:
+        template = rng.choice(templates.BARE)
+    return problems.draw(template, rng, wide=template not in templates.BARE and rng.random() < 0.5)
 
 
 def batch(seed: int, index: int, total: int) -> tuple[np.ndarray, np.ndarray]:

@@ -58,24 +58,32 @@ def records(split: str = EVAL, seed: int = 2024) -> list[dict]:
         while (problem.template, problem.numbers) in known:
             problem = draw_from(split, templates.TEMPLATES[problem.template], rng)
         known.add((problem.template, problem.numbers))
-        rows.append(
-            {
-                "id": f"{split}-{len(rows):03d}",
-                "template": problem.template,
-                "unseen_template": unseen,
-                "numbers": list(problem.numbers),
-                "steps": problem.steps,
-                "messages": chat(problem, rng),
-                "answer": str(problem.answer),
-            }
-        )
+        rows.append(record(f"{split}-{len(rows):03d}", problem, unseen, rng))
     return rows
 
 
+def record(name: str, problem: Problem, unseen: bool, rng: Random) -> dict:
+    """One line of the evaluation."""
+    return {
+        "id": name,
+        "template": problem.template,
+        "unseen_template": unseen,
+        "numbers": list(problem.numbers),
+        "steps": problem.steps,
+        "messages": chat(problem, rng),
+        "answer": str(problem.answer),
+    }
+
+
 def dev_records(count: int = 64) -> list[dict]:
-    """A fixed development set of seen templates only: the held-out ones stay out of every decision."""
+    """A development set of `count` problems of seen templates and twenty of DEV_HELD_OUT: HELD_OUT plays no part."""
+    rng = Random("dev")
     seen = [row for row in records(DEV) if not row["unseen_template"]]
-    return Random("dev").sample(seen, count)
+    rows = rng.sample(seen, count)
+    for i, template in enumerate(templates.DEV_HELD_OUT * 2):
+        problem = draw_from(DEV, template, rng)
+        rows.append(record(f"dev-new-{i:02d}", problem, True, rng))
+    return rows
 
 
 if __name__ == "__main__":

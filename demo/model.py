@@ -7,13 +7,15 @@ a test compares loss and gradients with it.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import Qwen3NextForCausalLM
 
 CHUNK = 64
+BACKEND = 'inductor'
 Weights = dict[str, Tensor]
 
 
@@ -52,8 +54,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     """
     rows, length, heads, dim = v.shape
     shape = (rows, length // CHUNK, CHUNK, heads)
-    q, k, v = (x.float().view(*shape, -1).permute(0, 3, 1, 2, 4) for x in (q, k, v))
-    decay, beta = (x.float().view(shape).permute(0, 3, 1, 2) for x in (decay, beta))
+    q, k, v = (x.float().reshape(*shape, -1).permute(0, 3, 1, 2, 4).contiguous() for x in (q, k, v))
+    decay, beta = (x.float().reshape(shape).permute(0, 3, 1, 2).contiguous() for x in (decay, beta))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     total = decay.cumsum(-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
@@ -97,7 +99,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * (1 + weight)).to(x.dtype)
 
 
-def delta_net(x: Tensor, w: Weights, config: Qwen3NextConfig) -> Tensor:
+def delta_net(x: Tensor, w: Weights, config: SimpleNamespace) -> Tensor:
     """A Gated DeltaNet mixer."""
     rows, length, _ = x.shape
     heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
@@ -127,7 +129,7 @@ def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(sum(padded[:, i : i + length] * taps[:, i] for i in range(width)))
 
 
-def attention(x: Tensor, w: Weights, config: Qwen3NextConfig, rope: tuple[Tensor, Tensor]) -> Tensor:
+def attention(x: Tensor, w: Weights, config: SimpleNamespace, rope: tuple[Tensor, Tensor]) -> Tensor:
     """A gated softmax attention mixer."""
     rows, length, _ = x.shape
     dim, eps = config.head_dim, config.rms_norm_eps
@@ -150,7 +152,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([turned * cos + torch.cat([-right, left], -1) * sin, rest], -1)
 
 
-def experts(x: Tensor, w: Weights, config: Qwen3NextConfig) -> tuple[Tensor, Tensor]:
+def experts(x: Tensor, w: Weights, config: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """The mixture of experts, every expert computed and weighted (most by zero), and its balancing loss."""
     logits = linear(x, w["gate.weight"])
     probabilities = logits.float().softmax(-1)
@@ -169,7 +171,7 @@ def experts(x: Tensor, w: Weights, config: Qwen3NextConfig) -> tuple[Tensor, Ten
     return out + linear(x, w["shared_expert_gate.weight"]).sigmoid() * shared, balance
 
 
-def layer(x: Tensor, w: dict[str, Weights], config: Qwen3NextConfig, rope: tuple[Tensor, Tensor] | None):
+def layer(x: Tensor, w: dict[str, Weights], config: SimpleNamespace, rope: tuple[Tensor, Tensor] | None):
     """One decoder layer: linear attention where no `rope` is given."""
     y = norm(x, w["norms"]["input_layernorm.weight"], config.rms_norm_eps)
     x = x + (delta_net(y, w["mixer"], config) if rope is None else attention(y, w["mixer"], config, rope))
@@ -188,8 +190,8 @@ class Trainable:
     """A transformers model with its layers' weights sorted for the functions above."""
 
     def __init__(self, model: Qwen3NextForCausalLM, dtype: torch.dtype, compiled: bool = False):
-        self.config, self.dtype, self.model = model.config, dtype, model
-        wrap: Callable = (lambda f: torch.compile(f, fullgraph=True, dynamic=False)) if compiled else (lambda f: f)
+        self.config, self.dtype, self.model = SimpleNamespace(**model.config.to_dict()), dtype, model  # plain: it compiles
+        wrap: Callable = (lambda f: torch.compile(f, fullgraph=True, dynamic=False, backend=BACKEND)) if compiled else (lambda f: f)
         self._layer, self._head_loss = wrap(layer), wrap(head_loss)
         self._layers = [_sorted_weights(m) for m in model.model.layers]
 

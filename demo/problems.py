@@ -6,16 +6,18 @@ Knows nothing of tokens or of how problems are strung into chats.
 """
 
 import hashlib
+import itertools
 import re
 from random import Random
 from typing import NamedTuple
 
-from demo import arithmetic, templates
+from demo import arithmetic, stories, templates, words
 from demo.templates import Template
 
-CHOICE = re.compile(r"\[([^\]]*)\]")
+CHOICE = re.compile(r"\[([^\[\]]*)\]")  # the innermost; they may be nested
 SLOT = re.compile(r"\{(\w+)\}")
 SPLITS = 24  # one part in 24 is kept for development problems, another for the evaluation
+WIDE_RANGES = [(2, 20), (11, 99), (11, 480), (11, 480), (100, 900)]
 EVAL, DEV, TRAIN = "eval", "dev", "train"
 
 
@@ -37,23 +39,48 @@ class Problem(NamedTuple):
         return {0: EVAL, 1: DEV}.get(part, TRAIN)
 
 
-def draw(template: Template, rng: Random, distract: float = 0.15) -> Problem:
-    """One problem from `template`: numbers redrawn until every step of the solution is allowed."""
-    text = CHOICE.sub(lambda m: rng.choice(m[1].split("|")), template.text)
+def draw(template: Template, rng: Random, distract: float = 0.15, wide: bool = False) -> Problem:
+    """One problem from `template`: numbers redrawn until every step of the solution is allowed.
+
+    `wide` draws from the wide vocabulary and from wide ranges, as the stories need.
+    """
+    text = template.text
+    while "[" in text:
+        text = CHOICE.sub(lambda m: rng.choice(m[1].split("|")), text)
     slots = SLOT.findall(text)
     letters = [s for s in dict.fromkeys(slots) if s in templates.RANGES]
-    while True:
-        numbers = {s: _number(s, rng) for s in letters}
-        worked = solve(template.steps, numbers)
-        if worked:
-            break
+    numbers, worked = _numbers(template.steps, letters, rng, wide)
     if template.name[:4] != "bare" and rng.random() < distract:
         text = _with_distractor(text, rng)
         numbers["z"] = _number("z", rng)
-    question = SLOT.sub(lambda m: str(words[m[1]]), text) if (words := _words(rng) | numbers) else text
+    filling = (words.draw(rng) if wide else _words(rng)) | numbers
+    question = SLOT.sub(lambda m: str(filling[m[1]]), text)
+    if wide:
+        question = _tidy(question)
     identity = tuple(numbers[s] for s in dict.fromkeys(SLOT.findall(text)) if s in numbers)
     lines, answer = worked
     return Problem(template.name, identity, question, "\n".join([*lines, f"Answer: {answer}"]), answer, len(lines))
+
+
+def story(rng: Random) -> Problem:
+    """A problem with free wording."""
+    return draw(stories.draw(rng), rng, wide=True)
+
+
+def _numbers(steps: str, letters: list[str], rng: Random, wide: bool) -> tuple[dict[str, int], tuple[list[str], int]]:
+    ranges = dict(templates.RANGES)
+    for attempt in itertools.count():
+        if wide and attempt % 50 == 0:
+            ranges |= {s: rng.choice(WIDE_RANGES) for s in "abcdef"}
+        numbers = {s: rng.randint(*ranges[s]) for s in letters}
+        if worked := solve(steps, numbers):
+            return numbers, worked
+
+
+def _tidy(text: str) -> str:
+    """Sentences begin with a capital letter and blanks stand alone, however a story was put together."""
+    text = re.sub(r" +", " ", text).replace(" .", ".").replace(" ,", ",").strip()
+    return re.sub(r"(^|[.?!] )([a-z])", lambda m: m[1] + m[2].upper(), text)
 
 
 def solve(steps: str, numbers: dict[str, int]) -> tuple[list[str], int] | None:
@@ -99,8 +126,8 @@ def _words(rng: Random) -> dict[str, str]:
     (name, he), (other, _) = rng.sample(templates.NAMES, 2)
     _, him, his = (he, *templates.PRONOUNS[he][1:])
     x, y = rng.sample(templates.THINGS, 2)
-    words = {"N": name, "M": other, "x": x, "y": y, "he": he, "him": him, "his": his}
-    return words | {"He": he.capitalize(), "His": his.capitalize()}
+    filling = {"N": name, "M": other, "x": x, "y": y, "he": he, "him": him, "his": his}
+    return filling | {"He": he.capitalize(), "His": his.capitalize()}
 
 
 def _with_distractor(text: str, rng: Random) -> str:

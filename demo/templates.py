@@ -253,4 +253,20 @@ HELD_OUT = _named(
         ("On three days a museum counts {a}, {b} and {c} visitors. How many visitors came in total?", "a+b; #+c"),
     ],
 )
-TEMPLATES = {t.name: t for t in [*BARE, *ONE_STEP, *MANY_STEPS, *HELD_OUT]}
+# Not trained on either: they show during training how well new wordings are read, so that HELD_OUT need not.
+DEV_HELD_OUT = _named(
+    "devunseen",
+    [
+        ("{N} finds {a} {x} on the beach, {M} finds {b} and their friend {c}. How many {x} did the three find?", "a+b; #+c"),
+        ("A cyclist rides {p} km on each of {m} days and on the last day only {q} km. How long was the tour?", "p*m; #+q"),
+        ("Of the {a} lamps in a street {b} are broken, and then {c} more break. How many lamps still work?", "a-b; #-c"),
+        ("A ship has {m} decks, on every deck there are {p} cabins, and {a} cabins are booked. How many cabins can still be booked?", "p*m; #-a"),
+        ("A jacket costs {a} dollars, the trousers cost {b} dollars less. How much are the jacket and the trousers together?", "a-b; #+a"),
+        ("{N} takes {m} sandwiches for {s} dollars each and {n} juices for {t} dollars each. How much is the bill?", "s*m; t*n; #1+#2"),
+        ("Every child in a group of {m} receives {s} nuts and {k} sweets. How many things are handed out?", "s+k; #*m"),
+        ("{s} pupils line up in {m} equal rows. How many pupils stand in {n} rows?", "s/m; #*n"),
+        ("At the start of the month {N} has {a} dollars in the bank. The rent takes {b}, a refund brings {c}. How much is in the bank?", "a-b; #+c"),
+        ("A swimmer does {p} laps before lunch and {q} after lunch, {m} days in a row. How many laps is that?", "p+q; #*m"),
+    ],
+)
+TEMPLATES = {t.name: t for t in [*BARE, *ONE_STEP, *MANY_STEPS, *HELD_OUT, *DEV_HELD_OUT]}

@@ -168,9 +168,9 @@ def dev_accuracy(trainer: Trainer, tokenizer, problems: list[dict]) -> dict:
     texts = evaluate.replies(trainer.model, tokenizer, problems)
     torch.set_float32_matmul_precision(precision)
     figures = evaluate.score(problems, texts)
-    if figures["wrong"]:
-        print("  e.g.", figures["wrong"][0], flush=True)
-    return {"dev_accuracy": figures["accuracy"]}
+    for miss in figures["wrong"][-8:]:
+        print(f"  {miss['question']} -> {miss['reply']!r}", flush=True)
+    return {"dev_accuracy": figures["seen_templates"], "dev_new_wordings": figures["unseen_templates"]}
 
 
 class Log:

@@ -6,6 +6,7 @@ Knows nothing of the model. Run: python -m demo.train_tokenizer
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from random import Random
 
@@ -42,7 +43,7 @@ def corpus(seed: int = 0):
     rng = Random(f"{seed}/tokenizer")
     for _ in range(CORPUS):
         template = rng.choice([problems.chain(rng), *rng.sample([*templates.ONE_STEP, *templates.MANY_STEPS], 3)])
-        problem = problems.draw(template, rng)
+        problem = problems.story(rng) if rng.random() < 0.6 else problems.draw(template, rng)
         yield problem.question
         yield problem.reply
     for _ in range(CORPUS // 8):
@@ -88,4 +89,4 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 if __name__ == "__main__":
     trained = train()
     print(f"{trained.get_vocab_size()} tokens")
-    save(trained, MODEL_DIR)
+    save(trained, Path(sys.argv[1]) if len(sys.argv) > 1 else MODEL_DIR)
