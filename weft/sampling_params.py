@@ -33,7 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         repetition_penalty: > 0, over prompt and generated tokens (CTRL, arXiv 1909.05858).
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: only these can be generated.
-        bad_words: texts that may not be generated.
+        bad_words: texts that may not be generated, as the tokenizer writes them at the start of a text and after a
+            space.
         seed: any 64-bit integer; the sample depends on (seed, output position, token id) and on nothing else. Without
             one, the engine's seed and the request's number give one.
         stop: strings that end the generation; cut off unless ``include_stop_str_in_output``.
@@ -80,69 +81,110 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        self._check_flags()
         self._check_stops()
         self._check_token_lists()
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, 64)
-        _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("max_tokens", self.max_tokens, 1, None, optional=True)
         _integer("min_tokens", self.min_tokens, 0, None)
-        _integer("top_k", self.top_k, -1, None)
-        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, -1, None, optional=True)
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
+        _number("temperature", self.temperature, 0.0, 100.0, optional=True)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True, optional=True)
+        _number("min_p", self.min_p, 0.0, 1.0, optional=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens={self.min_tokens} is greater than max_tokens={self.max_tokens}; lower one or raise the other",
+                f"min_tokens={self.min_tokens} is greater than max_tokens={self.max_tokens}; "
+                "lower one or raise the other",
                 "min_tokens",
             )
 
+    def _check_flags(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name}={value!r} is not a truth value; give True or False", name)
+
     def _check_stops(self) -> None:
+        if self.stop is not None and not isinstance(self.stop, str):
+            _list("stop", self.stop, "texts")
         stops = self.stop_strings
         if len(stops) > MAX_STOPS:
             raise RequestError(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
-        if any(not isinstance(s, str) or not s for s in stops):
-            raise RequestError("stop holds an empty or non-text entry; every stop string needs at least one character", "stop")
+        for entry in stops:
+            if not isinstance(entry, str) or not entry:
+                raise RequestError(f"stop holds {entry!r}; every stop string needs at least one character", "stop")
         if stops and not self.detokenize:
             raise RequestError("stop strings need text: leave detokenize=True or use stop_token_ids", "stop")
 
     def _check_token_lists(self) -> None:
-        for token, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias key", token, 0, None)
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         for name in ("allowed_token_ids", "stop_token_ids"):
-            for token in getattr(self, name) or ():
-                _integer(name, token, 0, None)
+            value = getattr(self, name)
+            if value is None:
+                continue
+            _list(name, value, "token ids")
+            for token in value:
+                _integer(name, token, 0, None, what=f"{name} holds {token!r}; it")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty, so no token could be generated; leave it out or name some", "allowed_token_ids")
-        for word in self.bad_words or ():
-            if not isinstance(word, str) or not word.strip():
-                raise RequestError(f"bad_words holds {word!r}; every entry must be a non-empty text", "bad_words")
+            raise RequestError(
+                "allowed_token_ids is empty, so no token could be generated; leave it out or name some",
+                "allowed_token_ids",
+            )
+        self._check_bias()
+        if self.bad_words is not None:
+            _list("bad_words", self.bad_words, "texts")
+            for word in self.bad_words:
+                if not isinstance(word, str) or not word.strip():
+                    raise RequestError(f"bad_words holds {word!r}; every entry must be a non-empty text", "bad_words")
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict):
+            raise RequestError(f"logit_bias={self.logit_bias!r} is not a dict of token id -> number", "logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, None, what=f"logit_bias has the key {token!r}; it")
+            _number("logit_bias", bias, -100.0, 100.0, what=f"logit_bias adds {bias!r} to token {token}; it")
 
 
-def _integer(name: str, value: Any, low: int | None, high: int | None) -> None:
-    if value is None:
+def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False, what: str = "") -> None:
+    if value is None and optional:
         return
+    what = what or f"{name}={value!r}"
+    allowed = f"{low} or more" if high is None else f"{low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}={value!r} is not an integer", name)
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise RequestError(f"{name}={value} is outside the allowed range: {_range(low, high)}", name)
+        raise RequestError(f"{what} is not an integer; allowed are integers, {allowed}", name)
+    if value < low or (high is not None and value > high):
+        raise RequestError(f"{what} is outside the allowed range: {allowed}", name)
 
 
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if value is None:
+def _number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    optional: bool = False,
+    what: str = "",
+) -> None:
+    if value is None and optional:
         return
+    what = what or f"{name}={value!r}"
+    allowed = f"{'above' if open_low else 'from'} {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name}={value!r} is not a finite number", name)
+        raise RequestError(f"{what} is not a finite number; allowed are numbers {allowed}", name)
     if value < low or value > high or (open_low and value == low):
-        raise RequestError(f"{name}={value} is outside the allowed range: {'above' if open_low else 'from'} {low} to {high}", name)
+        raise RequestError(f"{what} is outside the allowed range: {allowed}", name)
 
 
-def _range(low: int | None, high: int | None) -> str:
-    return f"{low} or more" if high is None else f"{low} to {high}"
+def _list(name: str, value: Any, of: str) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name}={value!r} is a {type(value).__name__}; give a list of {of}", name)
