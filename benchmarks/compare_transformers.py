@@ -73,7 +73,8 @@ class Weft:
 
     def generate(self, requests: list[Request]) -> list[Tokens]:
         params = [
-            SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for _, length in requests
+            SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+            for _, length in requests
         ]
         outputs = self.llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
         return [o.outputs[0].token_ids for o in outputs]
@@ -105,9 +106,14 @@ def timed(run: Callable[[], list[Tokens]]) -> tuple[float, list[Tokens]]:
     return time.perf_counter() - start, tokens
 
 
+def common_length(a: Tokens, b: Tokens) -> int:
+    """Tokens before the first difference."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
 def agreement(ours: list[Tokens], theirs: list[Tokens]) -> dict[str, Any]:
     """How many requests agree to the last token, and the share of tokens before a first difference."""
-    common = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in zip(ours, theirs)]
+    common = [common_length(a, b) for a, b in zip(ours, theirs, strict=True)]
     return {
         "equal_requests": sum(n == len(a) for n, a in zip(common, ours, strict=True)),
         "requests": len(ours),

@@ -1,0 +1,46 @@
+"""``weft bench``: tiny workloads end to end, the JSON they write, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import RunWeft
+
+
+def test_latency(run_weft: RunWeft, tmp_path: Path) -> None:
+    target = tmp_path / "figures" / "latency.json"
+    flags = ["--batch-sizes", 1, 3, "--prompt-len", 9, "--output-len", 5, "--repeats", 2, "--json", target]
+    result = run_weft("bench", "latency", *flags, "--page-size", 8)
+    assert result.status == 0
+    assert result.settings == {"skip_tokenizer_init": True, "max_num_seqs": 3, "page_size": 8}
+    figures = json.loads(target.read_text())
+    assert [row["batch_size"] for row in figures["results"]] == [1, 3]
+    for row in figures["results"]:
+        assert row["step_ms"] is not None and row["interval_ms"] > 0
+        assert len(row["repeats"]["all_tokens_ms"]) == len(row["repeats"]["one_token_ms"]) == 2
+    assert {"benchmark", "device", "versions", "config", "workload", "command", "date"} <= set(figures)
+    assert figures["config"]["dtype"] == "float32" and "torch" in figures["versions"]
+
+
+def test_throughput(run_weft: RunWeft, tmp_path: Path) -> None:
+    target = tmp_path / "throughput.json"
+    flags = ["--num-prompts", 5, "--prompt-len", 3, 9, "--output-len", 2, 6, "--repeats", 2, "--json", target]
+    result = run_weft("bench", "throughput", *flags)
+    assert result.status == 0 and "output_tokens_per_s" in result.out
+    results = json.loads(target.read_text())["results"]
+    assert results["output_tokens_per_s"] > 0 and len(results["repeats"]["seconds"]) == 2
+    assert 10 <= results["num_output_tokens"] <= 30
+
+
+def test_bad_workloads(run_weft: RunWeft) -> None:
+    for argv, message in {
+        ("latency", "--output-len", 1): "--output-len 1: give 2 or more",
+        ("latency", "--batch-sizes", 0): "--batch-sizes 0",
+        ("latency", "--repeats", 0): "--repeats 0",
+        ("throughput", "--prompt-len", 9, 3): "--prompt-len 9 3",
+        ("latency", "--json", "/proc/nowhere/x.json"): "cannot be written",
+    }.items():
+        result = run_weft("bench", *argv)
+        assert result.status == 2 and message in result.err
+        assert result.settings == {}
