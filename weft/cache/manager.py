@@ -1,35 +1,44 @@
 """Who holds which pages and slots: the cache as the scheduler sees it.
 
-Job: match a prompt against what is cached, lease pages and a state slot to a request, grow the lease, take it back.
-Owns: the pools and every live lease. Does not know: tensors, batches, or why a request starts or stops.
+Job: match a sequence against what is cached, lease pages and a state slot to a request, grow the lease, file what it
+computed, take it back. Owns: the pools, the prefix tree and every live lease.
+Does not know: tensors, batches, or why a request starts or stops. ::
 
-This manager reuses nothing between requests: every match is empty. Its interface is the one that a manager with a
-prefix tree keeps, so the scheduler need not change::
+    match(tokens)        pure: how much could be reused
+    lease(match, …)      pin what was matched; a working slot; orders to fork the state and copy the partial last page
+    allocate(…)          grow the lease's pages, evicting what is worth least
+    order_checkpoints(…) slots for the states that the next step has to store
+    commit(…)            a step is launched: so many tokens are in pages and state now; what is new goes to the tree
+    release(…)           the request has ended     } pages and the working slot move to the tree or go back;
+    preempt(…)           the request will return   } only after its last launched step
+    check()              every page and slot is accounted for
 
-    match(tokens)   pure: how much of the prompt could be reused
-    lease(match)    pin what was matched and take a working state slot
-    allocate(...)   grow the lease's pages
-    commit(...)     so many tokens of the request are in the cache now
-    release(...)    the request has ended     } pages and slot go back;
-    preempt(...)    the request will return   } only after its last launched step
-    check()         every page and slot has exactly one owner
+Who owns a page or slot::
+
+    free ──allocate──▶ lease ──commit, release: filed──▶ tree ──evicted──▶ free
+                         ▲                                 │
+                         └── pages: shared, never written ─┘   slots: forked (copied), or moved if no other is free
+
+A lease reads the pages of its prefix where the tree holds them, and writes only pages of its own: the partial last page
+is copied. Positions below ``Lease.write_start`` that have to be computed again, because their KV is there but no state,
+read the stored KV and must not be written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from weft.cache.checkpoints import CheckpointPolicy, is_decode_position, prefill_positions
+from weft.cache.eviction import Evictor
+from weft.cache.match import CacheReport, Match, explain
 from weft.cache.page_pool import PagePool
+from weft.cache.policy import EvictionPolicy, make_policy
+from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens
 from weft.cache.spec import CacheSpec
 from weft.cache.state_pool import StatePool
 
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What of a prompt is cached: the first ``num_tokens`` tokens can be reused."""
-
-    num_tokens: int = 0
+NOTHING = Prefix(None, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,92 +49,406 @@ class Lease:
         pages: page ids in order; position ``p`` lives in ``pages[p // page_size]``.
         state_slot: working slot, 0 if the model has no recurrent layers.
         num_cached_tokens: tokens whose KV and state were reused.
-        num_committed_tokens: tokens whose KV and state the launched steps have produced.
+        num_committed_tokens: tokens fed by the launched steps: the position of the working state.
+        write_start: first position whose KV may be written; from ``num_cached_tokens`` to there it is read only.
+        state_fork: ``(src, dst)``: copy this slot before the first step; None: nothing to copy.
+        page_copy: ``(src, dst)``: copy this page before the first step; None: nothing to copy.
+        report: what the request found in the cache.
+        tokens: the tokens known when the lease was taken.
+        checkpoint_positions: where states are still to be stored, ascending.
     """
 
     pages: list[int] = field(default_factory=list)
     state_slot: int = 0
     num_cached_tokens: int = 0
     num_committed_tokens: int = 0
+    write_start: int = 0
+    state_fork: tuple[int, int] | None = None
+    page_copy: tuple[int, int] | None = None
+    report: CacheReport | None = None
+    tokens: Tokens = field(default_factory=lambda: as_tokens([]))
+    checkpoint_positions: list[int] = field(default_factory=list)
+    _node: Node | None = None
+    _num_shared_pages: int = 0
+    _fork_source: Checkpoint | None = None
+    _stored: list[tuple[int, int]] = field(default_factory=list)
+    _snapshot: tuple[int, int] | None = None
+    _is_filed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Gauges and counters since the start, in tokens, pages and slots.
+
+    ``num_evictable_*`` hold something that no running request needs. Queries and hits count every admission of a
+    request, resumed ones too.
+    """
+
+    num_free_pages: int
+    num_evictable_pages: int
+    num_free_slots: int
+    num_evictable_slots: int
+    num_query_tokens: int
+    num_hit_tokens: int
+    num_evicted_pages: int
+    num_evicted_states: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens looked up that were reused."""
+        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
 
 
 class Manager:
-    """Leases of pages and slots, without reuse."""
+    """Leases of pages and slots over a prefix tree.
 
-    def __init__(self, spec: CacheSpec, *, num_pages: int, num_slots: int) -> None:
+    Args:
+        spec: geometry and costs.
+        num_pages, num_slots: pool sizes, the reserved page and slot included.
+        enable_prefix_caching: False: nothing is kept and every match is empty.
+        checkpoint_policy: where states are stored.
+        eviction: what goes first; a policy object or the name of one.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        num_pages: int,
+        num_slots: int,
+        enable_prefix_caching: bool = False,
+        checkpoint_policy: CheckpointPolicy = "exact",
+        eviction: EvictionPolicy | str = "flops",
+    ) -> None:
         self.spec = spec
         self.pages = PagePool(num_pages)
         self.slots = StatePool(num_slots)
+        self.tree = RadixTree(spec.page_size, self.pages, self.slots)
+        self.enable_prefix_caching = enable_prefix_caching
+        policy = make_policy(eviction) if isinstance(eviction, str) else eviction
+        self.evictor = Evictor(spec, self.tree, self.pages, self.slots, policy)
+        self._checkpoint_policy: CheckpointPolicy = checkpoint_policy
+        self._needs_state = spec.num_linear_layers > 0
         self._leases: set[Lease] = set()
+        self._num_query_tokens = self._num_hit_tokens = 0
 
     @property
     def max_tokens(self) -> int:
         """Tokens that a single request can hold at most."""
         return self.pages.capacity * self.spec.page_size
 
-    def match(self, token_ids: Sequence[int]) -> Match:
-        """How much of ``token_ids`` could be reused. Changes nothing."""
-        return Match()
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            num_free_pages=self.pages.num_free,
+            num_evictable_pages=self.pages.num_evictable,
+            num_free_slots=self.slots.num_free,
+            num_evictable_slots=self.evictor.num_evictable_slots,
+            num_query_tokens=self._num_query_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_evicted_pages=self.evictor.num_evicted_pages,
+            num_evicted_states=self.evictor.num_evicted_states,
+        )
 
-    def lease(self, match: Match) -> Lease | None:
-        """A lease with a working slot and no pages yet, or None if no slot is free."""
-        slot = 0
-        if self.spec.num_linear_layers:
-            taken = self.slots.allocate()
-            if taken is None:
-                return None
-            slot = taken
-        lease = Lease(state_slot=slot, num_cached_tokens=match.num_tokens, num_committed_tokens=match.num_tokens)
+    # -- a request comes -------------------------------------------------------------------------------------------
+
+    def match(self, token_ids: Sequence[int] | Tokens, salt: str | None = None, *, reuse: bool = True) -> Match:
+        """How much of ``token_ids`` could be reused. Changes nothing.
+
+        Args:
+            token_ids: the prompt, and after a preemption what was generated.
+            salt: only entries stored under the same salt are seen.
+            reuse: False for requests that need every position computed (prompt log probabilities).
+        """
+        tokens = as_tokens(token_ids)
+        if not (reuse and self.enable_prefix_caching):
+            return Match(tokens, salt, 0, NOTHING, None, self.tree.version, reuse=reuse)
+        prefix = self.tree.match(tokens, salt)
+        limit = min(prefix.num_tokens, len(tokens) - 1)
+        if not self._needs_state:
+            return Match(tokens, salt, limit, prefix, None, self.tree.version)
+        checkpoint = prefix.nearest_checkpoint(limit)
+        return Match(tokens, salt, checkpoint.position if checkpoint else 0, prefix, checkpoint, self.tree.version)
+
+    def lease(
+        self,
+        match: Match,
+        num_tokens: int | None = None,
+        *,
+        reserve_pages: int = 0,
+        num_prompt_tokens: int | None = None,
+        borders: Sequence[int] = (),
+    ) -> Lease | None:
+        """Pin what was matched and take a working slot and, if one is copied, the page for it.
+
+        Args:
+            match: of this moment: nothing may have changed since.
+            num_tokens: tokens that the request holds soon; None: those matched against.
+            reserve_pages: pages that must be left over for others when it does.
+            num_prompt_tokens: leading tokens that are prompt; None: all.
+            borders: positions at which the next prompts may leave this one.
+
+        Returns:
+            The lease, whose ``state_fork`` and ``page_copy`` must run before its first step; or None, and nothing
+            changed, if pages or slots do not suffice now. With no other lease it is never None for a request that fits.
+        """
+        assert match.version == self.tree.version, "the cache has changed since the match"
+        num_tokens = len(match.tokens) if num_tokens is None else num_tokens
+        lease = self._try_lease(match, num_tokens, reserve_pages)
+        if lease is None and not self._leases and match.num_kv_tokens:
+            # Alone and still no room: the shared pages are in the way (their copy needs one page more).
+            match = replace(match, num_tokens=0, prefix=NOTHING, checkpoint=None, version=self.tree.version)
+            lease = self._try_lease(match, num_tokens, reserve_pages)
+        if lease is None:
+            return None
+        self._plan_checkpoints(lease, match, num_prompt_tokens or len(match.tokens), borders)
+        self._num_query_tokens += len(match.tokens)
+        self._num_hit_tokens += lease.num_cached_tokens
         self._leases.add(lease)
         return lease
 
+    def _try_lease(self, match: Match, num_tokens: int, reserve_pages: int) -> Lease | None:
+        report = explain(match, needs_state=self._needs_state)
+        node = self._lock_prefix(match)
+        shared, copied = divmod(match.num_kv_tokens, self.spec.page_size)
+        needed = max(self.spec.pages_for(num_tokens) - shared, int(copied > 0))
+        fits = needed + reserve_pages <= self.pages.num_free + self.pages.num_evictable
+        slot = self._take_working_slot(match.checkpoint) if fits else None
+        if slot is None:
+            if node is not None:
+                self.tree.unlock(node)
+            return None
+        pages = self.tree.page_list(Prefix(node, match.num_kv_tokens))
+        lease = Lease(pages[:shared], slot, match.num_tokens, match.num_tokens, report=report, tokens=match.tokens)
+        lease._node, lease._num_shared_pages = node, shared
+        lease.write_start = max(match.num_tokens, shared * self.spec.page_size)
+        if match.checkpoint is not None and slot != match.checkpoint.slot:
+            lease.state_fork, lease._fork_source = (match.checkpoint.slot, slot), match.checkpoint
+            self.tree.pin(match.checkpoint)
+        if copied:
+            self._take_pages(lease, 1)
+            lease.page_copy = (pages[shared], lease.pages[shared])
+        if node is not None:
+            self._touch(match, node)
+        return lease
+
+    def _lock_prefix(self, match: Match) -> Node | None:
+        """Lock exactly what is matched. None if nothing is ever filed."""
+        if not self.enable_prefix_caching:
+            return None
+        node = match.prefix.node
+        if node is None:
+            node = self.tree.root(match.salt)
+        elif match.num_kv_tokens < node.end:
+            node = self.tree.split(node, match.num_kv_tokens)
+        self.tree.lock(node)
+        return node
+
+    def _touch(self, match: Match, node: Node) -> None:
+        """Refresh what is consumed: the state, and the KV that it makes usable."""
+        self.tree.clock += 1
+        while node.parent is not None and node.start >= match.num_tokens:
+            node = node.parent
+        self.tree.touch(node, match.checkpoint)
+
+    def _take_working_slot(self, source: Checkpoint | None) -> int | None:
+        """A slot to work in; that of the matched state itself if there is no other. 0 if the model needs none."""
+        if not self._needs_state:
+            return 0
+        if source is None:
+            return self.evictor.take_slot()
+        self.tree.pin(source)
+        slot = self.evictor.take_slot()
+        self.tree.unpin(source)
+        if slot is None and not source.pins:
+            slot = self.tree.take_checkpoint(source, lost=False)
+        return slot
+
+    def _plan_checkpoints(self, lease: Lease, match: Match, num_prompt_tokens: int, borders: Sequence[int]) -> None:
+        if not (self._needs_state and self.enable_prefix_caching):
+            return
+        stored = match.num_kv_tokens
+        lease.checkpoint_positions = prefill_positions(
+            self._checkpoint_policy,
+            reused=lease.num_cached_tokens,
+            divergence=stored if lease.num_cached_tokens < stored < len(match.tokens) else None,
+            borders=borders,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+
+    # -- a request grows -------------------------------------------------------------------------------------------
+
     def can_allocate(self, lease: Lease | None, num_tokens: int, reserve_pages: int = 0) -> bool:
-        """Would ``allocate(lease, num_tokens)`` succeed and leave ``reserve_pages`` free? None: for a fresh lease."""
-        held = len(lease.pages) if lease is not None else 0
-        return self.spec.pages_for(num_tokens) - held + reserve_pages <= self.pages.num_free
+        """Would ``allocate(lease, num_tokens)`` succeed and leave ``reserve_pages``? None: for a fresh lease."""
+        missing = self.spec.pages_for(num_tokens) - (len(lease.pages) if lease is not None else 0)
+        return max(0, missing) + reserve_pages <= self.pages.num_free + self.pages.num_evictable
 
     def allocate(self, lease: Lease, num_tokens: int) -> list[int] | None:
-        """Grow the lease until it holds ``num_tokens`` tokens.
+        """Grow the lease until it holds ``num_tokens`` tokens, evicting what nobody needs.
 
         Returns:
-            The pages added (often none), or None, and nothing changed, if too few pages are free.
+            The pages added (often none), or None, and nothing changed, if too few pages can be had.
         """
         assert lease in self._leases, "the lease has ended"
         missing = self.spec.pages_for(num_tokens) - len(lease.pages)
-        if missing <= 0:
-            return []
-        pages = self.pages.allocate(missing)
-        if pages is not None:
-            lease.pages.extend(pages)
+        return [] if missing <= 0 else self._take_pages(lease, missing)
+
+    def _take_pages(self, lease: Lease, count: int) -> list[int] | None:
+        if not self.evictor.make_room(count):
+            return None
+        pages = self.pages.allocate(count)
+        assert pages is not None
+        self.pages.pin(pages)
+        lease.pages.extend(pages)
         return pages
 
+    def order_checkpoints(self, lease: Lease, start: int, num_tokens: int) -> list[tuple[int, int]]:
+        """``(position, slot)`` orders for a step that feeds ``num_tokens`` tokens from ``start``; call once, at launch.
+
+        Positions for which no slot can be had are skipped.
+        """
+        end = start + num_tokens
+        due = [p for p in lease.checkpoint_positions if start < p <= end]
+        orders: list[tuple[int, int]] = []
+        if due:
+            lease.checkpoint_positions = [p for p in lease.checkpoint_positions if p > end]
+            for position in due:
+                slot = self.evictor.take_slot()
+                if slot is not None:
+                    orders.append((position, slot))
+            lease._stored.extend(orders)
+        elif start >= len(lease.tokens) and self._takes_snapshot(end):
+            slot = self.evictor.take_slot()
+            if slot is not None:
+                orders = [(end, slot)]
+                self._drop_snapshot(lease)
+                lease._snapshot = orders[0]
+        return orders
+
+    def _takes_snapshot(self, position: int) -> bool:
+        wanted = self._needs_state and self.enable_prefix_caching
+        return wanted and is_decode_position(self._checkpoint_policy, position)
+
+    def _drop_snapshot(self, lease: Lease) -> None:
+        if lease._snapshot is not None:
+            self.slots.release(lease._snapshot[1])
+            lease._snapshot = None
+
     def commit(self, lease: Lease, num_tokens: int) -> None:
-        """The steps launched so far leave the request with exactly ``num_tokens`` tokens in pages and state."""
+        """The steps launched so far leave the request with exactly ``num_tokens`` tokens in pages and state.
+
+        Call it once every admission of the step is decided: what is filed here can be matched at once, and only later
+        steps may read it.
+        """
         assert lease.num_committed_tokens <= num_tokens <= len(lease.pages) * self.spec.page_size
         lease.num_committed_tokens = num_tokens
+        self._unpin_source(lease)
+        if lease._is_filed or lease._node is None:
+            return
+        if lease._stored or num_tokens >= len(lease.tokens):
+            self._file(lease, lease.tokens[:num_tokens])
+            lease._is_filed = num_tokens >= len(lease.tokens)
 
-    def release(self, lease: Lease) -> None:
-        """The request has ended and its last launched step is done: take everything back."""
-        self._return(lease)
+    def _unpin_source(self, lease: Lease) -> None:
+        if lease._fork_source is not None:
+            self.tree.unpin(lease._fork_source)
+            lease._fork_source = None
 
-    def preempt(self, lease: Lease) -> None:
-        """The request gives way and will come back; its last launched step is done."""
-        self._return(lease)
+    def _file(self, lease: Lease, tokens: Tokens) -> None:
+        """Give the tree the KV of ``tokens`` and the stored states; the lease stays locked on what it uses."""
+        assert lease._node is not None
+        if len(tokens) > lease._node.end:
+            node = self.tree.extend(lease._node, tokens, lease.pages)
+            self.tree.lock(node)
+            self.tree.unlock(lease._node)
+            lease._node = node
+        for position, slot in lease._stored:
+            self._file_state(lease._node, tokens, position, slot)
+        lease._stored = []
 
-    def _return(self, lease: Lease) -> None:
+    def _file_state(self, node: Node, tokens: Tokens, position: int, slot: int) -> None:
+        """Move a state into the tree; one that is there already is kept, and the slot freed."""
+        at = self.tree.locate(node, tokens, position) if position <= len(tokens) else None
+        if at is None or not self.tree.add_checkpoint(at, position, slot):
+            self.slots.release(slot)
+
+    # -- a request goes --------------------------------------------------------------------------------------------
+
+    def release(self, lease: Lease, token_ids: Sequence[int] | Tokens = (), *, keep: bool = True) -> None:
+        """The request has ended and its last launched step is done: its KV and state move to the tree.
+
+        Args:
+            token_ids: the request's tokens as far as they are known. If more were fed (a step launched past the end),
+                the working state belongs to no known sequence and is dropped.
+            keep: False: what it computed is worthless (NaN); nothing more is filed.
+        """
+        moves_state = self._checkpoint_policy != "aligned"
+        self._return(lease, as_tokens(token_ids), keep, moves_state)
+
+    def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
+        """The request gives way and will come back; its last launched step is done. What it has moves to the tree."""
+        self._return(lease, as_tokens(token_ids), keep=True, moves_state=True)
+
+    def _return(self, lease: Lease, tokens: Tokens, keep: bool, moves_state: bool) -> None:
+        assert lease in self._leases, "the lease has ended"
         self._leases.remove(lease)
-        self.pages.release(lease.pages)
-        if lease.state_slot:
-            self.slots.release(lease.state_slot)
-        lease.pages, lease.state_slot = [], 0
+        self._unpin_source(lease)
+        fed = lease.num_committed_tokens
+        if lease._node is not None and keep:
+            self._hand_over(lease, tokens[:fed], moves_state and len(tokens) >= fed)
+        for slot in [slot for _, slot in lease._stored] + [lease.state_slot]:
+            if slot:
+                self.slots.release(slot)
+        self._drop_snapshot(lease)
+        own = lease.pages[lease._num_shared_pages :]
+        self.pages.unpin(own)
+        self.pages.release(own)
+        if lease._node is not None:
+            self.tree.unlock(lease._node)
+        lease.pages, lease.state_slot, lease._node, lease._stored = [], 0, None, []
+
+    def _hand_over(self, lease: Lease, tokens: Tokens, moves_state: bool) -> None:
+        """File everything that was fed, the working state under exactly these tokens."""
+        was_fed = lease.num_committed_tokens > lease.num_cached_tokens
+        was_moved = lease.num_cached_tokens > 0 and lease.state_fork is None  # the slot still is the tree's own state
+        if lease.state_slot and len(tokens) and moves_state and (was_fed or was_moved):
+            lease._stored.append((len(tokens), lease.state_slot))
+            lease.state_slot = 0
+        if lease._snapshot is not None and not moves_state:
+            lease._stored.append(lease._snapshot)
+            lease._snapshot = None
+        self._file(lease, tokens)
+
+    # -- invariants ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert the invariants: every page and slot is reserved, free, or held by exactly one lease."""
+        """Assert the invariants: every page and slot is accounted for, nothing leased can be evicted."""
         self.pages.check()
         self.slots.check()
-        held = [page for lease in self._leases for page in lease.pages]
-        assert len(held) == len(set(held)), "two leases hold the same page"
-        assert len(held) + self.pages.num_free == self.pages.capacity, "pages leaked"
-        slots = [lease.state_slot for lease in self._leases if lease.state_slot]
-        assert len(slots) == len(set(slots)), "two leases hold the same slot"
-        assert len(slots) + self.slots.num_free == self.slots.capacity, "slots leaked"
+        self.tree.check()
+        references, pins = [0] * self.pages.num_pages, [0] * self.pages.num_pages
+        locks: dict[Node, int] = {}
+        for lease in self._leases:
+            own, shared = lease.pages[lease._num_shared_pages :], lease.pages[: lease._num_shared_pages]
+            assert len(lease.pages) == len(set(lease.pages)), "a lease lists a page twice"
+            assert all(self.pages.pins(page) for page in shared), "a shared page could be evicted"
+            for page in own:
+                references[page] += 1
+                pins[page] += 1
+                assert references[page] == 1, "two leases own the same page"
+            for node in lease._node.path() if lease._node is not None else ():
+                locks[node] = locks.get(node, 0) + 1
+        held = []
+        for node in self.tree.nodes():
+            assert node.locks == locks.get(node, 0), "a node's locks are not those of the leases below it"
+            held += [checkpoint.slot for checkpoint in node.checkpoints.values()]
+            for page in node.pages:
+                references[page] += 1
+                pins[page] += node.locks > 0
+        for page in range(1, self.pages.num_pages):
+            assert references[page] == self.pages.references(page), f"page {page} has lost or gained a reference"
+            assert pins[page] == self.pages.pins(page), f"page {page} has lost or gained a pin"
+        for lease in self._leases:
+            held += [slot for _, slot in lease._stored] + [lease.state_slot] * (lease.state_slot > 0)
+            held += [lease._snapshot[1]] if lease._snapshot is not None else []
+        assert len(held) == len(set(held)), "a slot has two owners"
+        assert len(held) + self.slots.num_free == self.slots.capacity, "slots leaked"

@@ -1,7 +1,10 @@
-"""The pool of KV pages: which are free, and how many users each of the others has.
+"""The pool of KV pages: which are free, who keeps each of the others, and which of those running requests need.
 
-Job: hand out page ids, count references, take pages back. Owns: the free list and the counts.
+Job: hand out page ids, count references and pins, take pages back. Owns: the free list and the counts.
 Does not know: what is in a page, who uses it, or any tensor. Page 0 is reserved for padding and never handed out.
+
+A *reference* keeps a page's content: one per tree node that lists it, one per request that brought it. A *pin* says
+that a running request reads it: pages in use without a pin can be had back by evicting what keeps them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ class PagePool:
         self.num_pages = num_pages
         self._references = [0] * num_pages
         self._references[0] = 1
+        self._pins = [0] * num_pages
+        self._num_pinned = 0
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -28,12 +33,17 @@ class PagePool:
         return len(self._free)
 
     @property
+    def num_evictable(self) -> int:
+        """Pages in use that no running request needs."""
+        return self.capacity - len(self._free) - self._num_pinned
+
+    @property
     def capacity(self) -> int:
         """Pages that can be handed out in all."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages with one reference each, or None (and nothing taken) if fewer are free."""
+        """``count`` pages with one reference each and no pin, or None (and nothing taken) if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -44,24 +54,48 @@ class PagePool:
     def references(self, page: int) -> int:
         return self._references[page]
 
+    def pins(self, page: int) -> int:
+        return self._pins[page]
+
     def retain(self, pages: Iterable[int]) -> None:
-        """One more user for each of ``pages``, which must be in use."""
+        """One more reference to each of ``pages``, which must be in use."""
+        references = self._references
         for page in pages:
-            assert page > 0 and self._references[page] > 0, f"page {page} is not in use"
-            self._references[page] += 1
+            assert page > 0 and references[page] > 0, f"page {page} is not in use"
+            references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One user less; a page without users is free again."""
+        """One reference less; a page without references is free again."""
+        references = self._references
         for page in pages:
-            assert page > 0 and self._references[page] > 0, f"page {page} is released more often than it was taken"
-            self._references[page] -= 1
-            if self._references[page] == 0:
+            assert page > 0 and references[page] > 0, f"page {page} is released more often than it was taken"
+            references[page] -= 1
+            if references[page] == 0:
+                assert self._pins[page] == 0, f"page {page} is still needed by a running request"
                 self._free.append(page)
 
+    def pin(self, pages: Iterable[int]) -> None:
+        """One more running need of each of ``pages``, which must be in use."""
+        pins = self._pins
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is not in use"
+            self._num_pinned += pins[page] == 0
+            pins[page] += 1
+
+    def unpin(self, pages: Iterable[int]) -> None:
+        """One running need less."""
+        pins = self._pins
+        for page in pages:
+            assert pins[page] > 0, f"page {page} is unpinned more often than it was pinned"
+            pins[page] -= 1
+            self._num_pinned -= pins[page] == 0
+
     def check(self) -> None:
-        """Assert that every page is exactly one of reserved, free, in use."""
+        """Assert that every page is exactly one of reserved, free, in use, and that the pin count adds up."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is in the free list twice"
         assert 0 not in free and self._references[0] == 1, "the reserved page was handed out or released"
         for page in range(1, self.num_pages):
             assert (page in free) == (self._references[page] == 0), f"page {page} is both free and in use, or neither"
+            assert self._pins[page] <= self._references[page], f"page {page} has more pins than references"
+        assert self._num_pinned == sum(count > 0 for count in self._pins), "pinned pages are miscounted"

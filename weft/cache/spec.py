@@ -25,6 +25,9 @@ class CacheSpec:
         linear: geometry of the recurrent layers on this rank, or None.
         conv_dtype: dtype name of the convolution state (the model's).
         state_dtype: dtype name of the recurrent state.
+        flops_per_token: FLOPs of one prompt token in the whole model, without attention between tokens and without the
+            output head (which only the last token of a prompt needs).
+        flops_per_pair: FLOPs of attention for one pair of a token and an earlier one, over all layers.
     """
 
     page_size: int
@@ -36,14 +39,22 @@ class CacheSpec:
     linear: LinearAttentionConfig | None = None
     conv_dtype: str = "float32"
     state_dtype: str = "float32"
+    flops_per_token: float = 1.0
+    flops_per_pair: float = 0.0
 
     @classmethod
-    def from_model(cls, model: ModelConfig, *, page_size: int, dtype: str, state_dtype: str, tp_size: int = 1) -> CacheSpec:
+    def from_model(
+        cls, model: ModelConfig, *, page_size: int, dtype: str, state_dtype: str, tp_size: int = 1
+    ) -> CacheSpec:
         """The spec of one of ``tp_size`` ranks. KV heads are replicated where there are fewer than ranks."""
         linear = model.linear
         if linear is not None and tp_size > 1:
             linear = LinearAttentionConfig(
-                linear.num_k_heads // tp_size, linear.num_v_heads // tp_size, linear.head_k_dim, linear.head_v_dim, linear.conv_kernel
+                linear.num_k_heads // tp_size,
+                linear.num_v_heads // tp_size,
+                linear.head_k_dim,
+                linear.head_v_dim,
+                linear.conv_kernel,
             )
         return cls(
             page_size=page_size,
@@ -55,6 +66,8 @@ class CacheSpec:
             linear=linear,
             conv_dtype=dtype,
             state_dtype=state_dtype,
+            flops_per_token=_flops_per_token(model),
+            flops_per_pair=4.0 * len(model.attention_layers) * model.num_attention_heads * model.head_dim,
         )
 
     @property
@@ -89,6 +102,38 @@ class CacheSpec:
         per_layer = conv_dim * width * DTYPE_BYTES[self.conv_dtype] + heads * k * v * DTYPE_BYTES[self.state_dtype]
         return self.num_linear_layers * per_layer
 
+    def prefill_flops(self, start: int, end: int) -> float:
+        """FLOPs of computing tokens ``start`` to ``end`` when everything before them is cached."""
+        pairs = (end * (end + 1) - start * (start + 1)) / 2
+        return self.flops_per_token * (end - start) + self.flops_per_pair * pairs
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
+
+
+def _flops_per_token(model: ModelConfig) -> float:
+    """Two FLOPs per weight that a token meets, and six per entry of the recurrent states (decay, read, write)."""
+    hidden, kv_size = model.hidden_size, model.num_key_value_heads * model.head_dim
+    q_size = model.num_attention_heads * model.head_dim
+    attention = hidden * (q_size * (2 if model.attn_output_gate else 1) + 2 * kv_size) + q_size * hidden
+    weights = len(model.attention_layers) * attention
+    states = 0
+    if model.linear is not None:
+        lin, count = model.linear, len(model.linear_layers)
+        projections = hidden * (lin.conv_dim + lin.value_dim + 2 * lin.num_v_heads) + lin.value_dim * hidden
+        weights += count * (projections + lin.conv_dim * lin.conv_kernel)
+        states = count * lin.num_v_heads * lin.head_k_dim * lin.head_v_dim
+    return 2.0 * (weights + _mlp_weights(model)) + 6.0 * states
+
+
+def _mlp_weights(model: ModelConfig) -> int:
+    """Weights of the MLPs that one token meets: the dense ones, and of a mixture the chosen experts and the router."""
+    dense = 3 * model.hidden_size * model.intermediate_size
+    if model.moe is None:
+        return model.num_hidden_layers * dense
+    moe = model.moe
+    expert = moe.num_experts_per_tok * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
+    sparse = model.hidden_size * (3 * expert + moe.num_experts)
+    num_sparse = len(moe.sparse_layers)
+    return num_sparse * sparse + (model.num_hidden_layers - num_sparse) * dense

@@ -1,0 +1,52 @@
+"""Where recurrent states are stored.
+
+Job: choose the positions of a prefill, and of decoding, at which a state is kept. Owns: the three policies.
+Does not know: slots, trees, or whether a chosen checkpoint finds room.
+
+* ``exact``: any position. The divergence from what is stored, conversation borders, the prompt's end less one, every
+  4,096 tokens; at the end of the request the working state itself.
+* ``aligned``: multiples of 64 only. The same divergence and prompt end rounded down; while decoding a snapshot at each
+  multiple, of which the last is kept.
+* ``finish_only``: nothing but the working state at the end of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+CheckpointPolicy = Literal["exact", "aligned", "finish_only"]
+
+MAX_PER_PREFILL = 4
+ALIGNMENT = 64
+"""Tokens between the positions of ``aligned``: the chunk of the chunked gated delta rule."""
+STRIDE = 4096
+"""Tokens between the checkpoints inside a very long prompt."""
+
+
+def prefill_positions(
+    policy: CheckpointPolicy, *, reused: int, divergence: int | None, borders: Sequence[int], num_prompt_tokens: int
+) -> list[int]:
+    """Positions at which the prefill of a prompt stores a state, ascending.
+
+    Args:
+        reused: tokens whose state is reused; nothing is stored at or before it.
+        divergence: where the prompt leaves what is stored, if no state stands there.
+        borders: conversation borders, in any order.
+        num_prompt_tokens: tokens of the prompt.
+    """
+    if policy == "finish_only":
+        return []
+    latest_first = sorted(borders, reverse=True)
+    wanted = [*([divergence] if divergence is not None else []), *latest_first[:1], num_prompt_tokens - 1]
+    wanted += latest_first[1:]
+    wanted += range((num_prompt_tokens - 1) // STRIDE * STRIDE, 0, -STRIDE)
+    if policy == "aligned":
+        wanted = [p // ALIGNMENT * ALIGNMENT for p in wanted]
+    chosen = [p for p in dict.fromkeys(wanted) if reused < p <= num_prompt_tokens]
+    return sorted(chosen[:MAX_PER_PREFILL])
+
+
+def is_decode_position(policy: CheckpointPolicy, position: int) -> bool:
+    """Does a decoding request take a snapshot after ``position`` tokens?"""
+    return policy == "aligned" and position % ALIGNMENT == 0

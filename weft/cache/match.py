@@ -1,0 +1,113 @@
+"""What a lookup found, and the reason where it found less than hoped.
+
+Job: the values that ``Manager.match`` and ``Manager.lease`` hand out. Owns: their fields and the sentences of a report.
+Does not know: how a prefix is found or what is done with it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from weft.cache.radix_tree import Checkpoint, Prefix, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What one request found in the cache, in tokens.
+
+    Attributes:
+        num_prompt_tokens: tokens looked up (after a preemption: the generated ones too).
+        num_kv_tokens: leading tokens whose KV was stored.
+        state_position: position of the nearest usable recurrent state; equals the reuse. None: no recurrent layers.
+        num_reused_tokens: tokens that need not be computed.
+        num_recomputed_tokens: tokens computed again although their KV was there.
+        reason: why not everything was reused, one sentence or two; empty if all but the last token was.
+    """
+
+    num_prompt_tokens: int
+    num_kv_tokens: int
+    state_position: int | None
+    num_reused_tokens: int
+    num_recomputed_tokens: int
+    reason: str
+
+    def __str__(self) -> str:
+        parts = [f"KV matched {self.num_kv_tokens:,} of {self.num_prompt_tokens:,} tokens"]
+        if self.state_position is not None:
+            parts.append(f"nearest state at {self.state_position:,}")
+        parts.append(f"recomputed {self.num_recomputed_tokens:,}")
+        return ", ".join(parts) + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What of a sequence is cached. Valid until the cache changes (``version``).
+
+    Attributes:
+        tokens: the sequence looked up.
+        salt: whose entries were looked at.
+        num_tokens: tokens that can be reused: KV and state are there and at least one token is left to compute.
+        prefix: the stored prefix; its KV may reach further than ``num_tokens``.
+        checkpoint: the state after ``num_tokens`` tokens; None if none is needed or there is none.
+        reuse: False if the request asked for none; then ``num_tokens`` is 0.
+    """
+
+    tokens: Tokens
+    salt: str | None
+    num_tokens: int
+    prefix: Prefix
+    checkpoint: Checkpoint | None
+    version: int
+    reuse: bool = True
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.prefix.num_tokens
+
+
+def explain(match: Match, *, needs_state: bool) -> CacheReport:
+    """The report of a match, with what the tree remembers of evictions."""
+    kv = match.num_kv_tokens
+    reasons = [] if match.reuse else ["reuse was not wanted, every prompt position has to be computed"]
+    if match.reuse and needs_state and match.num_tokens < min(kv, len(match.tokens) - 1):
+        reasons.append(_why_no_state(match))
+    if match.reuse and kv < len(match.tokens) - 1:
+        reasons.append(_why_no_kv(match))
+    return CacheReport(
+        num_prompt_tokens=len(match.tokens),
+        num_kv_tokens=kv,
+        state_position=match.num_tokens if needs_state else None,
+        num_reused_tokens=match.num_tokens,
+        num_recomputed_tokens=max(0, min(kv, len(match.tokens)) - match.num_tokens),
+        reason="; ".join(reasons),
+    )
+
+
+def _why_no_state(match: Match) -> str:
+    """The latest lost state between the reuse and the end of the KV, or that there never was one."""
+    limit = min(match.num_kv_tokens, len(match.tokens) - 1)
+    for node in match.prefix.node.path() if match.prefix.node is not None else ():
+        lost = [p for p in node.lost_states if match.num_tokens < p <= limit]
+        if lost:
+            position = max(lost)
+            return f"state at {position:,} evicted {_ago(node.lost_states[position])}"
+    return f"no state was ever stored between {match.num_tokens:,} and {limit:,}"
+
+
+def _why_no_kv(match: Match) -> str:
+    node, kv = match.prefix.node, match.num_kv_tokens
+    if node is None:
+        return "nothing is stored"
+    if kv < node.end or node.children:
+        lost = node.lost_continuations.get(int(match.tokens[kv])) if kv == node.end else None
+        where = f"the prompt leaves everything stored at {kv:,}"
+    else:
+        lost = node.lost_continuations.get(int(match.tokens[kv]))
+        where = f"nothing beyond {kv:,} was ever stored"
+    return where if lost is None else f"KV beyond {kv:,} evicted {_ago(lost)}"
+
+
+def _ago(moment: float) -> str:
+    """Seconds since ``moment`` of ``time.monotonic()``, in words."""
+    return f"{max(0.0, time.monotonic() - moment):.3g} s ago"

@@ -1,0 +1,99 @@
+"""What is worth keeping: a number for every state and every KV tail, larger is kept longer.
+
+Job: turn "last used then, saves so many FLOPs, costs so much memory" into one utility.
+Owns: the formulas. Does not know: the tree, pools, or when something is evicted.
+
+``lru`` is recency alone. ``flops`` adds the FLOPs that an entry saves per byte it holds, after Marconi (arXiv
+2411.19379): ``utility = recency + alpha x FLOP efficiency``. Efficiency is marginal to the nearest surviving ancestor
+state, because a reuse would start there if the entry were gone. All states have one size, so FLOPs per byte of state is
+FLOPs saved up to a factor; KV is weighed per token. Recency is in ticks of the cache's clock (one per admission);
+efficiency is scaled so that ``alpha = 1`` gives the most efficient entry seen lately one *horizon* of extra life, the
+horizon being the age at which entries are evicted: recency and efficiency then span the same range, as in the paper.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class EvictionPolicy(Protocol):
+    """Utilities are comparable within one kind (states, or KV) and one ``epoch``."""
+
+    epoch: int
+    """Changes when all utilities have to be computed anew."""
+
+    def state_utility(self, last_used: int, flops_saved: float) -> float:
+        """Of a checkpoint that saves ``flops_saved`` over the nearest ancestor state."""
+        ...
+
+    def kv_utility(self, last_used: int, flops_saved_per_token: float) -> float:
+        """Of the last stretch of a leaf's KV."""
+        ...
+
+    def observe_eviction(self, age: int) -> None:
+        """Something unused for ``age`` ticks had to go."""
+        ...
+
+
+class LRU:
+    """Least recently used goes first."""
+
+    epoch = 0
+
+    def state_utility(self, last_used: int, flops_saved: float) -> float:
+        return last_used
+
+    def kv_utility(self, last_used: int, flops_saved_per_token: float) -> float:
+        return last_used
+
+    def observe_eviction(self, age: int) -> None:
+        pass
+
+
+class FlopAware:
+    """Recency plus ``alpha`` times FLOP efficiency."""
+
+    RESCALE = 1.25
+    """Utilities are recomputed when horizon or scale have moved by more than this factor."""
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        self.alpha = alpha
+        self.epoch = 0
+        self._horizon = 0.0
+        self._largest_state = self._largest_kv = 0.0
+        self._weights = (0.0, 0.0)
+
+    def set_alpha(self, alpha: float) -> None:
+        if alpha != self.alpha:
+            self.alpha = alpha
+            self._reweigh(force=True)
+
+    def state_utility(self, last_used: int, flops_saved: float) -> float:
+        self._largest_state = max(self._largest_state, flops_saved)
+        return last_used + self._weights[0] * flops_saved
+
+    def kv_utility(self, last_used: int, flops_saved_per_token: float) -> float:
+        self._largest_kv = max(self._largest_kv, flops_saved_per_token)
+        return last_used + self._weights[1] * flops_saved_per_token
+
+    def observe_eviction(self, age: int) -> None:
+        # A slow average: the horizon is a property of the load and the memory, not of single evictions.
+        self._horizon += (age - self._horizon) / (64 if self._horizon else 1)
+        self._reweigh()
+
+    def _reweigh(self, force: bool = False) -> None:
+        scale = self.alpha * self._horizon
+        weights = tuple(scale / largest if largest else 0.0 for largest in (self._largest_state, self._largest_kv))
+        if force or any(_moved(old, new, self.RESCALE) for old, new in zip(self._weights, weights, strict=True)):
+            self._weights = (weights[0], weights[1])
+            self.epoch += 1
+
+
+def _moved(old: float, new: float, factor: float) -> bool:
+    return not (old / factor <= new <= old * factor)
+
+
+def make_policy(name: str) -> LRU | FlopAware:
+    """The policy called ``name``: ``"lru"`` or ``"flops"``."""
+    assert name in ("lru", "flops"), f"unknown eviction policy {name!r}"
+    return LRU() if name == "lru" else FlopAware()

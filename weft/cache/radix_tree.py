@@ -1,0 +1,419 @@
+"""The prefix tree: which token sequences have their KV and recurrent states in the cache.
+
+Job: find the longest stored prefix, file new spans and states, split, lock, cut. Owns: the nodes, one reference to
+every page that a node lists, and the slots of the checkpoints. Does not know: requests, tensors, or what is worth
+keeping (``eviction`` decides; the tree tells its ``Watcher`` what may be evicted).
+
+A node is a span of tokens ``[start, end)`` below its parent, at token granularity::
+
+    root ── "system prompt" [0, 1500) ──┬── "question A …" [1500, 2200)   pages 93 (shared or copied), 94, …
+            pages 0 … 93 (93 is partial)└── "question B …" [1500, 1721)
+
+A node lists the pages of its positions, ``start // page_size`` to ``(end - 1) // page_size``. Where a border is not a
+multiple of the page size, parent and child both list a page for that index: the same one (a span that was split or
+continued) or a copy (a branch). Either way the *deepest* listing holds the KV of the whole path up to its node's end.
+
+A checkpoint is a recurrent state after exactly ``position`` tokens, ``start < position <= end``. A node that lost its
+checkpoints and keeps its KV is a tombstone; what was lost when is remembered, to explain misses.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cache.page_pool import PagePool
+from weft.cache.state_pool import StatePool
+
+Tokens = NDArray[np.int32]
+
+MAX_REMEMBERED = 256
+"""Evicted continuations that one node remembers, for explanations only."""
+
+
+def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
+    """Token ids as an int32 array (the array itself if it is one)."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids
+    return np.frombuffer(array("i", token_ids), dtype=np.int32)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens ``a`` and ``b`` share. One vectorised comparison, no loop over tokens."""
+    length = min(len(a), len(b))
+    if length == 0:
+        return 0
+    different = a[:length] != b[:length]
+    first = int(different.argmax())
+    return first if different[first] else length
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """A recurrent state in ``slot``: that of the path's first ``position`` tokens.
+
+    ``pins`` counts orders that read the slot and are not launched yet; ``last_used`` is in ticks of the cache's clock.
+    """
+
+    position: int
+    slot: int
+    node: Node
+    last_used: int
+    pins: int = 0
+    attached: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A span of tokens with its KV pages and checkpoints. ``locks`` counts the leases at or below it.
+
+    A root has no parent, no tokens, and the ``salt`` of the sequences below it.
+    """
+
+    parent: Node | None
+    start: int
+    tokens: Tokens
+    pages: list[int]
+    last_used: int = 0
+    locks: int = 0
+    attached: bool = True
+    salt: str | None = None
+    children: dict[int, Node] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    lost_states: dict[int, float] = field(default_factory=dict)
+    lost_continuations: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def is_evictable_leaf(self) -> bool:
+        return self.attached and not self.children and not self.locks and self.parent is not None
+
+    def path(self) -> Iterator[Node]:
+        """This node and its ancestors, upwards."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+class Watcher(Protocol):
+    """Is told what may have become evictable, or worth less than before."""
+
+    def offer_leaf(self, node: Node) -> None: ...
+
+    def offer_state(self, checkpoint: Checkpoint) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The longest stored prefix of a sequence: ``num_tokens`` tokens, ending inside or at the end of ``node``."""
+
+    node: Node | None
+    num_tokens: int
+
+    def nearest_checkpoint(self, limit: int) -> Checkpoint | None:
+        """The latest state on the path at or before ``min(limit, num_tokens)``."""
+        limit = min(limit, self.num_tokens)
+        for node in self.node.path() if self.node is not None else ():
+            best = max((p for p in node.checkpoints if p <= limit), default=None)
+            if best is not None:
+                return node.checkpoints[best]
+        return None
+
+
+class RadixTree:
+    """Token sequences with their pages and states, one root per salt."""
+
+    def __init__(self, page_size: int, pages: PagePool, slots: StatePool) -> None:
+        self.page_size = page_size
+        self.clock = 0
+        self.version = 0
+        self.num_checkpoints = 0
+        self.num_pinned_checkpoints = 0
+        self.watcher: Watcher | None = None
+        self._pages = pages
+        self._slots = slots
+        self._roots: dict[str | None, Node] = {}
+
+    # -- looking, without touching -------------------------------------------------------------------------------
+
+    def match(self, tokens: Tokens, salt: str | None = None) -> Prefix:
+        """The longest prefix of ``tokens`` whose KV is stored under ``salt``. Changes nothing, not even ages."""
+        root = self._roots.get(salt)
+        return Prefix(None, 0) if root is None else self.descend(root, tokens)
+
+    def descend(self, node: Node, tokens: Tokens) -> Prefix:
+        """The longest stored prefix of ``tokens`` given that ``node``, with its whole path, is a part of it."""
+        position = node.end
+        while position < len(tokens):
+            child = node.children.get(int(tokens[position]))
+            if child is None:
+                break
+            shared = common_prefix(child.tokens, tokens[position:])
+            node, position = child, position + shared
+            if shared < len(child.tokens):
+                break
+        return Prefix(node, position)
+
+    def page_list(self, prefix: Prefix) -> list[int]:
+        """The pages of a prefix in order; for an index listed by several nodes, the deepest one's."""
+        count = -(-prefix.num_tokens // self.page_size)
+        listed: list[list[int]] = []
+        for node in prefix.node.path() if prefix.node is not None else ():
+            first = node.start // self.page_size
+            if first < count:
+                listed.append(node.pages[: count - first])
+                count = first
+        return [page for pages in reversed(listed) for page in pages]
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, parents before children, roots (empty spans) included."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def salts(self) -> dict[str | None, Node]:
+        """The root of every salt."""
+        return dict(self._roots)
+
+    # -- filing ----------------------------------------------------------------------------------------------------
+
+    def root(self, salt: str | None) -> Node:
+        """The root of ``salt``, created if need be."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(None, 0, np.zeros(0, dtype=np.int32), [], salt=salt)
+        return root
+
+    def split(self, node: Node, position: int) -> Node:
+        """Cut ``node`` at ``position`` inside its span. Returns the new upper part; ``node`` becomes the lower one."""
+        assert node.parent is not None and node.start < position < node.end
+        cut = position - node.start
+        first = node.start // self.page_size
+        upper = Node(
+            node.parent,
+            node.start,
+            node.tokens[:cut],
+            node.pages[: -(-position // self.page_size) - first],
+            last_used=node.last_used,
+            locks=node.locks,
+        )
+        kept = node.pages[position // self.page_size - first :]
+        if position % self.page_size:
+            self._pages.retain(kept[:1])
+            if node.locks:
+                self._pages.pin(kept[:1])
+        node.parent.children[int(node.tokens[0])] = upper
+        node.parent, node.start, node.tokens, node.pages = upper, position, node.tokens[cut:], kept
+        upper.children[int(node.tokens[0])] = node
+        _move_states(node, upper, position)
+        self.version += 1
+        return upper
+
+    def extend(self, node: Node, tokens: Tokens, pages: Sequence[int]) -> Node:
+        """File the KV of ``tokens`` below ``node``, whose path is a prefix of them.
+
+        Args:
+            node: where to start; a root will do.
+            tokens: the whole sequence from position 0.
+            pages: the pages of the whole sequence from position 0. What the tree has already keeps its own pages; of
+                the others it takes one reference each.
+
+        Returns:
+            The deepest node on the path that ends at or before ``len(tokens)``.
+        """
+        prefix = self.descend(node, tokens)
+        at = prefix.node
+        assert at is not None
+        if prefix.num_tokens == len(tokens):
+            return at if at.end == prefix.num_tokens or at is node else _parent(at)
+        if prefix.num_tokens < at.end:
+            at = self.split(at, prefix.num_tokens)
+        first = prefix.num_tokens // self.page_size
+        held = list(pages[first : -(-len(tokens) // self.page_size)])
+        self._pages.retain(held)
+        leaf = Node(at, prefix.num_tokens, tokens[prefix.num_tokens :].copy(), held, last_used=self.clock)
+        at.children[int(leaf.tokens[0])] = leaf
+        at.lost_continuations.pop(int(leaf.tokens[0]), None)
+        self.version += 1
+        self._offer_leaf(leaf)
+        return leaf
+
+    def locate(self, node: Node, tokens: Tokens, position: int) -> Node | None:
+        """The node that holds the end of ``tokens[:position]``, searched up and down from ``node`` on its path."""
+        while node.start >= position and node.parent is not None:
+            node = node.parent
+        prefix = self.descend(node, tokens[:position]) if node.end < position else Prefix(node, position)
+        return prefix.node if prefix.num_tokens == position else None
+
+    def add_checkpoint(self, node: Node, position: int, slot: int) -> bool:
+        """Take ``slot`` as the state after ``position`` tokens. False, and nothing taken, if there is one already."""
+        assert node.attached and node.start < position <= node.end
+        if position in node.checkpoints:
+            return False
+        checkpoint = Checkpoint(position, slot, node, self.clock)
+        node.checkpoints[position] = checkpoint
+        node.lost_states.pop(position, None)
+        self.num_checkpoints += 1
+        self.version += 1
+        if self.watcher is not None:
+            self.watcher.offer_state(checkpoint)
+            for below in _next_states(node, position):
+                self.watcher.offer_state(below)  # its value was counted from further above
+        return True
+
+    def take_checkpoint(self, checkpoint: Checkpoint, *, lost: bool) -> int:
+        """Remove a state, its KV stays. Returns the slot, which is the caller's now.
+
+        ``lost`` says that the state is gone (evicted) and not moved to a request that will hand it back.
+        """
+        node = checkpoint.node
+        assert checkpoint.attached and not checkpoint.pins
+        del node.checkpoints[checkpoint.position]
+        checkpoint.attached = False
+        if lost:
+            node.lost_states[checkpoint.position] = time.monotonic()
+        self.num_checkpoints -= 1
+        self.version += 1
+        self._offer_leaf(node)
+        return checkpoint.slot
+
+    # -- protecting ------------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """One more lease on ``node`` and everything above it."""
+        for each in node.path():
+            each.locks += 1
+            if each.locks == 1:
+                self._pages.pin(each.pages)
+
+    def unlock(self, node: Node) -> None:
+        """One lease less. Empty roots of salts that nobody uses any more disappear."""
+        for each in node.path():
+            assert each.locks > 0, "a node is unlocked more often than it was locked"
+            each.locks -= 1
+            if each.locks == 0:
+                self._pages.unpin(each.pages)
+                self._offer_leaf(each)
+        self._drop_if_empty_root(each)
+
+    def pin(self, checkpoint: Checkpoint) -> None:
+        """The slot will be read by an order that is not launched yet."""
+        self.num_pinned_checkpoints += checkpoint.pins == 0
+        checkpoint.pins += 1
+
+    def unpin(self, checkpoint: Checkpoint) -> None:
+        assert checkpoint.pins > 0
+        checkpoint.pins -= 1
+        self.num_pinned_checkpoints -= checkpoint.pins == 0
+        if checkpoint.pins == 0 and self.watcher is not None:
+            self.watcher.offer_state(checkpoint)
+
+    def touch(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """The path to ``node`` and ``checkpoint`` have been of use just now."""
+        for each in node.path():
+            each.last_used = self.clock
+        if checkpoint is not None:
+            checkpoint.last_used = self.clock
+
+    # -- cutting ---------------------------------------------------------------------------------------------------
+
+    def trim(self, leaf: Node, end: int) -> None:
+        """Forget the KV of an unlocked leaf from position ``end`` on, with the states there; all of it if ``end`` is
+        its start."""
+        assert leaf.is_evictable_leaf and leaf.start <= end < leaf.end
+        parent = _parent(leaf)
+        remember = parent if end == leaf.start else leaf
+        _remember(remember.lost_continuations, int(leaf.tokens[end - leaf.start]))
+        for position in [p for p in leaf.checkpoints if p > end]:
+            self._slots.release(self.take_checkpoint(leaf.checkpoints[position], lost=False))
+        kept = -(-end // self.page_size) - leaf.start // self.page_size if end > leaf.start else 0
+        self._pages.release(leaf.pages[kept:])
+        if end == leaf.start:
+            del parent.children[int(leaf.tokens[0])]
+            leaf.attached, leaf.parent, leaf.pages = False, None, []
+            self._offer_leaf(parent)
+            self._drop_if_empty_root(parent)
+        else:
+            leaf.tokens, leaf.pages = leaf.tokens[: end - leaf.start], leaf.pages[:kept]
+            leaf.lost_states = {p: when for p, when in leaf.lost_states.items() if p <= end}
+            self._offer_leaf(leaf)
+        self.version += 1
+
+    def _drop_if_empty_root(self, node: Node) -> None:
+        """Salts come and go with their users; the root of unsalted prompts stays, with what it remembers."""
+        if node.parent is None and node.salt is not None and not node.children and not node.locks:
+            del self._roots[node.salt]
+            node.attached = False
+
+    def _offer_leaf(self, node: Node) -> None:
+        if self.watcher is not None and node.is_evictable_leaf:
+            self.watcher.offer_leaf(node)
+
+    # -- invariants ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert the shape: spans, pages per span, children's keys, checkpoints inside their spans, lock order."""
+        checkpoints = []
+        for node in self.nodes():
+            assert node.attached and (node.parent is not None) == (len(node.tokens) > 0), "an empty or detached node"
+            spanned = -(-node.end // self.page_size) - node.start // self.page_size if len(node.tokens) else 0
+            assert len(node.pages) == spanned, "a node does not list the pages of its span"
+            assert sum(child.locks for child in node.children.values()) <= node.locks, "a lock must reach the root"
+            for token, child in node.children.items():
+                assert child.parent is node and child.start == node.end and int(child.tokens[0]) == token
+            for position, checkpoint in node.checkpoints.items():
+                assert node.start < position <= node.end, "a state outside its node"
+                assert checkpoint.node is node and checkpoint.position == position and checkpoint.attached
+                checkpoints.append(checkpoint)
+        assert len(checkpoints) == self.num_checkpoints, "checkpoints are miscounted"
+        assert sum(c.pins > 0 for c in checkpoints) == self.num_pinned_checkpoints, "pinned checkpoints are miscounted"
+
+
+def _parent(node: Node) -> Node:
+    assert node.parent is not None
+    return node.parent
+
+
+def _move_states(lower: Node, upper: Node, position: int) -> None:
+    """After a split: states up to ``position`` belong to the upper node."""
+    for at in [p for p in lower.checkpoints if p <= position]:
+        checkpoint = lower.checkpoints.pop(at)
+        checkpoint.node = upper
+        upper.checkpoints[at] = checkpoint
+    for at in [p for p in lower.lost_states if p <= position]:
+        upper.lost_states[at] = lower.lost_states.pop(at)
+
+
+def _next_states(node: Node, position: int) -> Iterator[Checkpoint]:
+    """The first states below ``position`` on every branch."""
+    later = min((p for p in node.checkpoints if p > position), default=None)
+    if later is not None:
+        yield node.checkpoints[later]
+        return
+    stack = list(node.children.values())
+    while stack:
+        below = stack.pop()
+        if below.checkpoints:
+            yield below.checkpoints[min(below.checkpoints)]
+        else:
+            stack.extend(below.children.values())
+
+
+def _remember(lost: dict[int, float], token: int) -> None:
+    """Note when the continuation that starts with ``token`` went; the oldest notes are dropped."""
+    lost.pop(token, None)
+    lost[token] = time.monotonic()
+    if len(lost) > MAX_REMEMBERED:
+        del lost[next(iter(lost))]
