@@ -52,6 +52,7 @@ class Tokenizer:
         self._backend = hf_tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self._token_texts: dict[int, str] = {}
         self.vocab_size: int = len(hf_tokenizer)
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
@@ -101,6 +102,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token give none."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one id alone, special tokens included; remembered, since log probabilities ask for many."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """False if decoding leaves this id out: it has no token, or is a special one to be skipped."""
@@ -227,13 +235,11 @@ class IncrementalDetokenizer:
         return delta
 
     def _advance(self) -> None:
-        """Everything is out: let the newer tokens become the context, if they make one."""
-        if len(self._window) - self._old < self._CONTEXT:
-            return
-        context = self._window[self._old :]
-        text = self._tokenizer.decode(context, skip_special_tokens=self._skip)
-        if text:
-            self._window, self._old, self._shown = context, len(context), text
+        """Everything is out: let the newer tokens become the context once there are enough of them."""
+        if len(self._window) - self._old >= self._CONTEXT:
+            self._window = self._window[self._old :]
+            self._old = len(self._window)
+            self._shown = self._decode()
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)

@@ -11,7 +11,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from tests.ops.oracles import make_batch, naive_gated_delta_rule
-from weft.errors import ConfigError
 from weft.ops.backend import Backend
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
 
@@ -183,8 +182,3 @@ def test_bfloat16_inputs_are_computed_in_float32() -> None:
     assert out16.dtype == torch.bfloat16
     assert torch.equal(out16, out32.bfloat16())
     assert torch.equal(state16, state32)
-
-
-def test_missing_kernel_is_an_error_not_a_fallback() -> None:
-    with pytest.raises(ConfigError, match=r"chunk_gated_delta_rule has no triton kernel.*backend='torch'"):
-        chunk_gated_delta_rule(*inputs(1), states(2), make_batch([1], [0]), backend=Backend.TRITON)

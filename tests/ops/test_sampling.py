@@ -89,6 +89,14 @@ def test_noise_is_finite_positive_and_depends_on_its_row_alone() -> None:
     assert torch.equal(exponential_noise(seeds[9:10], positions[9:10], 130)[0], noise[9, :130])
 
 
+def test_the_ends_of_the_range() -> None:
+    """Two tokens whose words are 2**32 - 23 (rounds to 1 in float32) and 0."""
+    highest = exponential_noise(torch.tensor([389]), torch.tensor([0]), 83_005)[0, 83_004]
+    lowest = exponential_noise(torch.tensor([544]), torch.tensor([0]), 94_690)[0, 94_689]
+    assert float(highest) == pytest.approx(24 * math.log(2))
+    assert float(lowest) == pytest.approx(2.0**-33)
+
+
 def test_numbers_are_uniform_along_every_axis() -> None:
     by_token = uniforms([5], [3], 200_000).flatten()
     by_position = uniforms([5] * 20_000, list(range(20_000)), 10).T.flatten()
@@ -232,6 +240,17 @@ def test_a_row_depends_on_nothing_else_in_the_batch() -> None:
     assert together == alone
     order = torch.randperm(150)
     assert run({k: v[order] for k, v in rows.items()}) == [together[i] for i in order.tolist()]
+
+
+def test_plain_rows_beside_small_top_k() -> None:
+    """Only the 20 likeliest tokens are looked at, yet rows without a filter keep all of theirs."""
+    rows = random_rows(150, 600)
+    rows["temperature"] = torch.full((150,), 1.7)
+    rows["top_k"][::2], rows["top_k"][1::2] = 0, 20
+    rows["top_p"][::2] = 1.0
+    rows["logits"] /= 4
+    together = run(rows)
+    assert together == [run({k: v[i : i + 1] for k, v in rows.items()})[0] for i in range(150)]
 
 
 # --- filters and penalties -------------------------------------------------------------------------------------------
