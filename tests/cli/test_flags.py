@@ -102,8 +102,8 @@ def test_a_refused_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixtur
 
 def test_sampling_flags_are_sampling_parameters() -> None:
     assert set(_SAMPLING_FLAGS) <= set(SAMPLING_NAMES)
-    argv = "generate x --temperature 0.5 --top-k 3 --stop a --stop b --no-skip-special-tokens".split()
-    argv += ["--logit-bias", '{"5": 1.5}', "--bad-words", "no", "never"]
+    argv = ["generate", "x", "--temperature", "0.5", "--top-k", "3", "--stop", "a", "--stop", "b"]
+    argv += ["--no-skip-special-tokens", "--logit-bias", '{"5": 1.5}', "--bad-words", "no", "never"]
     params = sampling_params(sampling_settings(build_parser().parse(argv)))
     assert (params.temperature, params.top_k, params.stop, params.skip_special_tokens) == (0.5, 3, ["a", "b"], False)
     assert params.logit_bias == {5: 1.5} and params.bad_words == ["no", "never"]
@@ -117,7 +117,9 @@ def test_bad_sampling_parameters(settings: dict[str, object]) -> None:
 
 def test_help_is_quick_and_loads_no_torch() -> None:
     start = time.perf_counter()
-    code = "import sys, weft.cli\ntry: weft.cli.main(['generate', '--help'])\nfinally: assert 'torch' not in sys.modules"
+    code = (
+        "import sys, weft.cli\ntry: weft.cli.main(['generate', '--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--max-model-len" in done.stdout
     assert time.perf_counter() - start < 2.0

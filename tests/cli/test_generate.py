@@ -84,7 +84,14 @@ def test_bad_lines_fail_alone(run_weft: RunWeft, engine: LLM) -> None:
     written = result.lines()
     assert [entry["line"] for entry in written] == list(range(1, 9))
     assert written[0]["outputs"][0]["text"] == written[7]["outputs"][0]["text"] == text_of(engine, "12 + 30:", 4)
-    for number, word in {2: "JSON", 3: "empty", 4: "999999", 5: "temperature", 6: "5000", 7: "unknown keys bad"}.items():
+    for number, word in {
+        2: "JSON",
+        3: "empty",
+        4: "999999",
+        5: "temperature",
+        6: "5000",
+        7: "unknown keys bad",
+    }.items():
         assert word in written[number - 1]["error"]["message"]
         assert f"line {number}: " in result.err
     assert written[6]["id"] == 7

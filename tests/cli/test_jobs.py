@@ -26,7 +26,9 @@ def test_three_kinds_of_prompt() -> None:
 
 
 def test_a_line_goes_before_the_flags() -> None:
-    own, flags = read({"prompt": "a", "temperature": 0.5, "id": 7, "priority": 3}, {"prompt": "b"}, temperature=1.0, n=2)
+    own, flags = read(
+        {"prompt": "a", "temperature": 0.5, "id": 7, "priority": 3}, {"prompt": "b"}, temperature=1.0, n=2
+    )
     assert (own.params.temperature, own.params.n, own.id, own.priority) == (0.5, 2, 7, 3)
     assert (flags.params.temperature, flags.params.n, flags.id, flags.priority) == (1.0, 2, None, 0)
 

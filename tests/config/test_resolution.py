@@ -19,7 +19,6 @@ from weft.config.resolution import resolve_settings
 from weft.errors import ConfigError, UnsupportedModelError
 
 
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: True)
@@ -69,7 +68,12 @@ def test_config_is_frozen_and_crosses_processes() -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "expected"),
-    [("cpu", "auto", "float32"), ("cuda", "auto", "bfloat16"), ("cpu", "bfloat16", "bfloat16"), ("auto", "auto", "bfloat16")],
+    [
+        ("cpu", "auto", "float32"),
+        ("cuda", "auto", "bfloat16"),
+        ("cpu", "bfloat16", "bfloat16"),
+        ("auto", "auto", "bfloat16"),
+    ],
 )
 def test_dtype(gpu: None, device: str, dtype: str, expected: str) -> None:
     assert resolve(device=device, dtype=dtype).dtype == expected
@@ -94,6 +98,13 @@ def test_automatic_max_num_seqs_stays_within_the_token_budget(no_gpu: None) -> N
     assert "max_num_batched_tokens" in config.reasons["max_num_seqs"]
 
 
+def test_every_running_request_has_a_token_in_the_budget(no_gpu: None) -> None:
+    assert resolve(max_num_seqs=8, max_num_batched_tokens=8).max_num_seqs == 8
+    for settings in ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, {"max_num_seqs": 4000}):
+        with pytest.raises(ConfigError, match=r"max_num_seqs=.* is more than max_num_batched_tokens"):
+            resolve(**settings)
+
+
 def test_context_beyond_the_checkpoint_is_refused() -> None:
     assert resolve(max_model_len=4096).max_model_len == 4096
     with pytest.raises(ConfigError, match=r"max_model_len=4097.*4096"):
@@ -116,10 +127,6 @@ OTHER_VALUES: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "state_checkpoint_policy": "aligned",
     "eviction_policy": "lru",
-    "cuda_graph_mode": "FULL",
-    "cuda_graph_bs": [1, 8],
-    "cuda_graph_max_bs": 32,
-    "enable_cudagraph_gc": True,
     "enable_piecewise_cuda_graph": True,
     "piecewise_cuda_graph_tokens": [16, 64],
     "piecewise_cuda_graph_max_tokens": 64,
@@ -142,7 +149,7 @@ def test_what_comes_later_is_off_with_a_reason(name: str) -> None:
         assert option.later is not None and option.later in given_default.reasons[name]
 
 
-@pytest.mark.parametrize("name", OTHER_VALUES)
+@pytest.mark.parametrize("name", [name for name in OTHER_VALUES if name in LATER])
 def test_what_comes_later_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}=.*{re.escape(LATER[name].later or '')}.*does not have"):
         resolve(**{name: OTHER_VALUES[name]})
@@ -243,3 +250,25 @@ def test_public_keywords_of_the_engine_are_settings() -> None:
     }  # fmt: skip
     assert documented <= set(OPTIONS)
     assert set(OPTIONS) < {f.name for f in dataclasses.fields(EngineConfig)}
+
+
+def test_graphs_and_overlap_follow_the_device(no_gpu: None) -> None:
+    config = resolve()
+    assert (config.cuda_graph_mode, config.enable_overlap, config.backend) == ("NONE", False, "torch")
+    assert {"cuda_graph_mode", "enable_overlap", "backend"} <= set(config.reasons)
+    given = resolve(cuda_graph_mode="FULL_DECODE_ONLY", cuda_graph_bs=[1, 4], enable_overlap=True)
+    assert (given.cuda_graph_mode, given.cuda_graph_bs, given.enable_overlap) == ("FULL_DECODE_ONLY", (1, 4), True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"enforce_eager": True, "cuda_graph_mode": "FULL_DECODE_ONLY"}, "contradicts"),
+        ({"cuda_graph_bs": [1], "cuda_graph_mode": "NONE"}, "has no effect"),
+        ({"cuda_graph_max_bs": 8, "enforce_eager": True}, "has no effect"),
+        ({"cuda_graph_mode": "PIECEWISE"}, "piecewise"),
+    ],
+)
+def test_contradicting_graph_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(device="cpu", **settings)

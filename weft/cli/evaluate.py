@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     problems = evaluation.read_problems(limit=args.limit)
     from weft.engine.llm import LLM
 
-    with LLM(**({"max_num_seqs": evaluation.MAX_NUM_SEQS} | engine_settings(args))) as llm:
+    given = engine_settings(args)
+    num_seqs = min(evaluation.MAX_NUM_SEQS, given.get("max_num_batched_tokens", evaluation.MAX_NUM_SEQS))
+    with LLM(**({"max_num_seqs": num_seqs} | given)) as llm:
         start = time.perf_counter()
         verdicts = evaluation.ask(llm, problems)
         seconds = time.perf_counter() - start

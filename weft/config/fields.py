@@ -52,7 +52,6 @@ def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata={"option": Option(help=help, kind=kind, default=default, **limits)})
 
 
-GRAPHS = "CUDA graphs"
 PIECEWISE = "piecewise CUDA graphs"
 COMPILE = "torch.compile"
 PREFIX_CACHE = "the prefix cache"
@@ -86,8 +85,8 @@ class EngineConfig:
     # device
     device: str = _option("text", "auto", "auto: a CUDA GPU if there is one", choices=("auto", "cpu", "cuda"))
     backend: str = _option(
-        "text", "auto", "implementation of the operations", choices=("auto", "torch", "triton"),
-        later_choices={"triton": "the Triton kernels"},
+        "text", "auto", "implementation of the operations; auto: Triton kernels on a GPU, torch on the CPU",
+        choices=("auto", "torch", "triton"),
     )  # fmt: skip
     tensor_parallel_size: int = _option("int", 1, "GPUs that share one model", low=1, later="tensor parallelism", off=1)
     # memory
@@ -114,7 +113,7 @@ class EngineConfig:
         choices=("fcfs", "priority", "lpm"), later_choices={"lpm": PREFIX_CACHE},
     )  # fmt: skip
     enable_overlap: bool = _option(
-        "bool", True, "launch a step before the last one's tokens are read", later="overlapped steps", off=False
+        "bool", None, "launch a step before the last one's tokens are read; default: on a GPU"
     )
     # prefix cache
     enable_prefix_caching: bool = _option("bool", True, "reuse KV and states", later=PREFIX_CACHE, off=False)
@@ -126,16 +125,16 @@ class EngineConfig:
         "text", "flops", "what leaves the cache first", choices=("flops", "lru"), later=PREFIX_CACHE
     )
     # graphs
-    enforce_eager: bool = _option("bool", False, "run without CUDA graphs", later=GRAPHS, off=True)
+    enforce_eager: bool = _option("bool", False, "run without CUDA graphs")
     cuda_graph_mode: str = _option(
-        "text", None, "which batches run as graphs; default: chosen per device", later=GRAPHS, off="NONE",
+        "text", None, "which batches run as graphs; default: FULL_DECODE_ONLY on a GPU, NONE on the CPU (where any other "
+        "mode replays recorded operations, to test what a graph would do)",
         choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
+        later_choices={"PIECEWISE": PIECEWISE, "FULL": PIECEWISE, "FULL_AND_PIECEWISE": PIECEWISE},
     )  # fmt: skip
-    cuda_graph_bs: tuple[int, ...] | None = _option("ints", None, "decode batch sizes to capture", low=1, later=GRAPHS)
-    cuda_graph_max_bs: int | None = _option("int", None, "largest decode batch to capture", low=1, later=GRAPHS)
-    enable_cudagraph_gc: bool = _option(
-        "bool", False, "leave the garbage collector on during capture", later=GRAPHS, off=False
-    )
+    cuda_graph_bs: tuple[int, ...] | None = _option("ints", None, "decode batch sizes to capture", low=1)
+    cuda_graph_max_bs: int | None = _option("int", None, "largest decode batch to capture; default: 1024", low=1)
+    enable_cudagraph_gc: bool = _option("bool", False, "leave the garbage collector on during capture")
     enable_piecewise_cuda_graph: bool = _option(
         "bool", False, "capture prefill in pieces between the split operations", later=PIECEWISE, off=False
     )

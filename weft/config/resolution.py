@@ -50,8 +50,11 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     generation = read_generation_config(model_path)
     _choose_names(values, reasons)
     _choose_device(values, reasons)
+    _choose_graphs(values, reasons)
     _choose_dtypes(values, reasons, model)
-    _choose_limits(values, reasons, model)
+    _choose_context(values, reasons, model)
+    _choose_batch_limits(values, reasons)
+    _explain_pools(values, reasons)
     return EngineConfig(
         **values,
         model_path=model_path,
@@ -90,11 +93,35 @@ def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:
         raise ConfigError(
             "device='cuda', but torch finds no CUDA GPU here; use device='cpu' or install torch with CUDA"
         )
+    on_cpu = values["device"] == "cpu"
     if values["backend"] == "auto":
-        values["backend"] = "torch"
-        reasons["backend"] = (
-            "the CPU has no other" if values["device"] == "cpu" else "not in this version: the Triton kernels"
+        values["backend"] = "torch" if on_cpu else "triton"
+        reasons["backend"] = "the CPU has no other" if on_cpu else "the Triton kernels are the GPU's default"
+    if values["enable_overlap"] is None:
+        values["enable_overlap"] = not on_cpu
+        reasons["enable_overlap"] = (
+            "the CPU computes in the calling thread: nothing to overlap"
+            if on_cpu
+            else "the host works while the GPU does"
         )
+
+
+def _choose_graphs(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    mode = values["cuda_graph_mode"]
+    if values["enforce_eager"] and mode not in (None, "NONE"):
+        raise ConfigError(f"enforce_eager=True contradicts cuda_graph_mode={mode!r}; leave one of them out")
+    if mode is None:
+        on_cpu = values["device"] == "cpu"
+        values["cuda_graph_mode"] = "NONE" if on_cpu or values["enforce_eager"] else "FULL_DECODE_ONLY"
+        reasons["cuda_graph_mode"] = (
+            "enforce_eager" if values["enforce_eager"] else "the CPU has no graphs" if on_cpu else "default on cuda"
+        )
+    if values["cuda_graph_mode"] == "NONE":
+        for name in ("cuda_graph_bs", "cuda_graph_max_bs"):
+            if values[name] is not None:
+                raise ConfigError(
+                    f"{name}={values[name]!r} has no effect with cuda_graph_mode='NONE'; leave one of them out"
+                )
 
 
 def _choose_dtypes(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
@@ -107,8 +134,8 @@ def _choose_dtypes(values: dict[str, Any], reasons: dict[str, str], model: Model
         reasons["mamba_ssm_dtype"] = "the checkpoint's" if model.state_dtype else "the checkpoint names none"
 
 
-def _choose_limits(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
-    limit, given, device = model.max_position_embeddings, values["max_model_len"], values["device"]
+def _choose_context(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+    limit, given = model.max_position_embeddings, values["max_model_len"]
     if given is None:
         values["max_model_len"] = limit
         reasons["max_model_len"] = "the checkpoint's (max_position_embeddings)"
@@ -117,14 +144,26 @@ def _choose_limits(values: dict[str, Any], reasons: dict[str, str], model: Model
             f"max_model_len={given}: the checkpoint's positions end at {limit} (max_position_embeddings); "
             f"give {limit} or less"
         )
+
+
+def _choose_batch_limits(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    device = values["device"]
     if values["max_num_batched_tokens"] is None:
         values["max_num_batched_tokens"] = MAX_NUM_BATCHED_TOKENS[device]
         reasons["max_num_batched_tokens"] = f"default on {device}"
+    budget = values["max_num_batched_tokens"]
     if values["max_num_seqs"] is None:
-        budget = values["max_num_batched_tokens"]
         values["max_num_seqs"] = min(MAX_NUM_SEQS[device], budget)
         clamped = budget < MAX_NUM_SEQS[device]
         reasons["max_num_seqs"] = "no more than max_num_batched_tokens" if clamped else f"default on {device}"
+    elif values["max_num_seqs"] > budget:
+        raise ConfigError(
+            f"max_num_seqs={values['max_num_seqs']} is more than max_num_batched_tokens={budget}; every running "
+            "request takes a token of each step's budget: raise the budget or lower max_num_seqs"
+        )
+
+
+def _explain_pools(values: dict[str, Any], reasons: dict[str, str]) -> None:
     for name in ("num_kv_pages", "num_state_slots"):
         if values[name] is None:
             reasons[name] = "planned when the engine starts, from the memory there is"
