@@ -7,12 +7,17 @@ PIP_FLAGS ?=
 JOBS ?= 2
 
 BIN := .venv/bin
+
+QUESTION_1 := "What is 348 + 275?"
+QUESTION_2 := "A shop has 5 boxes with 12 pens each and sells 17 pens. How many pens are left?"
+QUESTION_3 := "What is 63 x 7 - 129?"
+
 INSTALLED := .venv/.installed
 
 .PHONY: demo test lint types install clean
 
 demo: $(INSTALLED)
-	$(BIN)/weft demo
+	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal

@@ -209,15 +209,23 @@ def test_unknown_settings_name_what_was_meant(name: str, hint: str) -> None:
         resolve(**{name: 1})
 
 
-def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_models_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         resolve(model=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="is a file"):
         (tmp_path / "file").write_text("")
         resolve(model=str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         resolve(model=str(tmp_path))
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, allow_patterns: list[str]) -> str:
+        raise OSError("no route to host\nmore of it")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ConfigError, match=r"'some/model': .*no route to host\); check the name and the network"):
+        resolve(model="some/model")
 
 
 def test_a_model_on_the_hub_is_fetched_without_its_weights_if_only_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
