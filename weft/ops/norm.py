@@ -6,12 +6,22 @@ end, whatever the input dtype. Does not know: layers or weights' names.
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.backend import Backend, missing_kernel
 
 
+@overload
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: None = ...
+) -> Tensor: ...
+@overload
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: Tensor
+) -> tuple[Tensor, Tensor]: ...
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -26,6 +36,14 @@ def rms_norm_reference(
     return y if residual is None else (y, residual)
 
 
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: None = ..., backend: Backend
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: Tensor, backend: Backend
+) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor,
