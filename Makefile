@@ -14,7 +14,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint types install clean
+.PHONY: demo test lint types docs install clean
 
 demo: $(INSTALLED)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -27,6 +27,9 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/make_file_map.py
 
 install: $(INSTALLED)
 

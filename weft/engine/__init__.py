@@ -1,1 +1,1 @@
-
+"""The loop, and the offline interface around it."""

@@ -1,1 +1,1 @@
-
+"""Architectures: a shared decoder, and per family a table of weight names."""

@@ -1,0 +1,54 @@
+"""The documents agree with the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.make_file_map import DOCUMENT, ROOT, updated
+from tests.test_levels import LEVELS
+from weft.cli import VERBS, build_parser
+from weft.config.aliases import ALIASES
+from weft.config.fields import OPTIONS
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_file_map_is_up_to_date() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert updated(text) == text, "modules have changed: run `make docs`"
+
+
+def test_level_table_is_the_tested_one() -> None:
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    documented = [{room.rstrip("/") for room in re.findall(r"`([^`]+)`", rooms)} for _, rooms in rows]
+    assert documented == [set(rooms) - {"__main__"} for rooms in LEVELS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_in_documents_exist(page: Path) -> None:
+    known = {"--" + name.replace("_", "-") for name in OPTIONS} | set(ALIASES) | {"--help", "--extra-index-url"}
+    known |= {flag for help_text in _help_texts() for flag in re.findall(r"--[a-z][a-z-]+", help_text)}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
+    assert used <= known, f"{page.name} speaks of unknown flags"
+
+
+def _help_texts() -> list[str]:
+    verbs = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    nested = verbs["bench"]._subparsers._group_actions[0].choices
+    return [parser.format_help() for parser in (*verbs.values(), *nested.values())]
+
+
+def test_every_verb_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("generate", "chat", "config", "eval", "bench latency", "bench throughput"):
+        assert f"`weft {name}" in text
+    assert len(VERBS) == 5
