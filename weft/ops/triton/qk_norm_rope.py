@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
+from weft.ops.qkv_split import split_qkv
 
 
 @triton.jit
