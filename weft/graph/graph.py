@@ -89,7 +89,7 @@ class Tape(TorchDispatchMode):
     """Records operations while active; ``replay`` executes them on the recorded tensors."""
 
     FORBIDDEN = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
-    """Operations whose result the host waits for, or whose output size depends on data."""
+    """Operations whose result the host waits for, or whose output size depends on data. So does indexing by a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,14 +99,15 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.name() in self.FORBIDDEN:
+        if func.name() in self.FORBIDDEN or (func.name().startswith("aten::index") and _has_mask(args)):
             raise RuntimeError(
                 f"{func.name()} inside a captured graph: the host would have to wait for the device; "
                 "use an operation whose sizes and values stay on the device"
             )
         result = func(*args, **kwargs)
-        if not func.is_view:
-            self._steps.append((func, args, kwargs, _fresh_outputs(result, args, kwargs)))
+        fresh = _fresh_outputs(result, args, kwargs)
+        if fresh or not func.is_view:  # "views" such as reshape and to() copy when they must
+            self._steps.append((func, args, kwargs, fresh))
         return result
 
     def replay(self) -> None:
@@ -115,6 +116,11 @@ class Tape(TorchDispatchMode):
             if outputs:
                 for recorded, new in zip(outputs, _fresh_outputs(result, args, kwargs), strict=True):
                     recorded.copy_(new)
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    indices = [leaf for arg in args[1:] if isinstance(arg, (list, tuple)) for leaf in arg]
+    return any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in indices)
 
 
 def _fresh_outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

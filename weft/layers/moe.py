@@ -6,7 +6,6 @@ experts' weights, fused over experts and sharded by expert width. Does not know:
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
@@ -84,15 +83,22 @@ class SparseMoe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
+        batch = get_forward_context().batch
         weights, ids = topk_router(
             logits[:, : self._num_experts],
             self._top_k,
             renormalize=self._renormalize,
-            num_tokens=get_forward_context().batch.num_tokens,
+            num_tokens=batch.num_tokens if batch.token_count is None else batch.token_count,
             backend=self._backend,
         )
-        out = fused_moe(x, self.experts.gate_up, self.experts.down, weights, ids, backend=self._backend)
-        if self.shared_expert is not None:
-            gate = torch.sigmoid(logits[:, self._num_experts :])
-            out = torch.addcmul(out, gate, self.shared_expert(x))
+        out = fused_moe(
+            x,
+            self.experts.gate_up,
+            self.experts.down,
+            weights,
+            ids,
+            shared=self.shared_expert(x) if self.shared_expert is not None else None,
+            shared_gate=logits[:, self._num_experts :] if self.shared_expert is not None else None,
+            backend=self._backend,
+        )
         return self._tp.all_reduce(out)

@@ -33,7 +33,12 @@ def paged_attention_reference(
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
-    """Decoding rows in blocks of similar length, longest first."""
+    """Decoding rows in blocks of similar length, longest first; in a captured graph, whose host knows no lengths, as
+    one block over all the pages that there may be."""
+    if batch.token_count is not None:
+        seq_lens = batch.seq_lens[: batch.num_decodes, None]
+        out[:] = _decode_block(q, k_cache, v_cache, batch.page_table, seq_lens, batch.max_seq_len, scale, ragged=True)
+        return
     order = batch.seq_lens[: batch.num_decodes].argsort(descending=True)
     lengths = batch.seq_lens[order].tolist()
     token_size = k_cache.shape[2] * k_cache.shape[3]
@@ -42,15 +47,30 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: fl
         end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
         rows = order[begin:end]
         out[rows] = _decode_block(
-            q[rows], k_cache, v_cache, batch.page_table[rows], batch.seq_lens[rows, None], lengths[begin], scale
+            q[rows],
+            k_cache,
+            v_cache,
+            batch.page_table[rows],
+            batch.seq_lens[rows, None],
+            lengths[begin],
+            scale,
+            ragged=end - begin > 1,
         )
         begin = end
 
 
 def _decode_block(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, longest: int, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    longest: int,
+    scale: float,
+    *,
+    ragged: bool,
 ) -> Tensor:
-    """One query per sequence; the query heads of a group stand as rows, so that keys need no repetition."""
+    """One query per sequence, of at most ``longest`` tokens (all of exactly that many unless ``ragged``); the query heads of a group stand as rows, so that keys need no repetition."""
     n, (_, page_size, num_kv_heads, head_dim) = q.shape[0], k_cache.shape
     offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
@@ -59,7 +79,7 @@ def _decode_block(
         c.flatten(0, 1).index_select(0, slots).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
         for c in (k_cache, v_cache)
     )
-    mask = (offsets < seq_lens)[:, None, None] if n > 1 else None
+    mask = (offsets < seq_lens)[:, None, None] if ragged else None
     attended = F.scaled_dot_product_attention(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale=scale)
     return attended.flatten(1, 2)
 

@@ -53,7 +53,15 @@ def topk_router(
 
 
 def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Torch reference of ``fused_moe``."""
+    """Torch reference of ``fused_moe``.
+
+    The host reads which experts were hit, so this is one operation to the dispatcher: who records operations (the
+    graph emulator) sees it as a unit and never a frozen list of experts.
+    """
+    return torch.ops.weft.fused_moe_reference(x, gate_up, down, weights, ids)
+
+
+def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     if x.shape[0] == 1:
         return _one_token(x, gate_up, down, weights, ids)
     return _many_tokens(x, gate_up, down, weights, ids)
@@ -87,6 +95,11 @@ def _many_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids:
         weighted = torch.cat(results) * weights.flatten()[order, None]
         out.index_add_(0, tokens, weighted)
     return out.to(x.dtype)
+
+
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_LIBRARY.define("fused_moe_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids) -> Tensor")
+_LIBRARY.impl("fused_moe_reference", _experts, "CompositeExplicitAutograd")
 
 
 def fused_moe(

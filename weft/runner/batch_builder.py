@@ -245,6 +245,14 @@ class BatchBuilder:
         host["sample_indices"][pad] = np.arange(real, padded)
         host["cu_seqlens_q"][real + 1 : padded + 1] = np.arange(real + 1, padded + 1)
 
+    def fill_padding(self, size: int) -> None:
+        """Send a step of ``size`` padding rows and nothing else to the device, to run while graphs are captured."""
+        self._host = self._buffers.begin()
+        self._host["token_count"][0] = 0
+        self._host["cu_seqlens_q"][0] = 0
+        self._fill_padding(0, size)
+        self._buffers.upload(0)
+
     # -- device --------------------------------------------------------------------------------------------------
 
     def materialise(self, shape: StepShape) -> StepInputs:

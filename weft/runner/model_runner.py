@@ -110,10 +110,12 @@ class ModelRunner:
         config = self._config
         if config.cuda_graph_mode == "NONE":
             return None
+        sizes = decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs)
+        self._builder.fill_padding(max(sizes))
         return DecodeGraphs(
             self._padded_decode,
             make_pool(self.device),
-            decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs),
+            sizes,
             device=self.device,
             keep_gc=config.enable_cudagraph_gc,
         )

@@ -1,0 +1,116 @@
+"""Graphs, on the emulator: what is replayed is the captured tape, and it answers like the eager engine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from weft import LLM, SamplingParams
+from weft.errors import ConfigError
+from weft.graph.graph import EmulatedGraphPool
+from weft.graph.sizes import decode_sizes, smallest_fitting
+
+
+def workload(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1500) for _ in range(rng.choice([1, 2, 63, 64, 65, 90]))] for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=rng.randint(2, 24),
+            ignore_eos=True,
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([1.0, 0.8]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            logprobs=rng.choice([None, 2]),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+SETTINGS = {"max_num_seqs": 6, "max_model_len": 160, "page_size": 4, "max_num_batched_tokens": 96}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with LLM(**SETTINGS) as llm:
+        return [o.outputs[0].token_ids for o in llm.generate(*workload(12, 5), use_tqdm=False)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("pages", [None, 42])
+def test_graphs_overlap_and_preemption_do_not_change_the_answers(
+    expected: list[list[int]], overlap: bool, mode: str, pages: int | None
+) -> None:
+    sizes = {"cuda_graph_bs": [1, 2, 4]} if mode != "NONE" else {}
+    with LLM(**SETTINGS, **sizes, enable_overlap=overlap, cuda_graph_mode=mode, num_kv_pages=pages) as llm:
+        outputs = llm.generate(*workload(12, 5), use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+        assert (llm.stats().num_preemptions > 0) == (pages is not None)
+        graphs = llm._core._executor._runner.graphs
+        if mode == "NONE":
+            assert graphs is None
+        else:
+            assert graphs is not None and graphs.sizes == [1, 2, 4] and graphs.counters.captures == 3
+            assert graphs.counters.replays > 10 and graphs.counters.eager_decodes > 0
+            assert 0 < graphs.counters.padding_rows < graphs.counters.rows
+
+
+def test_replay_repeats_device_work_and_no_python() -> None:
+    x, calls = torch.tensor([1.0, 2.0]), []
+
+    def step() -> torch.Tensor:
+        calls.append(1)
+        return (x * 2).add_(1).reshape(2, 1)
+
+    graph, out = EmulatedGraphPool().capture(step)
+    assert out.tolist() == [[3.0], [5.0]]
+    x.copy_(torch.tensor([10.0, 20.0]))
+    graph.replay()
+    assert out.tolist() == [[21.0], [41.0]] and len(calls) == 1
+
+
+def test_rebound_buffer_and_frozen_value_show_in_a_replay() -> None:
+    """What would go wrong on a GPU goes wrong here: host values are those of the capture, new tensors are not seen."""
+    state = {"x": torch.ones(2), "factor": 3}
+    graph, out = EmulatedGraphPool().capture(lambda: state["x"] * state["factor"])
+    state["x"], state["factor"] = torch.full((2,), 5.0), 7
+    graph.replay()
+    assert out.tolist() == [3.0, 3.0]
+
+
+def test_copies_disguised_as_views_are_replayed() -> None:
+    x = torch.arange(6, dtype=torch.int32).view(2, 3)
+    with torch.inference_mode():
+        graph, out = EmulatedGraphPool().capture(lambda: (x.t().reshape(6), x.long(), x.t().contiguous()))
+        x.mul_(10)
+        graph.replay()
+    assert out[0].tolist() == [0, 30, 10, 40, 20, 50]
+    assert out[1].flatten().tolist() == [0, 10, 20, 30, 40, 50] and out[2].tolist() == x.t().tolist()
+
+
+def test_host_synchronisation_in_a_capture_is_refused() -> None:
+    x = torch.ones(3)
+    for wait in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 0]):
+        with pytest.raises(RuntimeError, match="inside a captured graph"):
+            EmulatedGraphPool().capture(wait)
+
+
+def test_capture_list() -> None:
+    assert decode_sizes(1024)[:7] == [1, 2, 4, 8, 16, 24, 32] and decode_sizes(1024)[-1] == 1024
+    assert decode_sizes(5) == [1, 2, 4, 5]
+    assert decode_sizes(300, largest=20) == [1, 2, 4, 8, 16, 20]
+    assert decode_sizes(8, given=[4, 2, 4, 100]) == [2, 4]
+    with pytest.raises(ConfigError, match="cuda_graph_bs"):
+        decode_sizes(8, given=[16])
+    for limit in (1, 7, 100, 1000, 3000):
+        sizes = decode_sizes(limit)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == min(limit, 1024)
+        for wanted in range(9, sizes[-1] + 1):
+            fitting = smallest_fitting(sizes, wanted)
+            assert fitting is not None and wanted <= fitting < wanted * 2
+    assert smallest_fitting([1, 4], 5) is None and smallest_fitting([1, 4], 2) == 4
