@@ -18,19 +18,24 @@ if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention import Tile, decode_tile, launch_decode, launch_prefill, prefill_tile
+from weft.ops.triton.attention import DECODE_PROGRAMS, SPLIT, Tile, decode_tile, launch_decode, launch_prefill, prefill_tile
 
 PAGE = 16
 MODELS = {"A": (16, 8, 128), "B": (16, 2, 256)}
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
+# (split, programs aimed at, tile)
 DECODE_TILES = {
-    "A": [Tile(16, k, w, s) for k, w, s in ((64, 4, 2), (64, 4, 4), (32, 4, 4), (32, 2, 4), (128, 4, 2), (64, 2, 3))],
-    "B": [Tile(16, k, w, s) for k, w, s in ((32, 4, 2), (32, 4, 4), (64, 4, 2), (64, 8, 3), (16, 4, 4), (32, 2, 3))],
-}
+    "A": [(split, aim, Tile(16, *t)) for split, aim, t in (
+        (256, 8192, (64, 4, 2)), (256, 2048, (64, 4, 2)), (256, 2048, (128, 4, 2)), (128, 2048, (64, 4, 2)),
+        (128, 2048, (128, 4, 1)), (128, 2048, (128, 8, 1)), (128, 2048, (64, 4, 3)), (512, 2048, (64, 4, 3)))],
+    "B": [(split, aim, Tile(16, *t)) for split, aim, t in (
+        (256, 8192, (64, 4, 2)), (256, 2048, (64, 4, 2)), (256, 2048, (64, 4, 3)), (128, 2048, (64, 4, 2)),
+        (128, 2048, (128, 8, 1)), (128, 2048, (64, 8, 2)), (512, 2048, (64, 4, 2)), (256, 2048, (32, 4, 3)))],
+}  # fmt: skip
 PREFILL_TILES = {
-    "A": [Tile(*t) for t in ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 4))],
-    "B": [Tile(*t) for t in ((128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 1), (64, 64, 8, 2))],
+    "A": [Tile(*t) for t in ((128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3))],
+    "B": [Tile(*t) for t in ((128, 64, 8, 2), (64, 64, 4, 2), (64, 128, 8, 1), (64, 64, 4, 1))],
 }
 
 
@@ -91,19 +96,21 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
     kv_bytes = sum(lens) * hkv * dim * 2 * DTYPE.itemsize
     # As many cache sets as it takes to leave the L2 cache behind.
     sets = [make_case(model, [1] * size, lens, max_len) for _ in range(max(1, min(12, (200 << 20) // kv_bytes)))]
-    tiles = [decode_tile(dim, hq // hkv, DTYPE.itemsize), *(DECODE_TILES[model] if sweep else [])]
+    tiles = [(SPLIT, DECODE_PROGRAMS, decode_tile(dim, hq // hkv, DTYPE.itemsize))]
     rows = []
-    for tile in tiles:
+    for split, aim, tile in [*tiles, *(DECODE_TILES[model] if sweep else [])]:
         outs = [torch.full_like(s[0], torch.nan) for s in sets]
 
-        def call(i: int, tile: Tile = tile, outs: list[Tensor] = outs) -> Callable[[], None]:
+        def call(
+            i: int, tile: Tile = tile, outs: list[Tensor] = outs, split: int = split, aim: int = aim
+        ) -> Callable[[], None]:
             q, k, v, batch = sets[i]
-            return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], tile)
+            return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], tile, split=split, aim=aim)
 
         ms = graph_ms([call(i) for i in range(len(sets))] * (4 if size < 8 and ON_GPU else 1))
         worst = worst_error(outs[-1], *sets[-1], sorted({0, size // 2, size - 1}))
         rows.append(
-            {"op": f"decode {model} b{size} ctx{context}", "tile": tuple(tile), "us": ms * 1e3, "error": worst,
+            {"op": f"decode {model} b{size} ctx{context}", "tile": (split, aim, *tile), "us": ms * 1e3, "error": worst,
              "floor_us": kv_bytes / COPY_BYTES_PER_S * 1e6}
         )  # fmt: skip
     return rows
@@ -114,7 +121,7 @@ def prefill_rows(model: str, query_lens: list[int], context: int, sweep: bool) -
     lens = [n + context for n in query_lens]
     q, k, v, batch = make_case(model, query_lens, lens, max(lens) + PAGE)
     flops = sum(4 * hq * dim * n * (context + (n + 1) / 2) for n in query_lens)
-    tiles = [prefill_tile(dim, hq // hkv, DTYPE.itemsize), *(PREFILL_TILES[model] if sweep else [])]
+    tiles = [prefill_tile(len(q), hq, dim, hq // hkv, DTYPE.itemsize), *(PREFILL_TILES[model] if sweep else [])]
     rows = []
     for tile in tiles:
         out = torch.full_like(q, torch.nan)
@@ -162,10 +169,10 @@ def main() -> None:
     if ON_GPU:
         for model in MODELS:
             for size in (1, 8, 32, 128, 256):
-                rows += decode_rows(model, size, 1024, 16384, sweep=size in (1, 128))
+                rows += decode_rows(model, size, 1024, 16384, sweep=True)
             rows += decode_rows(model, 4, 16000, 16384, sweep=False)
             for length in (16, 128, 512, 1024, 2048, 4096, 8192):
-                rows += prefill_rows(model, [length], 0, sweep=length in (1024, 8192))
+                rows += prefill_rows(model, [length], 0, sweep=length in (512, 8192))
             rows += prefill_rows(model, [256] * 16, 0, sweep=False)
             rows += prefill_rows(model, [512], 4096, sweep=False)
     else:
@@ -175,12 +182,12 @@ def main() -> None:
             rows += prefill_rows(model, [40, 3], 0, sweep=True)
             rows += prefill_rows(model, [20], 70, sweep=False)
     limit = 8e-3 if ON_GPU else 1e-5
-    print(f"{'operation':28} {'tile':20} {'us':>9} {'floor us':>9} {'floor/us':>8} {'error':>9}")
+    print(f"{'operation':28} {'tile':28} {'us':>9} {'floor us':>9} {'floor/us':>8} {'error':>9}")
     for row in rows:
         verdict = "" if row["error"] < limit else "  WRONG"
         share = row["floor_us"] / row["us"] if row["us"] else 0.0
         print(
-            f"{row['op']:28} {row['tile']!s:20} {row['us']:9.2f} {row['floor_us']:9.2f} {share:8.2f} "
+            f"{row['op']:28} {row['tile']!s:28} {row['us']:9.2f} {row['floor_us']:9.2f} {share:8.2f} "
             f"{row['error']:9.1e}{verdict}"
         )
     write_json("attention.json", rows)

@@ -29,8 +29,11 @@ from weft.forward_context import Batch
 SPLIT = 256
 """Tokens per split of the decode kernel."""
 
-_DECODE_PROGRAMS = 8192
+DECODE_PROGRAMS = 2048
 """Programs that the decode grid aims at: enough to fill the device, few enough that idle ones cost nothing."""
+
+_SHORT_ROWS = 24576
+"""Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
 
 _LOG2E = 1.4426950408889634
 
@@ -76,12 +79,12 @@ def _accumulate(
     acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """One step of the online softmax. Every row has seen a visible key by the end of the first step."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     shrink = tl.exp2(row_max - new_max)
-    p = tl.exp2(scores - new_max[:, None])
+    p = tl.exp2(scores * scale_log2 - new_max[:, None])
     row_sum = row_sum * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, row_sum, new_max
@@ -99,28 +102,28 @@ def _decode_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
-    first_split = tl.program_id(1)
-    seq = tl.program_id(2)
+    seq = tl.program_id(1)
+    first_split = tl.program_id(2)  # slowest: programs without a split come last, while others still work
+    row = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - row
+    total = tl.load(cu_seqlens_q + num_seqs)
+    kv_len = tl.load(seq_lens + seq)
     heads = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     head_ids = kv_head * GROUP + heads
     mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
-    row = tl.load(cu_seqlens_q + seq)
-    query_len = tl.load(cu_seqlens_q + seq + 1) - row
-    total = tl.load(cu_seqlens_q + num_seqs)
     if (seq >= total) & (seq < num_rows) & (first_split == 0):
         zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
         tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
     if query_len == 1:
-        kv_len = tl.load(seq_lens + seq)
         num_splits = tl.cdiv(kv_len, SPLIT)
         if first_split < num_splits:
             queries = tl.load(q + row.to(tl.int64) * stride_q + offsets, mask=mask, other=0.0)
             table = page_table + seq.to(tl.int64) * stride_table
             k_head = k_cache + kv_head * HEAD_DIM
             v_head = v_cache + kv_head * HEAD_DIM
-            for split in range(first_split, num_splits, tl.num_programs(1)):
+            for split in range(first_split, num_splits, tl.num_programs(2)):
                 acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
                 row_sum = tl.zeros([ROWS], dtype=tl.float32)
                 row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
@@ -153,7 +156,8 @@ def _merge_kernel(
     seq = tl.program_id(1)
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
-    num_splits = tl.cdiv(tl.load(seq_lens + seq), SPLIT)
+    kv_len = tl.load(seq_lens + seq)
+    num_splits = tl.cdiv(kv_len, SPLIT)
     if (query_len == 1) & (num_splits > 1):
         dims = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -257,18 +261,20 @@ def _prefill_kernel(
 
 
 def decode_tile(head_dim: int, group: int, element_size: int) -> Tile:
-    """Tile of the decode kernel: about 32 KiB of keys and values per stage."""
-    keys = max(16, min(64, 16384 // (head_dim * element_size)))
-    return Tile(rows=max(16, triton.next_power_of_2(group)), keys=keys, warps=4, stages=3)
+    """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
+    keys = max(16, min(64, 32768 // (triton.next_power_of_2(head_dim) * element_size)))
+    return Tile(rows=max(16, triton.next_power_of_2(group)), keys=keys, warps=4, stages=2)
 
 
-def prefill_tile(head_dim: int, group: int, element_size: int) -> Tile:
+def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
     """Tile of the prefill kernel. Rows hold at least one token of every head of the group."""
     at_least = triton.next_power_of_2(group)
     if element_size == 4:
         return Tile(rows=max(32, at_least), keys=32, warps=4, stages=1)
     if head_dim <= 128:
-        return Tile(rows=max(128, at_least), keys=64, warps=8, stages=3)
+        return Tile(rows=max(64, at_least), keys=64, warps=4, stages=3)
+    if num_rows * num_heads < _SHORT_ROWS:
+        return Tile(rows=max(64, at_least), keys=64, warps=4, stages=2)
     return Tile(rows=max(128, at_least), keys=64, warps=8, stages=2)
 
 
@@ -283,7 +289,8 @@ def paged_attention_triton(
     if decodes:
         _decode(q, k_cache, v_cache, batch, scale, out)
     if not only_decodes or num_rows > num_seqs:
-        tile = prefill_tile(q.shape[2], q.shape[1] // k_cache.shape[2], q.element_size())
+        group = q.shape[1] // k_cache.shape[2]
+        tile = prefill_tile(num_rows, q.shape[1], q.shape[2], group, q.element_size())
         launch_prefill(q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=decodes)
     return out
 
@@ -304,31 +311,32 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: fl
 
 
 def launch_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
+    *, split: int = SPLIT, aim: int = DECODE_PROGRAMS,
+) -> None:  # fmt: skip
     """Sequences with one query token, and padding rows below the number of sequences, with a given tile."""
     _check(q, k_cache, v_cache, out)
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
-    max_splits = max(1, triton.cdiv(batch.page_table.shape[1] * page_size, SPLIT))
-    programs = min(max_splits, triton.next_power_of_2(triton.cdiv(_DECODE_PROGRAMS, num_seqs * num_kv_heads)))
+    max_splits = max(1, triton.cdiv(batch.page_table.shape[1] * page_size, split))
+    programs = min(max_splits, triton.next_power_of_2(triton.cdiv(aim, num_seqs * num_kv_heads)))
     merges = max_splits > 1
     shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(num_kv_heads, programs, num_seqs)](
+    _decode_kernel[(num_kv_heads, num_seqs, programs)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
         scale * _LOG2E, num_rows, num_seqs, max_splits,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
-        SPLIT=SPLIT, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
+        SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         PRECISION=_precision(q), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     if merges:
         _merge_kernel[(num_heads, num_seqs)](
             out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, max_splits, out.stride(0),
-            HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=SPLIT, SPLITS=8, BLOCK_D=block_d, num_warps=2,
+            HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
 
 

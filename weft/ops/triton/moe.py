@@ -8,7 +8,7 @@ grouping and the tile shapes. Does not know: routing, sharding.
     down     out[pair]     = down[e] hidden[place]
     sum      y[token]      = sum_j weights[token, j] * out[token, j]  (+ sigmoid(gate) * shared)
 
-A single token needs no grouping: each pair is a block of its own. Results are written per pair and summed in order, so
+Very few tokens need no grouping: each pair is a block of its own. Results are written per pair and summed in order, so
 no result depends on the order in which programs run. Graph-safe: the grid is the most blocks that any routing of this
 many tokens can need; the real number is on the device.
 """
@@ -21,6 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+_UNGROUPED_TOKENS = 3
+"""Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
 
 
 class Tile(NamedTuple):
@@ -213,15 +217,13 @@ def moe_tiles(num_pairs: int, num_experts: int, element_size: int) -> Tiles:
     if element_size == 4:
         rows = 16 if average <= 24 else 32
         return Tiles(Tile(rows, 32, 32, 4, 2), Tile(rows, 32, 32, 4, 2))
-    if num_pairs <= 32:
-        return Tiles(Tile(16, 16, 256, 4, 4), Tile(16, 32, 128, 4, 4))
     if average <= 8:
         return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
     if average <= 24:
-        return Tiles(Tile(32, 64, 64, 4, 4), Tile(32, 128, 64, 4, 4))
+        return Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3))
     if average <= 96:
         return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
-    return Tiles(Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 4))
+    return Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3))
 
 
 def fused_moe_triton(
@@ -241,8 +243,8 @@ def fused_moe_triton(
     assert gate_up.is_contiguous() and down.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
     assert x.stride(1) == 1 and ids.dtype == torch.int32
     num_tokens, top_k = ids.shape
-    grouping, num_blocks = _group(ids, gate_up.shape[0], tiles.up.rows) if num_tokens > 1 else (_ungrouped(ids), top_k)
-    grouped = num_tokens > 1
+    grouped = num_tokens > _UNGROUPED_TOKENS
+    grouping, num_blocks = _group(ids, gate_up.shape[0], tiles.up.rows) if grouped else _ungrouped(ids)
     num_experts, hidden_size, width = down.shape
     hidden = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
     partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
@@ -269,9 +271,9 @@ def _power(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _ungrouped(ids: Tensor) -> tuple[Tensor, ...]:
-    """Stand-ins for the grouping: the kernels do not read them."""
-    return (ids,) * 5
+def _ungrouped(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    """A block per pair, and stand-ins for the grouping that the kernels do not read."""
+    return (ids,) * 5, ids.numel()
 
 
 def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
@@ -283,8 +285,9 @@ def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...]
     padded = [-(-size // 4) * 4 for size in sizes]  # every part is aligned to 16 bytes, whatever the number of tokens
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=ids.device)
     pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
-    block = min(1024, _power(num_pairs))
-    _group_kernel[(num_experts + 1,)](ids, pairs, first_place, num_pairs, num_experts, BLOCK=block, num_warps=4)
+    # The block is the same for most sizes: a kernel is compiled for each.
+    block, warps = (1024, 4) if num_pairs <= 4096 else (4096, 8)
+    _group_kernel[(num_experts + 1,)](ids, pairs, first_place, num_pairs, num_experts, BLOCK=block, num_warps=warps)
     _block_kernel[(num_experts,)](
         first_place, block_expert, block_first, num_blocks, num_experts,
         ROWS=rows, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=1,

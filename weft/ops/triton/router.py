@@ -29,12 +29,14 @@ def _router_kernel(
         x = tl.load(logits + row * stride_logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
         p = tl.exp(x - tl.max(x, 0))
         p = p / tl.sum(p, 0)
-        left = tl.where(inside, p, -1.0)
+        # One key orders by probability, then by lower id: the bits of a float >= 0 are ordered as it is.
+        keys = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (BLOCK_E - experts)
+        keys = tl.where(inside, keys, 0)
         for place in tl.static_range(TOP_K):
-            best, expert = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
-            chosen_ids = tl.where(places == place, expert.to(tl.int32), chosen_ids)
-            chosen = tl.where(places == place, best, chosen)
-            left = tl.where(experts == expert, -1.0, left)
+            best = tl.max(keys, 0)
+            chosen_ids = tl.where(places == place, BLOCK_E - (best & 0xFFFFFFFF).to(tl.int32), chosen_ids)
+            chosen = tl.where(places == place, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), chosen)
+            keys = tl.where(keys == best, 0, keys)
         if RENORMALIZE:
             chosen = chosen / tl.sum(chosen, 0)
     tl.store(weights + row * TOP_K + places, chosen, mask=places < TOP_K)
