@@ -4,7 +4,8 @@ Job: time batches of random prompts that are submitted together. Owns: the metho
 
 Method: every prompt has ``prompt_len`` random tokens; greedy, end-of-sequence ignored. A step's time is
 (median time for ``output_len`` new tokens - median time for 1) / (output_len - 1), so that prefill cancels out. Beside
-it stands the median interval between two consecutive steps in which the whole batch decoded.
+it stands the median interval between two consecutive steps in which the whole batch decoded, from one more run that
+goes step by step.
 """
 
 from __future__ import annotations
@@ -33,14 +34,6 @@ class LatencyWorkload:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One batch, timed: from the first request queued to the last token known; intervals of whole-batch decode steps."""
-
-    total_s: float
-    intervals_s: list[float]
-
-
 def measure(llm: LLM, workload: LatencyWorkload) -> list[dict[str, Any]]:
     """Figures per batch size, in milliseconds: medians, and every repeat."""
     return [_measure_batch(llm, workload, batch_size) for batch_size in workload.batch_sizes]
@@ -50,46 +43,52 @@ def _measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int) -> dict
     rng = random.Random(workload.seed)
     top = llm.config.model_config.vocab_size - 1
     prompts = [[rng.randint(0, top) for _ in range(workload.prompt_len)] for _ in range(batch_size)]
-    for output_len in (1, workload.output_len):  # warm-up
-        run_batch(llm, prompts, output_len, workload.temperature)
-    short = [run_batch(llm, prompts, 1, workload.temperature) for _ in range(workload.repeats)]
-    long = [run_batch(llm, prompts, workload.output_len, workload.temperature) for _ in range(workload.repeats)]
-    prefill_s, total_s = median(r.total_s for r in short), median(r.total_s for r in long)
-    step_s = (total_s - prefill_s) / (workload.output_len - 1)
-    intervals = [interval for run in long for interval in run.intervals_s]
+    one, all_tokens = (_params(workload, n) for n in (1, workload.output_len))
+    for params in (one, all_tokens):  # warm-up
+        run_batch(llm, prompts, params)
+    short = [run_batch(llm, prompts, one) for _ in range(workload.repeats)]
+    long = [run_batch(llm, prompts, all_tokens) for _ in range(workload.repeats)]
+    step_s = (median(long) - median(short)) / (workload.output_len - 1)
+    intervals = step_intervals(llm, prompts, all_tokens)
     return {
         "batch_size": batch_size,
         "step_ms": _ms(step_s),
         "interval_ms": _ms(median(intervals)) if intervals else None,
         "tokens_per_s": round(batch_size / step_s, 1),
-        "one_token_ms": _ms(prefill_s),
-        "repeats": {
-            "one_token_ms": [_ms(r.total_s) for r in short],
-            "all_tokens_ms": [_ms(r.total_s) for r in long],
-            "interval_ms": [_ms(median(r.intervals_s)) if r.intervals_s else None for r in long],
-        },
+        "one_token_ms": _ms(median(short)),
+        "repeats": {"one_token_ms": [_ms(s) for s in short], "all_tokens_ms": [_ms(s) for s in long]},
     }
 
 
-def run_batch(llm: LLM, prompts: list[list[int]], output_len: int, temperature: float) -> Run:
-    """Run ``prompts`` together, ``output_len`` tokens each."""
-    params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True, detokenize=False)
+def _params(workload: LatencyWorkload, output_len: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=workload.temperature, max_tokens=output_len, ignore_eos=True, detokenize=False, seed=workload.seed
+    )
+
+
+def run_batch(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Seconds for ``prompts`` together."""
     start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    for output in outputs:
+        assert len(output.outputs[0].token_ids) == params.max_tokens, "a request ended early; its time means nothing"
+    return seconds
+
+
+def step_intervals(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[float]:
+    """Seconds between consecutive steps in which every one of ``prompts`` got a token."""
     for prompt in prompts:
         llm.add_request(prompt, params)
     intervals: list[float] = []
     previous: float | None = None
-    num_tokens = 0
     while not llm.is_finished():
-        outputs = llm.step()
+        whole_batch = len(llm.step()) == len(prompts)
         now = time.perf_counter()
-        whole_batch = len(outputs) == len(prompts)
         if previous is not None and whole_batch:
             intervals.append(now - previous)
         previous = now if whole_batch else None
-        num_tokens += sum(len(o.outputs[0].token_ids) for o in outputs if o.finished)
-    assert num_tokens == output_len * len(prompts), "a request ended early; its time means nothing"
-    return Run(time.perf_counter() - start, intervals)
+    return intervals
 
 
 def _ms(seconds: float) -> float:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
 
 Result = RequestOutput | RequestError
-Watcher = Callable[[list[RequestOutput]], None]
 
 _EPILOG = """\
 examples:
@@ -52,8 +51,9 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     jobs = _read_jobs(args)
     with _open_output(args) as output:
+        from tqdm import tqdm
+
         from weft.engine.llm import LLM
-        from weft.engine.progress import Progress
 
         start = time.perf_counter()
         with LLM(**engine_settings(args)) as llm:
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
             ready = meter.start - start
             write = _json_writer(output) if output else _text_writer(len(jobs))
             show_bar = output is not None and not args.quiet and sys.stderr.isatty()
-            with Progress(total=len(jobs), enabled=show_bar) as progress:
-                failed = _complete(llm, jobs, write, [meter.take, progress.step])
+            with tqdm(total=len(jobs), unit="line", disable=not show_bar) as bar:
+                failed = _complete(llm, jobs, write, meter, bar.update)
     if not args.quiet:
         print(f"ready after {ready:.2f} s; {meter.summary()}", file=sys.stderr)
     return 1 if failed else 0
@@ -104,7 +104,7 @@ def _open_output(args: argparse.Namespace) -> Iterator[IO[str] | None]:
             yield file
 
 
-def _complete(llm: LLM, jobs: list[Job], write: Writer, watchers: Sequence[Watcher]) -> int:
+def _complete(llm: LLM, jobs: list[Job], write: Writer, meter: Meter, advance: Callable[[int], Any]) -> int:
     """Run all jobs together; write each result once those before it are written. Returns how many failed."""
     running, results = _submit(llm, jobs)
     next_index = failed = 0
@@ -115,8 +115,8 @@ def _complete(llm: LLM, jobs: list[Job], write: Writer, watchers: Sequence[Watch
         if next_index == len(jobs):
             return failed
         outputs = llm.step()
-        for watcher in watchers:
-            watcher(outputs)
+        meter.take(outputs)
+        advance(sum(output.finished for output in outputs))
         for output in outputs:
             index = running[output.request_id]
             if output.finished:
