@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.executor.in_process import InProcessExecutor
+from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
 from weft.runner.memory import CachePlan
 from weft.runner.results import PendingStep
@@ -48,21 +51,40 @@ class EngineCore:
             policy=config.schedule_policy,
         )
         self._max_in_flight = 1 if config.enable_overlap else 0
-        self._in_flight: deque[PendingStep] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._failed: list[Request] = []
 
     def step(self) -> list[Request]:
         """Launch a step and take in the results that are due.
 
+        If a step breaks (an interrupt, out of memory), what it was to write is unknown: its requests end with
+        ``"error"``, the exception is passed on, and the next call returns them. Other requests are not disturbed.
+
         Returns:
             The requests that got a token or ended; with overlap, by the step before.
         """
+        changed, self._failed = self._failed, []
         orders = self.scheduler.schedule()
         if orders is not None:
-            self._in_flight.append(self._executor.launch(orders))
+            with self._failing(orders):
+                self._in_flight.append((orders, self._executor.launch(orders)))
         due = len(self._in_flight) - (self._max_in_flight if orders is not None else 0)
-        if due <= 0:
-            return []
-        return self.scheduler.update(self._in_flight.popleft().result())
+        if due > 0:
+            oldest, pending = self._in_flight.popleft()
+            with self._failing(oldest):
+                output = pending.result()
+            changed += self.scheduler.update(output)
+        return changed
+
+    @contextmanager
+    def _failing(self, orders: SchedulerOutput) -> Iterator[None]:
+        """Whatever goes wrong inside ends the requests of this step."""
+        try:
+            yield
+        except BaseException:
+            rows = [order.row for order in orders.requests]
+            self._failed += self.scheduler.update(ModelOutput(orders.step, [], [], failed_rows=rows))
+            raise
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -73,7 +95,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """True while a request waits or runs, a step is in flight, or an ended request has not been returned."""
+        return self.scheduler.has_work or bool(self._failed)
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()

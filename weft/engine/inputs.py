@@ -7,9 +7,12 @@ Owns: the checks of a request against this model (vocabulary, context length, to
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from weft.config import EngineConfig
 from weft.config.checkpoint import GenerationDefaults
@@ -47,7 +50,8 @@ class InputProcessor:
         self._seed = config.seed
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._num_requests = 0
+        self._num_prompts = 0
+        self._arrivals = itertools.count()
         self._eos = frozenset(config.generation.eos_token_ids or config.model_config.eos_token_ids)
 
     # -- prompts -------------------------------------------------------------------------------------------------
@@ -73,27 +77,36 @@ class InputProcessor:
             raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
         if "prompt_token_ids" in prompt:
             text = prompt.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise RequestError(
+                    f"prompt is a {type(text).__name__}; beside prompt_token_ids it must be text", "prompt"
+                )
             return PreparedPrompt(text, self._check_ids("prompt_token_ids", prompt["prompt_token_ids"]))
         if not isinstance(prompt.get("prompt"), str):
-            raise RequestError("a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids' (integers)", "prompt")
+            raise RequestError(
+                "a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids' (integers)", "prompt"
+            )
         return PreparedPrompt(prompt["prompt"], self._encode(prompt["prompt"]))
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise RequestError(
-                "a text prompt needs the tokenizer, but skip_tokenizer_init=True; give prompt_token_ids instead", "prompt"
+                "a text prompt needs the tokenizer, but skip_tokenizer_init=True; give prompt_token_ids instead",
+                "prompt",
             )
         return self._tokenizer.encode(text)
 
     def _check_ids(self, name: str, ids: Any) -> list[int]:
-        if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, Sequence):
+        if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
             raise RequestError(f"{name} is a {type(ids).__name__}; it must be a list of integers", name)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"{name} holds {token!r}; every entry must be an integer", name)
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(f"{name} holds {token}; the vocabulary has ids 0 to {self._vocab_size - 1}", name)
-        return list(ids)
+        ids = list(ids)
+        if not all(type(token) is int for token in ids):
+            wrong = next(token for token in ids if type(token) is not int)
+            raise RequestError(f"{name} holds {wrong!r}; every entry must be an integer", name)
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise RequestError(f"{name} holds {wrong}; the vocabulary has ids 0 to {self._vocab_size - 1}", name)
+        return ids
 
     def _check_length(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -101,7 +114,8 @@ class InputProcessor:
         if len(token_ids) >= self._max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; with a context of {self._max_model_len} tokens at most "
-                f"{self._max_model_len - 1} are allowed, so that one can be generated; shorten it or raise max_model_len",
+                f"{self._max_model_len - 1} are allowed, so that one can be generated; shorten it, or raise "
+                "max_model_len and the memory for the cache",
                 "prompt",
             )
 
@@ -110,66 +124,103 @@ class InputProcessor:
     def make_requests(
         self, request_id: str, prompt: PreparedPrompt, params: SamplingParams, priority: int = 0
     ) -> list[Request]:
-        """One ``Request`` per completion; ``n > 1`` numbers the ids ``<id>/<index>``.
+        """One ``Request`` per completion, with ids that were never used before: ``<request_id>/<arrival>``.
 
         Raises:
             RequestError: parameters that do not fit this model.
         """
         self._check_params(params)
-        self._num_requests += 1
-        seed = params.seed if params.seed is not None else derive_seed(self._seed, self._num_requests)
-        ids = [request_id] if params.n == 1 else [f"{request_id}/{i}" for i in range(params.n)]
-        return [self._make(name, prompt, params, _sample_seed(seed, i), priority) for i, name in enumerate(ids)]
+        self._num_prompts += 1
+        seed = params.seed if params.seed is not None else derive_seed(self._seed, self._num_prompts)
+        resolved = self._resolve(params)
+        return [
+            self._make(request_id, prompt, params, replace(resolved, seed=_sample_seed(seed, i)), priority)
+            for i in range(params.n)
+        ]
 
-    def _make(self, name: str, prompt: PreparedPrompt, params: SamplingParams, seed: int, priority: int) -> Request:
+    def _make(
+        self, request_id: str, prompt: PreparedPrompt, params: SamplingParams, sampling: RowSampling, priority: int
+    ) -> Request:
         room = self._max_model_len - len(prompt.token_ids)
+        arrival = next(self._arrivals)
         return Request(
-            request_id=name,
+            request_id=f"{request_id}/{arrival}",
             prompt_token_ids=prompt.token_ids,
-            sampling=self._resolve(params, seed),
+            sampling=sampling,
             max_tokens=min(params.max_tokens or room, room),
+            arrival=arrival,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             eos_token_ids=frozenset() if params.ignore_eos else self._eos,
             priority=priority,
         )
 
-    def _resolve(self, params: SamplingParams, seed: int) -> RowSampling:
-        """Fill in the checkpoint's generation defaults; see ``SamplingParams``."""
+    def _resolve(self, params: SamplingParams) -> RowSampling:
+        """Fill in the checkpoint's generation defaults; see ``SamplingParams``. The seed is left to the caller."""
         defaults = self._generation
-        ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._eos)
-        return RowSampling(
+        top_k = int(_first(params.top_k, defaults.top_k, 0))
+        sampling = RowSampling(
             temperature=float(_first(params.temperature, defaults.temperature, 1.0)),
-            top_k=max(0, int(_first(params.top_k, defaults.top_k, 0))),
+            top_k=top_k if 0 < top_k < self._vocab_size else 0,
             top_p=float(_first(params.top_p, defaults.top_p, 1.0)),
             min_p=float(_first(params.min_p, defaults.min_p, 0.0)),
             presence_penalty=float(params.presence_penalty),
             frequency_penalty=float(params.frequency_penalty),
             repetition_penalty=float(_first(params.repetition_penalty, defaults.repetition_penalty, 1.0)),
             logit_bias=params.logit_bias or None,
-            allowed_token_ids=params.allowed_token_ids,
+            allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
             bad_words=self._bad_words(params),
-            seed=seed,
             min_tokens=params.min_tokens,
-            blocked_before_min=sorted(ends) if params.min_tokens else [],
+            blocked_before_min=sorted(self._ends(params)) if params.min_tokens else [],
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
+        _check_allowed(sampling)
+        return sampling
+
+    def _ends(self, params: SamplingParams) -> set[int]:
+        """Token ids that end the generation."""
+        return set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._eos)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
         """Each bad word as token ids, as it stands at the start of a text and after a space."""
         if not params.bad_words:
             return None
         if self._tokenizer is None:
-            raise RequestError("bad_words are texts and need the tokenizer, but skip_tokenizer_init=True", "bad_words")
-        encoded = (self._tokenizer.encode(form, add_special_tokens=False) for w in params.bad_words for form in (w, f" {w.strip()}"))
-        return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in encoded) if ids]
+            raise RequestError(
+                "bad_words are texts and need the tokenizer, but skip_tokenizer_init=True; use a logit_bias of -100",
+                "bad_words",
+            )
+        forms = [form for word in params.bad_words for form in (word, f" {word.strip()}")]
+        encoded = [tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms]
+        return [list(ids) for ids in dict.fromkeys(encoded) if ids]
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):
             self._check_ids(name, getattr(params, name) or [])
         self._check_ids("logit_bias", list(params.logit_bias or {}))
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > self._vocab_size:
+                raise RequestError(
+                    f"{name}={wanted} is more than the {self._vocab_size} tokens of the vocabulary; ask for fewer", name
+                )
         if params.stop_strings and self._tokenizer is None:
-            raise RequestError("stop strings need the tokenizer, but skip_tokenizer_init=True; use stop_token_ids", "stop")
+            raise RequestError(
+                "stop strings need the tokenizer, but skip_tokenizer_init=True; use stop_token_ids", "stop"
+            )
+
+
+def _check_allowed(sampling: RowSampling) -> None:
+    """Refuse what would leave no token to generate."""
+    if sampling.allowed_token_ids is None:
+        return
+    single_bad_words = (word[0] for word in sampling.bad_words or [] if len(word) == 1)
+    if not set(sampling.allowed_token_ids).difference(sampling.blocked_before_min, single_bad_words):
+        raise RequestError(
+            f"allowed_token_ids={sampling.allowed_token_ids} are all ruled out, by min_tokens (ends of the generation) "
+            "or bad_words, so no token could be generated; allow more, or lower min_tokens",
+            "allowed_token_ids",
+        )
 
 
 def derive_seed(engine_seed: int, number: int) -> int:

@@ -17,9 +17,8 @@ from weft.engine.core import EngineCore
 from weft.engine.inputs import InputProcessor, Prompt
 from weft.engine.outputs import OutputStream
 from weft.engine.progress import Progress
-from weft.errors import RequestError
+from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
-from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.scheduler.scheduler import SchedulerStats
 from weft.tokenizer import Tokenizer
@@ -52,8 +51,9 @@ class LLM:
         self._core = EngineCore(self.config)
         self._inputs = InputProcessor(self.config, self.tokenizer, self.max_model_len)
         self._streams: dict[str, OutputStream] = {}
-        self._by_request: dict[Request, OutputStream] = {}
+        self._by_request: dict[str, OutputStream] = {}
         self._ids = itertools.count()
+        self._is_shut_down = False
 
     @property
     def max_model_len(self) -> int:
@@ -83,11 +83,14 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is not valid; then none of them was started.
         """
-        batch = [prompts] if _is_single(prompts) else list(prompts)
-        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(batch))
+        batch = _as_list(prompts)
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _per_prompt("sampling_params", given, SamplingParams, len(batch))
         priorities = _per_prompt("priority", priority, int, len(batch))
         if self._streams:
-            raise RequestError("generate() cannot run while requests of add_request() are open; finish or abort them first")
+            raise RequestError(
+                "generate() cannot run while requests of add_request() are open; finish or abort them first"
+            )
         ids: list[str] = []
         try:
             for prompt, p, rank in zip(batch, params, priorities, strict=True):
@@ -104,9 +107,12 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         with Progress(total=len(ids), enabled=use_tqdm) as progress:
             while not self.is_finished():
-                outputs = self.step()
-                progress.step(outputs)
-                done.update((o.request_id, o) for o in outputs if o.finished)
+                changed = self._advance()
+                progress.step(changed)
+                for stream in changed:
+                    if stream.finished:
+                        done[stream.request_id] = stream.output()
+                        self._forget(stream.request_id)
         return [done[request_id] for request_id in ids]
 
     def chat(
@@ -130,10 +136,9 @@ class LLM:
         Raises:
             RequestError: no tokenizer or chat template, or messages that the template refuses.
         """
-        conversations = [messages] if _is_conversation(messages) else list(messages)
         prompts = [
             self.render_chat(m, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
-            for m in conversations
+            for m in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -147,11 +152,13 @@ class LLM:
     ) -> dict[str, Any]:
         """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``."""
         if self.tokenizer is None:
-            raise RequestError("chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages")
+            raise RequestError(
+                "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
+            )
         text = self.tokenizer.render_chat(
-            [dict(m) for m in messages],
-            tools=[dict(t) for t in tools] if tools else None,
-            chat_template_kwargs=dict(chat_template_kwargs or {}),
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
@@ -171,17 +178,31 @@ class LLM:
         Raises:
             RequestError: the prompt, a parameter or the id is not valid; nothing else is disturbed.
         """
-        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
-        params = sampling_params or SamplingParams()
+        request_id = self._check_id(request_id)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams", "sampling_params")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority={priority!r} is not an integer; smaller ones go first", "priority")
         prepared = self._inputs.prepare_prompt(prompt)
         requests = self._inputs.make_requests(request_id, prepared, params, priority)
         stream = OutputStream(request_id, prepared.text, requests, params, self.tokenizer)
         self._streams[request_id] = stream
         for request in requests:
-            self._by_request[request] = stream
+            self._by_request[request.request_id] = stream
             self._core.add(request)
+        return request_id
+
+    def _check_id(self, request_id: str | None) -> str:
+        """The id given, or one that is free."""
+        if self._is_shut_down:
+            raise EngineDeadError("this engine was shut down; make a new LLM")
+        if request_id is None:
+            return next(name for name in (f"request-{i}" for i in self._ids) if name not in self._streams)
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id={request_id!r} is not a non-empty text", "request_id")
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -190,18 +211,24 @@ class LLM:
         Returns:
             A snapshot of every request that got a token or ended; ``finished`` ones appear once and are forgotten.
         """
-        changed: dict[str, OutputStream] = {}
-        for request in self._core.step():
-            stream = self._by_request[request]
-            stop = stream.take(request)
-            if stop is not None and not self._core.finish(request.request_id, "stop", stop):
-                request.finish_reason, request.stop_reason = "stop", stop  # its last token completed the stop string
-            changed[stream.request_id] = stream
-        outputs = [stream.output() for stream in changed.values()]
+        outputs = [stream.output() for stream in self._advance()]
         for output in outputs:
             if output.finished:
                 self._forget(output.request_id)
         return outputs
+
+    def _advance(self) -> list[OutputStream]:
+        """One step of the core; the open outputs that it changed, with their new tokens taken in."""
+        changed: dict[str, OutputStream] = {}
+        for request in self._core.step():
+            stream = self._by_request.get(request.request_id)
+            if stream is None:
+                continue  # aborted after it had failed
+            stop = stream.take(request)
+            if stop is not None and not self._core.finish(request.request_id, "stop", stop):
+                request.finish_reason, request.stop_reason = "stop", stop  # its last token completed the stop string
+            changed[stream.request_id] = stream
+        return list(changed.values())
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now. Returns what it had, or None if it is unknown or has ended already."""
@@ -221,45 +248,62 @@ class LLM:
 
     def _forget(self, request_id: str) -> None:
         for request in self._streams.pop(request_id).requests:
-            self._by_request.pop(request, None)
+            del self._by_request[request.request_id]
 
     def stats(self) -> SchedulerStats:
         """Queue lengths, free pages and slots, preemptions."""
         return self._core.stats()
 
     def shutdown(self) -> None:
-        """Let go of weights and caches, and write the profile if one was asked for."""
-        self._core.shutdown()
+        """Let go of weights and caches, and write the profile if one was asked for. Open requests are dropped."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._streams.clear()
+            self._by_request.clear()
+            self._core.shutdown()
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
 
-def _is_single(prompts: Any) -> bool:
-    """True for one prompt: a text, a dict, or a list of token ids."""
+def _as_list(prompts: Any) -> list[Prompt]:
+    """The prompts; a text, a dict or a list of token ids is one."""
     if isinstance(prompts, (str, Mapping)):
-        return True
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is a {type(prompts).__name__}; give a text, token ids, a dict, or a list of those", "prompts")
-    return len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, token ids, a dict, or a list of those", "prompts"
+        )
+    is_single = len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
+    return [prompts] if is_single else list(prompts)
 
 
-def _is_conversation(messages: Any) -> bool:
+def _conversations(messages: Any) -> list[Messages]:
+    """The conversations; a list of dicts is one."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError("messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages")
-    return isinstance(messages[0], Mapping)
+        raise RequestError(
+            "messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages"
+        )
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
 def _per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
     """``value`` for each of ``count`` prompts."""
     if isinstance(value, kind):
         return [value] * count
-    values = list(value)
-    if len(values) != count or not all(isinstance(v, kind) for v in values):
-        raise RequestError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one per prompt", name)
-    return values
+    remedy = "give one for all prompts, or a list with one per prompt"
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name} is a {type(value).__name__}, not {kind.__name__}; {remedy}", name)
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts; {remedy}", name)
+    wrong = [v for v in value if not isinstance(v, kind)]
+    if wrong:
+        raise RequestError(f"{name} holds a {type(wrong[0]).__name__}, not {kind.__name__}; {remedy}", name)
+    return list(value)
 
 

@@ -28,6 +28,11 @@ class Completion:
     cumulative_logprob: float = 0.0
     logprobs: list[LogprobsDict] = field(default_factory=list)
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string found."""
+        return self.stops.matched if self.stops is not None else None
+
 
 class OutputStream:
     """All completions of one prompt.
@@ -41,21 +46,28 @@ class OutputStream:
     """
 
     def __init__(
-        self, request_id: str, prompt: str | None, requests: list[Request], params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[Request],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self.request_id = request_id
         self._prompt = prompt
         self._params = params
         self._tokenizer = tokenizer
         self._completions = [self._completion(i, request) for i, request in enumerate(requests)]
+        self._by_id = {c.request.request_id: c for c in self._completions}
+        self._prompt_logprobs: list[LogprobsDict | None] = [None]
 
     def _completion(self, index: int, request: Request) -> Completion:
         params = self._params
         if self._tokenizer is None or not params.detokenize:
             return Completion(request, index, None, None)
         detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
-        stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output) if params.stop_strings else None
-        return Completion(request, index, detokenizer, stops)
+        strings, include = params.stop_strings, params.include_stop_str_in_output
+        return Completion(request, index, detokenizer, StopStrings(strings, include=include) if strings else None)
 
     @property
     def requests(self) -> list[Request]:
@@ -65,23 +77,33 @@ class OutputStream:
     def finished(self) -> bool:
         return all(c.request.finish_reason is not None for c in self._completions)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, all completions together."""
+        return sum(c.num_tokens_seen for c in self._completions)
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens computed for the completions that have a token, those from the cache not counted."""
+        started = [c.request for c in self._completions if c.num_tokens_seen]
+        return sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in started)
+
     def take(self, request: Request) -> str | None:
         """Take in the new tokens of ``request``, one of this prompt's completions.
 
         Returns:
-            The stop string that now ends it (the caller must end the request), or None.
+            The stop string that ends it (the caller must end the request), or None.
         """
-        completion = next(c for c in self._completions if c.request is request)
-        new = request.output_token_ids[completion.num_tokens_seen :]
-        for token_id in new:
-            stop = self._take_token(completion, token_id)
-            if stop is not None:
-                return stop
+        completion = self._by_id[request.request_id]
+        for token_id in request.output_token_ids[completion.num_tokens_seen :]:
+            self._take_token(completion, token_id)
+            if completion.stop is not None:
+                return completion.stop
         if request.finish_reason is not None:
-            return self._flush(completion)
-        return None
+            self._flush(completion)
+        return completion.stop
 
-    def _take_token(self, completion: Completion, token_id: int) -> str | None:
+    def _take_token(self, completion: Completion, token_id: int) -> None:
         request = completion.request
         position = completion.num_tokens_seen
         completion.num_tokens_seen += 1
@@ -90,32 +112,29 @@ class OutputStream:
             completion.logprobs.append(entry)
             completion.cumulative_logprob += request.logprobs[position].logprobs[0]
         if completion.detokenizer is None or self._is_dropped(request, position, token_id):
-            return None
-        delta = completion.detokenizer.append(token_id)
-        if completion.stops is None:
-            completion.text += delta
-            return None
-        enough = completion.num_tokens_seen >= self._params.min_tokens
-        completion.text += completion.stops.append(delta, may_stop=enough)
-        return completion.stops.matched
+            return
+        self._add_text(completion, completion.detokenizer.append(token_id))
+
+    def _add_text(self, completion: Completion, delta: str) -> None:
+        if completion.stops is not None:
+            enough = completion.num_tokens_seen >= self._params.min_tokens
+            delta = completion.stops.append(delta, may_stop=enough)
+        completion.text += delta
 
     def _is_dropped(self, request: Request, position: int, token_id: int) -> bool:
         """The token that ended the generation is not part of the text, unless the user wants to see stops."""
         is_last = request.finish_reason == "stop" and position == len(request.output_token_ids) - 1
         if not is_last or self._params.include_stop_str_in_output:
             return False
-        return token_id in request.stop_token_ids or token_id in request.eos_token_ids and self._params.skip_special_tokens
+        is_eos = token_id in request.eos_token_ids
+        return token_id in request.stop_token_ids or (is_eos and self._params.skip_special_tokens)
 
-    def _flush(self, completion: Completion) -> str | None:
-        """The request has ended: emit what was held back."""
-        if completion.detokenizer is None:
-            return None
-        delta = completion.detokenizer.finish()
-        if completion.stops is None:
-            completion.text += delta
-            return None
-        completion.text += completion.stops.append(delta) + completion.stops.finish()
-        return None
+    def _flush(self, completion: Completion) -> None:
+        """The request has ended: emit what was held back (half a character may yet complete a stop string)."""
+        if completion.detokenizer is not None:
+            self._add_text(completion, completion.detokenizer.finish())
+        if completion.stops is not None:
+            completion.text += completion.stops.finish()
 
     def output(self) -> RequestOutput:
         """A snapshot of everything known."""
@@ -127,7 +146,7 @@ class OutputStream:
             outputs=[self._completion_output(c) for c in self._completions],
             finished=self.finished,
             num_cached_tokens=first.num_cached_tokens or 0,
-            prompt_logprobs=self._prompt_logprobs(first),
+            prompt_logprobs=self._take_prompt_logprobs(first),
             metrics=self._metrics(),
         )
 
@@ -144,10 +163,13 @@ class OutputStream:
             cumulative_logprob=completion.cumulative_logprob if wants_logprobs else None,
         )
 
-    def _prompt_logprobs(self, request: Request) -> list[LogprobsDict | None] | None:
+    def _take_prompt_logprobs(self, request: Request) -> list[LogprobsDict | None] | None:
+        """Those known, each converted once. A preempted request starts its list again; the entries are the same."""
         if self._params.prompt_logprobs is None:
             return None
-        return [None, *(self._logprobs(entry) for entry in request.prompt_logprobs)]
+        new = request.prompt_logprobs[len(self._prompt_logprobs) - 1 :]
+        self._prompt_logprobs += (self._logprobs(entry) for entry in new)
+        return list(self._prompt_logprobs)
 
     def _logprobs(self, entry: TokenLogprobs) -> LogprobsDict:
         """Chosen token first; its rank is its own, the others' follow from their order."""
@@ -157,16 +179,17 @@ class OutputStream:
         return result
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False) if self._tokenizer is not None else None
+        text = self._tokenizer.token_text(token_id) if self._tokenizer is not None else None
         return Logprob(logprob, rank, text)
 
     def _metrics(self) -> RequestMetrics:
         times = [c.request.times for c in self._completions]
         start = times[0].arrival
+        first_tokens = [t.first_token for t in times if t.first_token is not None]
         return RequestMetrics(
             time_in_queue=_since(start, times[0].first_scheduled),
-            time_to_first_token=_since(start, min((t.first_token for t in times if t.first_token is not None), default=None)),
-            e2e_latency=_since(start, max((t.finished or start for t in times))) if self.finished else None,
+            time_to_first_token=_since(start, min(first_tokens, default=None)),
+            e2e_latency=_since(start, max(t.finished or start for t in times)) if self.finished else None,
             num_preemptions=sum(c.request.num_preemptions for c in self._completions),
         )
 

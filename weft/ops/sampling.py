@@ -161,7 +161,7 @@ def _top_k_top_p_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, candida
     """The smallest logit that each row keeps: ``[N, 1]``."""
     likeliest = logits.topk(min(candidates, logits.shape[1]), dim=-1).values  # sorted, largest first
     rank = torch.arange(likeliest.shape[1], device=logits.device)
-    has_k = (top_k > 0)[:, None]
+    has_k = ((top_k > 0) & (top_k < logits.shape[1]))[:, None]  # a larger k keeps all, as 0 does
     within_k = (rank < top_k[:, None]) | ~has_k
     mass = (likeliest - likeliest[:, :1]).exp_().masked_fill_(~within_k, 0.0).cumsum_(-1)
     before = torch.nn.functional.pad(mass[:, :-1], (1, 0))

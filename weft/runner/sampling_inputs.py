@@ -183,8 +183,8 @@ class SamplingInputs:
         rows, tokens = [], []
         for i, (order, p, count) in enumerate(zip(sampled, params, generated, strict=True)):
             if count < p.min_tokens:
-                rows.append(torch.full((len(p.blocked_before_min),), i))
-                tokens.append(torch.tensor(p.blocked_before_min, dtype=torch.int64))
+                rows.append(self._ints([i] * len(p.blocked_before_min)))
+                tokens.append(self._ints(p.blocked_before_min))
             words = self._bad_words.get(order.row)
             if words is not None:
                 last = words.last[words.blocked()]
@@ -192,7 +192,7 @@ class SamplingInputs:
                 tokens.append(last)
         if not rows:
             return None
-        return BlockedTokens(torch.cat(rows).to(self._device), torch.cat(tokens).to(self._device))
+        return BlockedTokens(torch.cat(rows), torch.cat(tokens))
 
     def _floats(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)
