@@ -7,14 +7,20 @@ from (on the CPU: ``cpu_cache_gib``; on a GPU: measured free memory).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from weft.cache.spec import CacheSpec
+from weft.config import EngineConfig
 from weft.errors import CapacityError
 from weft.forward_context import KVCache, StateCache
+
+
+GRAPH_BYTES = 2 * 2**30
+"""Device memory set aside for captured graphs; sizes that would need more are not captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,53 @@ def _plan_pages(
     return fitting
 
 
+def gpu_cache_budget(
+    *, free_bytes: int, total_bytes: int, utilization: float, step_bytes: int, graph_bytes: int
+) -> int:
+    """Bytes that the caches of a GPU get.
+
+    Args:
+        free_bytes, total_bytes: of the device, with the weights loaded.
+        utilization: share of the whole device that Weft may use.
+        step_bytes: what the largest step needs beside weights and caches.
+        graph_bytes: set aside for captured graphs.
+
+    Raises:
+        CapacityError: nothing is left.
+    """
+    reserved = (1.0 - utilization) * total_bytes
+    budget = int(free_bytes - reserved - step_bytes - graph_bytes)
+    if budget <= 0:
+        used = total_bytes - free_bytes
+        raise CapacityError(
+            f"no memory is left for caches: of {_gib(total_bytes)}, weights and other users hold {_gib(used)}, the "
+            f"largest step needs {_gib(step_bytes)}, graphs {_gib(graph_bytes)}, and gpu_memory_utilization={utilization} "
+            f"leaves {_gib(int(reserved))} untouched; raise gpu_memory_utilization, or lower max_num_batched_tokens or "
+            "max_num_seqs (a smaller step)"
+        )
+    return budget
+
+
+@contextmanager
+def explained_out_of_memory(stage: str, config: EngineConfig) -> Iterator[None]:
+    """Turn the device's out-of-memory error of a start-up stage into one that names consumers and remedies.
+
+    Raises:
+        CapacityError: in place of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        ours = torch.cuda.memory_allocated()
+        raise CapacityError(
+            f"out of GPU memory at start, at: {stage}. Of {_gib(total)}, this process holds {_gib(ours)} in tensors and "
+            f"{_gib(free)} are free; the rest belongs to other users of the device. Settings that need less: "
+            f"gpu_memory_utilization (now {config.gpu_memory_utilization}), max_num_batched_tokens (now "
+            f"{config.max_num_batched_tokens}), max_num_seqs (now {config.max_num_seqs}), dtype (now {config.dtype})"
+        ) from error
+
+
 def allocate_caches(
     spec: CacheSpec, plan: CachePlan, attention_names: Sequence[str], linear_names: Sequence[str], device: torch.device
 ) -> dict[str, KVCache | StateCache]:
@@ -130,6 +183,10 @@ def cache_tensor_bytes(caches: dict[str, KVCache | StateCache]) -> int:
         tensors = (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.conv, cache.recurrent)
         total += sum(t.numel() * t.element_size() for t in tensors)
     return total
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"
 
 
 def _mib(num_bytes: int) -> str:

@@ -13,6 +13,8 @@ One step, in the order that ``messages.py`` promises::
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -24,18 +26,27 @@ from weft.graph.sizes import decode_sizes
 from weft.layers.context import ModelContext
 from weft.layers.sampler import Sampler, SamplerOutput, logprobs_of
 from weft.layers.table import LayerTable
-from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput
+from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.registry import create_model
 from weft.ops.backend import resolve_backend
 from weft.ops.kv_cache import copy_pages
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepInputs, StepShape
 from weft.runner.decode_graphs import DecodeGraphs, DecodeOutputs
-from weft.runner.memory import CachePlan, allocate_caches, plan_caches
+from weft.runner.memory import (
+    GRAPH_BYTES,
+    CachePlan,
+    allocate_caches,
+    explained_out_of_memory,
+    gpu_cache_budget,
+    plan_caches,
+)
 from weft.runner.results import HostLogprobs, PendingStep, to_host
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.weights import load_weights
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -50,25 +61,18 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
-        self.model = self._load_model()
-        self._layer_modules = self._layers.by_name()
-        self.plan = self._plan()
-        self.caches = allocate_caches(
-            self.spec, self.plan, self._layers.names("full_attention"), self._layers.names("linear_attention"), self.device
-        )
-        max_pages = self.spec.pages_for(self.plan.max_model_len)
-        self._rows = RowTable(self.plan.max_num_seqs, max_pages, self.device)
-        self._builder = BatchBuilder(
-            self._rows,
-            page_size=config.page_size,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_num_seqs=self.plan.max_num_seqs,
-            has_recurrent_layers=config.model_config.is_hybrid,
-            device=self.device,
-        )
-        self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
         self._sampler = Sampler(self._backend)
-        self.graphs = self._capture_graphs()
+        self.spec = CacheSpec.from_model(
+            config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
+        )
+        with explained_out_of_memory("loading the weights", config):
+            self.model = self._load_model()
+        self._layer_modules = self._layers.by_name()
+        with explained_out_of_memory("the largest step", config):
+            self.plan = self._plan()
+        with explained_out_of_memory("caches and graphs", config):
+            self._attach(self.plan)
+            self.graphs = self._capture_graphs()
 
     def _load_model(self) -> torch.nn.Module:
         config = self._config
@@ -86,9 +90,6 @@ class ModelRunner:
 
     def _plan(self) -> CachePlan:
         config = self._config
-        self.spec = CacheSpec.from_model(
-            config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
-        )
         return plan_caches(
             self.spec,
             budget_bytes=self._cache_budget(),
@@ -99,11 +100,64 @@ class ModelRunner:
         )
 
     def _cache_budget(self) -> int:
-        """Bytes for caches: given on the CPU, a share of what is free after loading on a GPU."""
+        """Bytes for caches: given on the CPU; on a GPU what is left of the share that Weft may use."""
         if self.device.type == "cpu":
             return int(self._config.cpu_cache_gib * 2**30)
+        step_bytes = self._measure_step_bytes()
         free, total = torch.cuda.mem_get_info(self.device)
-        return int(free - (1.0 - self._config.gpu_memory_utilization) * total)
+        budget = gpu_cache_budget(
+            free_bytes=free,
+            total_bytes=total,
+            utilization=self._config.gpu_memory_utilization,
+            step_bytes=step_bytes,
+            graph_bytes=GRAPH_BYTES if self._config.cuda_graph_mode != "NONE" else 0,
+        )
+        logger.info("memory: step %.2f GiB, caches %.2f GiB", step_bytes / 2**30, budget / 2**30)
+        return budget
+
+    def _measure_step_bytes(self) -> int:
+        """Device memory that the largest step takes beside weights and caches, found by running it on tiny caches.
+
+        Every sequence uses the same page and slot: what is computed is nonsense, but its size is right.
+        """
+        config = self._config
+        count = config.max_num_seqs
+        length = max(1, min(config.max_num_batched_tokens // count, config.max_model_len))
+        pages = self.spec.pages_for(length)
+        self._attach(CachePlan(2, 2, count, length, 0, {}))
+        greedy = RowSampling(temperature=1.0, top_p=0.9)
+        slot = 1 if self.spec.num_linear_layers else 0
+        new = [NewRequest(row, [0] * length, length, greedy) for row in range(count)]
+        orders = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.run(SchedulerOutput(0, orders, new))
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._attach(None)
+        torch.cuda.empty_cache()
+        return peak - before
+
+    def _attach(self, plan: CachePlan | None) -> None:
+        """Make caches, rows and buffers of the planned sizes; None lets go of them."""
+        self.graphs: DecodeGraphs | None = None
+        self.caches: dict[str, KVCache | StateCache] = {}
+        if plan is None:
+            del self._rows, self._builder, self._sampling
+            return
+        config = self._config
+        names = (self._layers.names("full_attention"), self._layers.names("linear_attention"))
+        self.caches = allocate_caches(self.spec, plan, *names, self.device)
+        self._rows = RowTable(plan.max_num_seqs, self.spec.pages_for(plan.max_model_len), self.device)
+        self._builder = BatchBuilder(
+            self._rows,
+            page_size=config.page_size,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_seqs=plan.max_num_seqs,
+            has_recurrent_layers=config.model_config.is_hybrid,
+            device=self.device,
+        )
+        self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
 
     @torch.inference_mode()
     def _capture_graphs(self) -> DecodeGraphs | None:
@@ -117,6 +171,7 @@ class ModelRunner:
             make_pool(self.device),
             sizes,
             device=self.device,
+            budget_bytes=GRAPH_BYTES,
             keep_gc=config.enable_cudagraph_gc,
         )
 
