@@ -11,7 +11,7 @@ from tests.cache.fake_memory import FakeMemory, Running
 from tests.cache.test_manager_fuzz import make_spec
 from weft.cache.manager import Manager
 
-NUM_ACTIONS = 1500
+NUM_ACTIONS = 800
 
 
 @dataclass
@@ -23,7 +23,6 @@ class Churn:
     running: list[Running] = field(default_factory=list)
     corpus: list[tuple[list[int], str | None]] = field(default_factory=lambda: [([0], None)])
     num_forks: int = 0
-    num_moves: int = 0
     num_copies: int = 0
     num_protected: int = 0
 
@@ -54,7 +53,6 @@ class Churn:
             assert self.running, "a request alone must fit"
             return
         self.num_forks += lease.state_fork is not None
-        self.num_moves += lease.num_cached_tokens > 0 and bool(lease.state_slot) and lease.state_fork is None
         self.num_copies += lease.page_copy is not None
         self.num_protected += lease.write_start > lease.num_cached_tokens
         self.running.append(Running(tokens, lease, lease.num_cached_tokens, salt))
@@ -105,7 +103,6 @@ def test_random_lives_of_hybrid_requests(policy: str, eviction: str, page_size: 
     stats = manager.stats()
     assert stats.num_hit_tokens and stats.num_evicted_pages and stats.num_evicted_states
     assert churn.num_forks and churn.num_protected
-    assert churn.num_moves or policy != "exact", "no state was ever moved out of the tree"
     assert churn.num_copies or page_size == 1
 
 
