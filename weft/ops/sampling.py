@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow long before it changed a draw."""
@@ -239,4 +239,17 @@ def sample(
             candidates=candidates,
             uses_min_p=uses_min_p,
         )
-    raise missing_kernel("sample", backend)
+    from weft.ops.triton.sampling import sample_triton
+
+    return sample_triton(
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        positions,
+        all_greedy=all_greedy,
+        candidates=candidates,
+        uses_min_p=uses_min_p,
+    )

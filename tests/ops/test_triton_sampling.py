@@ -1,0 +1,128 @@
+"""Sampling kernels against the torch reference, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from weft.ops.sampling import exponential_noise, random_words, sample_reference
+from weft.ops.triton import sampling as kernels
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+ON_GPU = DEVICE == "cuda"
+VOCABS = [5, 1000, 4100] + [151936, 248320] * ON_GPU
+
+
+@triton.jit
+def _noise_kernel(seeds, positions, words, noise, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    tokens = tl.arange(0, BLOCK)
+    mask = tokens < VOCAB
+    hashed = kernels.random_words(tl.load(seeds + row), tl.load(positions + row), tokens)
+    tl.store(words + row * VOCAB + tokens, hashed.to(tl.int32, bitcast=True), mask=mask)
+    tl.store(noise + row * VOCAB + tokens, kernels.exponential(hashed), mask=mask)
+
+
+def test_random_numbers_are_the_reference_s() -> None:
+    """The words bit for bit, the exponential numbers to rounding."""
+    seeds = torch.randint(-(2**63), 2**63 - 1, (6,), device=DEVICE)
+    seeds[:2] = torch.tensor([0, -1])
+    positions = torch.tensor([0, 1, 2**31, 7, 100_000, 3], device=DEVICE)
+    words = torch.empty(6, 3000, dtype=torch.int32, device=DEVICE)
+    noise = torch.empty(6, 3000, device=DEVICE)
+    _noise_kernel[(6,)](seeds, positions, words, noise, VOCAB=3000, BLOCK=4096)
+    assert torch.equal(words, random_words(seeds, positions, 3000))
+    torch.testing.assert_close(noise, exponential_noise(seeds, positions, 3000), rtol=2e-6, atol=0)
+
+
+def arguments(num_rows: int, vocab: int, **values: list[float]) -> dict[str, Tensor]:
+    """Per-row parameters; ``values`` are repeated over the rows."""
+    defaults = {"temperature": [1.0], "top_k": [0], "top_p": [1.0], "min_p": [0.0]} | values
+    dtypes = {"top_k": torch.int64}
+    rows = {
+        name: torch.tensor([v[i % len(v)] for i in range(num_rows)], dtype=dtypes.get(name, torch.float32))
+        for name, v in defaults.items()
+    }
+    rows["seeds"] = torch.randint(-(2**63), 2**63 - 1, (num_rows,))
+    rows["positions"] = torch.arange(num_rows)
+    return {name: t.to(DEVICE) for name, t in rows.items()}
+
+
+MIXTURES = {
+    "greedy": {"temperature": [0.0]},
+    "temperature": {"temperature": [1.0, 0.6, 2.0, 0.0]},
+    "top-k": {"top_k": [1, 3, 50, 0, 10**9]},
+    "top-p": {"top_p": [0.9, 0.1, 1.0, 0.999, 1e-6]},
+    "min-p": {"min_p": [0.0, 0.1, 1.0, 0.001]},
+    "all": {"temperature": [0.7, 0.0, 1.0], "top_k": [20, 0, 5, 1], "top_p": [0.8, 0.95], "min_p": [0.0, 0.05, 0.0]},
+}
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_equals_reference(vocab: int, mixture: str) -> None:
+    num_rows = 12 if ON_GPU else 5
+    logits = torch.randn(num_rows, vocab, device=DEVICE) * 3
+    logits[0, ::2] = -torch.inf
+    logits[1, : vocab // 2] = logits[1, 0]  # ties
+    given = arguments(num_rows, vocab, **MIXTURES[mixture])
+    flags = {"all_greedy": mixture == "greedy", "candidates": vocab, "uses_min_p": True}
+    out = kernels.sample_triton(logits, **given, **flags)
+    want = sample_reference(logits, **given, **flags)
+    assert torch.equal(out, want)
+
+
+def kept(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
+    """Which tokens the kernel's threshold keeps."""
+    thresholds = torch.empty(logits.shape[0], device=DEVICE)
+    kernels._threshold_kernel[(logits.shape[0],)](
+        logits, given["temperature"], given["top_k"], given["top_p"], given["min_p"], thresholds, logits.stride(0),
+        GREEDY_BELOW=1e-5, VOCAB=logits.shape[1], BLOCK=1024,
+    )  # fmt: skip
+    return logits / given["temperature"][:, None] >= thresholds[:, None]
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 40, 99])
+def test_top_k_keeps_k(k: int) -> None:
+    logits = torch.randn(4, 100, device=DEVICE)
+    assert (kept(logits, arguments(4, 100, top_k=[k])).sum(1) == k).all()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.9, 0.9999])
+def test_top_p_keeps_the_smallest_sufficient_set(p: float) -> None:
+    logits = torch.randn(4, 333, device=DEVICE) * 4
+    keep = kept(logits, arguments(4, 333, top_p=[p]))
+    probabilities = logits.double().softmax(-1)
+    mass = (probabilities * keep).sum(1)
+    last = probabilities.masked_fill(~keep, 2.0).amin(1)
+    assert (mass >= p - 1e-6).all() and (mass - last < p + 1e-6).all()
+
+
+def test_ties_at_the_threshold_all_stay() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]], device=DEVICE)
+    assert kept(logits, arguments(1, 6, top_k=[2])).tolist() == [[True, False, True, True, True, False]]
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = torch.randn(6, 700, device=DEVICE)
+    given = arguments(6, 700, top_p=[0.9], top_k=[0, 30], temperature=[0.8, 0.0, 1.3])
+    flags = {"all_greedy": False, "candidates": 700, "uses_min_p": False}
+    together = kernels.sample_triton(logits, **given, **flags)
+    for row in range(6):
+        alone = kernels.sample_triton(logits[row : row + 1], **{n: t[row : row + 1] for n, t in given.items()}, **flags)
+        assert alone[0] == together[row]
+
+
+def test_broken_rows_give_an_id_inside_the_vocabulary() -> None:
+    logits = torch.randn(4, 100, device=DEVICE)
+    logits[0] = torch.nan
+    logits[1, 50:] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 7] = torch.inf
+    given = arguments(4, 100, top_p=[0.9], top_k=[10])
+    out = kernels.sample_triton(logits, **given, all_greedy=False, candidates=100, uses_min_p=False)
+    assert ((out >= 0) & (out < 100)).all()
