@@ -69,7 +69,9 @@ def greedy(
     return output
 
 
-def filtered(logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
+def filtered(
+    logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
     """Probabilities after temperature, top-k, top-p and min-p, each applied to what the one before left."""
     weights = [math.exp(x / temperature - max(logits) / temperature) for x in logits]
     order = sorted(range(len(weights)), key=lambda t: -weights[t])

@@ -70,7 +70,9 @@ def test_equals_transformers_generate_with_its_end_of_text(arch: str, folder_of:
     """Five ends of text, so that some answers end early: both stop there and keep the end token."""
     reference, asked = reference_of(arch), [prompt(n, seed=2) for n in (1, 17, 64)]
     with LLM(str(folder_of(arch))) as llm:
-        free = tokens(llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False))
+        free = tokens(
+            llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+        )
         ends = sorted({EOS_ID, free[0][5], free[1][11]})
         params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=ends)
         got = tokens(llm.generate(asked, params, use_tqdm=False))
