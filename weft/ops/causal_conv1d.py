@@ -96,6 +96,10 @@ def causal_conv1d(
     """
     if backend is Backend.TORCH:
         return causal_conv1d_reference(x, weight, bias, conv_state, batch)
+    if backend is Backend.TRITON:
+        from weft.ops.triton.causal_conv1d import causal_conv1d_triton
+
+        return causal_conv1d_triton(x, weight, bias, conv_state, batch)
     raise missing_kernel("causal_conv1d", backend)
 
 
@@ -145,4 +149,8 @@ def causal_conv1d_update(
     """
     if backend is Backend.TORCH:
         return causal_conv1d_update_reference(x, weight, bias, conv_state, state_slots)
+    if backend is Backend.TRITON:
+        from weft.ops.triton.causal_conv1d import causal_conv1d_update_triton
+
+        return causal_conv1d_update_triton(x, weight, bias, conv_state, state_slots)
     raise missing_kernel("causal_conv1d_update", backend)

@@ -82,13 +82,17 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, backe
     """``weight * rms_norm(x) * silu(gate)``: the output norm of Gated DeltaNet (arXiv 2412.06464).
 
     Args:
-        x: ``[N, V]``, one row per token and value head.
-        gate: ``[N, V]``.
+        x: ``[N, V]`` or ``[T, HV, V]``, one row per token and value head.
+        gate: of x's shape; as ``[T, HV, V]`` it may be a slice of a wider projection (strided tokens).
         weight: ``[V]``, never zero-centred.
 
     Returns:
-        ``[N, V]`` in x's dtype.
+        x's shape and dtype.
     """
     if backend is Backend.TORCH:
         return gated_rms_norm_reference(x, gate, weight, eps)
+    if backend is Backend.TRITON:
+        from weft.ops.triton.gated_norm import gated_rms_norm_triton
+
+        return gated_rms_norm_triton(x, gate, weight, eps)
     raise missing_kernel("gated_rms_norm", backend)

@@ -67,29 +67,30 @@ def _prepare_kernel(
     mask = valid[:, None] & (o_k < K)[None, :]
     columns = (i_head // (HV // HK)) * K + o_k
     b_k = tl.load(k + rows[:, None] * stride_k + columns[None, :], mask=mask, other=0.0)
-    b_q = tl.load(q + rows[:, None] * stride_q + columns[None, :], mask=mask, other=0.0)
     b_g = tl.load(g + rows * HV + i_head, mask=valid, other=0.0)
     b_beta = tl.load(beta + rows * HV + i_head, mask=valid, other=0.0)
-
-    k_float, q_float = b_k.to(tl.float32), b_q.to(tl.float32)
+    k_float = b_k.to(tl.float32)
     k_norm = tl.rsqrt(tl.sum(k_float * k_float, 1) + _L2_EPS)
-    q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS) * (K**-0.5)
     decay = tl.cumsum(b_g, 0)
     to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for the tokens that still count there
-
     i, j = o_row[:, None], o_row[None, :]
-    between = tl.exp(tl.where(i >= j, decay[:, None] - decay[None, :], float("-inf"))) * k_norm[None, :]
+    square = ((i_chunk * HV + i_head).to(tl.int64) * CHUNK * CHUNK) + i * CHUNK + j
+
+    # Queries first: of what they need, only the keys and the decays are kept for the inverse.
+    b_q = tl.load(q + rows[:, None] * stride_q + columns[None, :], mask=mask, other=0.0)
+    q_float = b_q.to(tl.float32)
+    q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS) * (K**-0.5)
     keys = tl.trans(b_k)
+    between = tl.exp(tl.minimum(decay[:, None] - decay[None, :], 0.0)) * k_norm[None, :]
+    qk = tl.dot(b_q, keys, input_precision=PRECISION) * between * q_norm[:, None]
+    tl.store(attention + square, tl.where(i >= j, qk, 0.0).to(attention.dtype.element_ty))
+
     kk = tl.dot(b_k, keys, input_precision=PRECISION) * between * (b_beta * k_norm)[:, None]
     kk = tl.where(i > j, kk, 0.0)
-    qk = tl.dot(b_q, keys, input_precision=PRECISION) * between * q_norm[:, None]
-
-    square = ((i_chunk * HV + i_head).to(tl.int64) * CHUNK * CHUNK) + i * CHUNK + j
-    tl.store(attention + square, qk.to(attention.dtype.element_ty))
-
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, kk, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), kk, 0.0)
+    apart = i ^ j  # the highest bit in which row and column differ names the level at which their blocks meet
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(apart == 1, kk, 0.0)
+    for level in tl.range(1, LEVELS, num_stages=1):
+        below = tl.where(apart >> level == 1, kk, 0.0)
         operand = inverse.to(INVERSE)
         product = tl.dot(operand, below.to(INVERSE), input_precision=PRECISION)
         inverse -= tl.dot(product.to(INVERSE), operand, input_precision=PRECISION)
@@ -180,8 +181,9 @@ def _scan_kernel(
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
 
         order = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
-        p_order = state + (tl.maximum(order, 0) * HV + i_head) * K * V + inside
-        tl.store(p_order, b_state.to(state.dtype.element_ty), mask=state_mask & (order >= 0))
+        if order >= 0:
+            p_order = state + (order * HV + i_head) * K * V + inside
+            tl.store(p_order, b_state.to(state.dtype.element_ty), mask=state_mask)
         start += length
         length = next_length
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
@@ -307,7 +309,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, warps: int = 4
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, max_registers: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``solve``, ``attention`` ``[chunks, HV, 64, 64]`` in q's dtype and ``vectors [chunks, HV, 4, 64]`` float32."""
     num_chunks, num_heads, (_, num_k_heads, head_dim) = chunks.start.shape[0], g.shape[1], k.shape
@@ -320,7 +322,7 @@ def _prepare(
         HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, triton.next_power_of_2(head_dim)),
         CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
         INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
-        num_warps=warps,
+        num_warps=4, num_stages=1, maxnreg=max_registers,
     )  # fmt: skip
     return solve, attention, vectors
 

@@ -1,0 +1,259 @@
+"""Gated DeltaNet kernels: every configuration checked against float64, then measured against the memory floor.
+
+    python -m benchmarks.kernels.gdn [--json FILE] [--check-only]
+
+Geometry of Qwen3-Next: 16 key heads, 32 value heads, K = V = 128, convolution of 4. Times are medians over replays of a
+CUDA graph that rotates through more data than the L2 cache holds. Where flash-linear-attention is installed, its chunked
+kernels are timed beside ours. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a
+small size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.forward_context import Batch, ChunkTable
+from weft.ops.gated_delta_rule import gdn_gates
+from weft.ops.gdn_decode import gdn_decode_reference
+from weft.ops.triton import gated_delta_rule as gdr
+from weft.ops.triton.gdn_decode import gdn_decode_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)
+CONV_DIM = 2 * HK * K + HV * V
+PEAK_BYTES_PER_S = 4.25e12
+TILES = [gdr.Tile(*t) for t in ((16, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2),
+                                (128, 8, 1), (128, 8, 2))]  # fmt: skip
+
+
+def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Batch:
+    """Fresh sequences in slots 1, 2, …; with ``checkpoint``, an extra boundary after 3 tokens of the last one."""
+    rows: list[tuple[int, int, int, int]] = []
+    first, start = [0], 0
+    for s, n in enumerate(lens):
+        done = 0
+        while done < n:
+            extra = checkpoint and s == len(lens) - 1 and done == 0 and n > 3
+            length = 3 if extra else min(64, n - done)
+            rows.append((s, start + done, length, len(lens) + 1 if extra else -1))
+            done += length
+        first.append(len(rows))
+        start += n
+    rows += [(0, 0, 0, -1)] * pad
+
+    def ints(x: list[int]) -> Tensor:
+        return torch.tensor(x, dtype=torch.int32, device=DEVICE)
+
+    chunks = ChunkTable(*(ints(list(c)) for c in zip(*rows, strict=True)), ints(first + [first[-1]] * pad))
+    cu = [0, *itertools.accumulate(lens)]
+    none = ints([0])
+    return Batch(
+        start, len(lens), 0, max(lens), max(lens), none, none, ints(cu + [start] * pad), ints(lens + [0] * pad), none,
+        ints([*range(1, len(lens) + 1)] + [0] * pad), chunks,
+    )  # fmt: skip
+
+
+def make_inputs(num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, g, beta, with keys that resemble each other and decays from none to strong."""
+    q, k = (torch.randn(num_tokens, HK, K, device=DEVICE) + 0.5 for _ in range(2))
+    v = torch.randn(num_tokens, HV, V, device=DEVICE)
+    a, b = (torch.randn(num_tokens, HV, device=DEVICE) for _ in range(2))
+    a_log, dt_bias = torch.empty(HV, device=DEVICE).uniform_(-5, 2), torch.empty(HV, device=DEVICE).uniform_(-4, 1)
+    return [q.to(dtype), k.to(dtype), v.to(dtype), *gdn_gates(a, b, a_log, dt_bias)]
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, at: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One fresh sequence token by token in float64: outputs, final state, state after ``at`` tokens."""
+    q, k = (x.double().repeat_interleave(HV // HK, 1) for x in (q, k))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    v, decay, beta = v.double(), g.double().exp(), beta.double()
+    state = torch.zeros(HV, K, V, dtype=torch.double, device=q.device)
+    out, checkpoint = torch.empty_like(v), state
+    for t in range(q.shape[0]):
+        state = state * decay[t, :, None, None]
+        delta = (v[t] - torch.einsum("hkv,hk->hv", state, k[t])) * beta[t, :, None]
+        state = state + k[t][:, :, None] * delta[:, None, :]
+        out[t] = torch.einsum("hkv,hk->hv", state, q[t]) * K**-0.5
+        checkpoint = state if t + 1 == at else checkpoint
+    return out, state, checkpoint
+
+
+def relative(x: Tensor, reference: Tensor) -> float:
+    return ((x.double() - reference).norm() / reference.norm()).item()
+
+
+def check_chunk(dtype: torch.dtype, tile: gdr.Tile, lens: list[int]) -> dict[str, float]:
+    """Relative errors of outputs, final states and checkpoint; NaN-poisoned outputs, slots and padding rows."""
+    batch = make_batch(lens, checkpoint=True, pad=3)
+    n, pad = batch.num_tokens, 5
+    x = make_inputs(n + pad, dtype)
+    for t in x:
+        t[n:] = torch.nan
+    state = torch.full((len(lens) + 3, HV, K, V), torch.nan, device=DEVICE)
+    out = torch.full_like(x[2], torch.nan)
+    gdr.chunk_gated_delta_rule_triton(*x, state, batch, out=out, tile=tile)
+    assert (out[n:] == 0).all(), "padding rows must be zero"
+    assert state[0].isnan().all() and state[-1].isnan().all(), "foreign slots touched"
+    errors, start = {"out": 0.0, "state": 0.0, "checkpoint": 0.0}, 0
+    for s, length in enumerate(lens):
+        expected, final, at3 = oracle(*(t[start : start + length] for t in x), at=3)
+        worst = {"out": relative(out[start : start + length], expected), "state": relative(state[s + 1], final)}
+        if s == len(lens) - 1:
+            worst["checkpoint"] = relative(state[len(lens) + 1], at3)
+        errors = {key: max(value, worst.get(key, 0.0)) if value == value else value for key, value in errors.items()}
+        start += length
+    return errors
+
+
+def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "projected": torch.randn(rows, CONV_DIM + HV * V + 2 * HV, device=DEVICE).to(dtype),
+        "conv_weight": torch.randn(CONV_DIM, W, device=DEVICE).to(dtype),
+        "conv_bias": None,
+        "A_log": torch.empty(HV, device=DEVICE).uniform_(-5, 2),
+        "dt_bias": torch.empty(HV, device=DEVICE).uniform_(-4, 1),
+        "norm_weight": torch.randn(V, device=DEVICE).to(dtype),
+        "eps": 1e-6,
+        "conv_state": torch.randn(slots, CONV_DIM, W - 1, device=DEVICE).to(dtype),
+        "state": torch.randn(slots, HV, K, V, device=DEVICE).to(state_dtype),
+    }
+
+
+GEOMETRY = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
+
+
+def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, warps: int) -> dict[str, float]:
+    arguments = decode_arguments(5, 12, state_dtype, dtype)
+    arguments["projected"][4] = torch.nan
+    slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
+    checkpoints = torch.tensor([-1, 9, -1, 10, -1], dtype=torch.int32, device=DEVICE)
+    upcast = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    expected = gdn_decode_reference(**upcast, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints)
+    out = torch.full_like(expected, torch.nan).to(dtype)
+    gdn_decode_triton(
+        **arguments, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints, out=out, num_warps=warps
+    )
+    assert (out[4] == 0).all(), "padding rows must be zero"
+    return {
+        "out": relative(out, expected.double()),
+        "state": relative(arguments["state"][1:], upcast["state"][1:].double()),
+        "conv": relative(arguments["conv_state"][1:], upcast["conv_state"][1:].double()),
+    }
+
+
+def time_us(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
+    """Median time of one call, microseconds: a graph of all calls (different data each), replayed."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[2:])
+
+
+def time_chunk(lens: list[int], tiles: list[gdr.Tile]) -> dict[str, float]:
+    batch = make_batch(lens)
+    assert batch.chunks is not None
+    state = torch.zeros(len(lens) + 2, HV, K, V, device=DEVICE)
+    sets = [make_inputs(batch.num_tokens, torch.bfloat16) for _ in range(3)]
+    times = {"prepare": time_us([lambda x=x: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks) for x in sets])}
+    for tile in tiles:
+        calls = [lambda x=x, t=tile: gdr.chunk_gated_delta_rule_triton(*x, state, batch, tile=t) for x in sets]
+        times[f"total {tuple(tile)}"] = time_us(calls)
+    return times
+
+
+def time_fla(lens: list[int]) -> dict[str, float]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    sets = [make_inputs(sum(lens), torch.bfloat16) for _ in range(3)]
+    sets = [[t.unflatten(0, (len(lens), -1)) for t in x] for x in sets]
+    initial = torch.zeros(len(lens), HV, K, V, device=DEVICE)
+
+    def call(x: list[Tensor]) -> None:
+        with torch.no_grad():
+            chunk_gated_delta_rule(
+                *x, initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True
+            )
+
+    return {"fla": time_us([lambda x=x: call(x) for x in sets])}
+
+
+def time_decode(rows: int, state_dtype: torch.dtype, warps: list[int]) -> dict[str, float]:
+    sets = max(2, -(-256 // rows)) if rows < 256 else 2
+    sets = min(sets, 24)
+    arguments = decode_arguments(rows, rows * sets + 1, state_dtype, torch.bfloat16)
+    order = torch.randperm(rows * sets, device=DEVICE).int() + 1
+    slots = [order[i * rows : (i + 1) * rows].contiguous() for i in range(sets)]
+    state_bytes = 2 * rows * HV * K * V * state_dtype.itemsize
+    other = rows * (CONV_DIM * (2 * W - 1) + HV * V * 2) * 2
+    times = {"floor": (state_bytes + other) / PEAK_BYTES_PER_S * 1e6}
+    for w in warps:
+        calls = [lambda s=s, w=w: gdn_decode_triton(**arguments, state_slots=s, **GEOMETRY, num_warps=w) for s in slots]
+        times[f"{w} warps"] = time_us(calls)
+    return times
+
+
+def attempt(results: dict[str, Any], name: str, function: Callable[[], Any]) -> None:
+    """Record a result or the error: one broken configuration must not cost the others."""
+    try:
+        results[name] = function()
+    except Exception as error:
+        results[name] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
+        traceback.print_exc(limit=3)
+    print(name, json.dumps(results[name]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check-only", action="store_true")
+    options = parser.parse_args()
+    on_gpu = DEVICE == "cuda"
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "interpreter"}
+    half = torch.bfloat16 if on_gpu else torch.float16
+    lens = [1, 63, 64, 65, 130, 210] if on_gpu else [1, 70]
+    for seed, tile in itertools.product(range(2), TILES if on_gpu else TILES[:1]):
+        torch.manual_seed(seed)
+        attempt(results, f"check {half} {tuple(tile)} seed {seed}", lambda t=tile: check_chunk(half, t, lens))
+    for tile in (gdr.Tile(32, 4, 1), gdr.Tile(16, 4, 1)):
+        attempt(results, f"check float32 {tuple(tile)}", lambda t=tile: check_chunk(torch.float32, t, lens))
+    for warps in (4, 8):
+        for dtype, state_dtype in ((half, torch.float32), (half, half), (torch.float32, torch.float32)):
+            attempt(
+                results, f"check decode {dtype} state {state_dtype} {warps} warps",
+                lambda d=dtype, s=state_dtype, w=warps: check_decode(d, s, w),
+            )  # fmt: skip
+    if on_gpu and not options.check_only:
+        for lens in ([64], [1024], [4096], [8192], [2048] * 4, [256] * 32):
+            attempt(results, f"chunk {len(lens)} x {lens[0]} us", lambda n=lens: time_chunk(n, TILES))
+        for lens in ([4096], [8192], [2048] * 4):
+            attempt(results, f"fla {len(lens)} x {lens[0]} us", lambda n=lens: time_fla(n))
+        for rows, dtype in itertools.product((1, 8, 32, 128, 256), (torch.float32, torch.bfloat16)):
+            attempt(results, f"decode {rows} {dtype} us", lambda n=rows, d=dtype: time_decode(n, d, [4, 8]))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

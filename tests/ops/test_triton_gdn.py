@@ -1,0 +1,203 @@
+"""The Gated DeltaNet kernels against their torch references: interpreted at small sizes, on the GPU at real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from tests.ops.oracles import make_batch
+from weft.forward_context import Batch
+from weft.ops.backend import Backend
+from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from weft.ops.gdn_decode import gdn_decode
+from weft.ops.norm import gated_rms_norm
+
+pytest.importorskip("triton")
+TORCH, TRITON = Backend.TORCH, Backend.TRITON
+ON_GPU = DEVICE == "cuda"
+TOLERANCE = {
+    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
+    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
+    torch.bfloat16: {"atol": 4e-2, "rtol": 2e-2},
+}
+# The interpreter's tl.dot is wrong for bfloat16.
+DTYPES = [torch.float32, torch.bfloat16 if ON_GPU else torch.float16]
+# Key heads, value heads, K, V: odd sizes force every mask; the real geometry runs where it is quick.
+HEADS = [(16, 32, 128, 128), (2, 6, 24, 40)] if ON_GPU else [(1, 2, 20, 24)]
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.float(), expected.float(), **TOLERANCE[dtype])
+
+
+def on_device(batch: Batch) -> Batch:
+    """The same batch with its tensors on the test's device."""
+    moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    moved = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in moved.items()}
+    if batch.chunks is not None:
+        tensors = (getattr(batch.chunks, f.name).to(DEVICE) for f in dataclasses.fields(batch.chunks))
+        moved["chunks"] = type(batch.chunks)(*tensors)
+    return Batch(**moved)
+
+
+def mixed_batch() -> Batch:
+    """Two decodes; a fresh, a short, a continued sequence; checkpoints after 1, 2 and 64 tokens; padding of each kind."""
+    return on_device(
+        make_batch(
+            [1, 1, 66, 1, 5, 70], [9, 3, 0, 0, 7, 5],
+            num_decodes=2, checkpoints={2: {1: 7, 2: 8, 64: 9}, 5: {2: 10, 9: 11}},
+            pad_tokens=3, pad_seqs=2, pad_chunks=2,
+        )
+    )  # fmt: skip
+
+
+def poisoned(batch: Batch, *tensors: Tensor) -> tuple[Tensor, ...]:
+    for x in tensors:
+        x[batch.num_tokens :] = torch.nan
+    return tensors
+
+
+def rule_inputs(num_tokens: int, heads: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, v, g, beta; q, k, v are slices of one projection, as in the layer."""
+    hk, hv, dk, dv = heads
+    packed = torch.randn(num_tokens, 2 * hk * dk + hv * dv, device=DEVICE).to(dtype)
+    q, k, v = packed.split([hk * dk, hk * dk, hv * dv], dim=-1)
+    a, b = (torch.randn(num_tokens, hv, device=DEVICE) for _ in range(2))
+    decays = torch.linspace(-5, 2, hv, device=DEVICE), torch.linspace(-2, 1, hv, device=DEVICE)
+    return q.unflatten(-1, (hk, dk)), k.unflatten(-1, (hk, dk)), v.unflatten(-1, (hv, dv)), *gdn_gates(a, b, *decays)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given_out", [False, True])
+def test_chunked_rule(heads: tuple[int, int, int, int], dtype: torch.dtype, given_out: bool) -> None:
+    batch = mixed_batch()
+    n, (_, hv, dk, dv) = batch.num_tokens, heads
+    x = poisoned(batch, *rule_inputs(n + 3, heads, dtype))
+    before = torch.randn(13, hv, dk, dv, device=DEVICE)
+    before[[3, 4]] = torch.nan  # sequences 2 and 3 start here: what their slots hold must not matter
+    expected_state, state = before.clone(), before.clone()
+    expected = chunk_gated_delta_rule(*x, expected_state, batch, backend=TORCH)
+    out = torch.full((n + 3, hv, dv), torch.nan, dtype=dtype, device=DEVICE) if given_out else None
+    result = chunk_gated_delta_rule(*x, state, batch, backend=TRITON, out=out)
+    close(result[2:], expected[2:], dtype)
+    assert (result[n:] == 0).all(), "padding rows must be zero"
+    assert result[:2].isnan().all() if given_out else (result[:2] == 0).all(), "rows of decodes"
+    close(state[3:12], expected_state[3:12], dtype)
+    for slot in (0, 1, 2, 12):
+        assert torch.equal(state[slot], before[slot]), f"slot {slot} was touched"
+
+
+def test_repeated_keys_without_decay_stay_accurate() -> None:
+    """The hardest triangular system: equal keys, full strength. A power series loses every digit here."""
+    hk, hv, dk, dv = 1, 1, 16, 16
+    key = torch.randn(1, hk, dk, device=DEVICE).expand(64, -1, -1).contiguous()
+    q, v = torch.randn(64, hk, dk, device=DEVICE), torch.randn(64, hv, dv, device=DEVICE)
+    g, beta = torch.zeros(64, hv, device=DEVICE), torch.full((64, hv), 0.999, device=DEVICE)
+    batch, state = on_device(make_batch([64], [0])), torch.zeros(2, hv, dk, dv, device=DEVICE)
+    expected = chunk_gated_delta_rule(q, key, v, g, beta, state.clone(), batch, backend=TORCH)
+    close(chunk_gated_delta_rule(q, key, v, g, beta, state, batch, backend=TRITON), expected, torch.float32)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recurrent_rule(heads: tuple[int, int, int, int], state_dtype: torch.dtype) -> None:
+    _, hv, dk, dv = heads
+    x = rule_inputs(4, heads, torch.float32)
+    before = torch.randn(6, hv, dk, dv, device=DEVICE).to(state_dtype)
+    slots = torch.tensor([3, 1, 5, 0], dtype=torch.int32, device=DEVICE)
+    expected_state, state = before.clone(), before.clone()
+    expected = recurrent_gated_delta_rule(*x, expected_state, slots, backend=TORCH)
+    close(recurrent_gated_delta_rule(*x, state, slots, backend=TRITON), expected, torch.float32)
+    close(state[1:], expected_state[1:], state_dtype)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optional", [False, True])
+@pytest.mark.parametrize("kernel", [2, 4])
+def test_decode_step(heads: tuple[int, int, int, int], dtype: torch.dtype, optional: bool, kernel: int) -> None:
+    """Everything between the projections; with ``optional`` a bias and checkpoint slots; the last row is padding."""
+    hk, hv, dk, dv = heads
+    channels = 2 * hk * dk + hv * dv
+    projected = torch.randn(4, channels + hv * dv + 2 * hv, device=DEVICE).to(dtype)
+    projected[3] = torch.nan
+    weights: list[Any] = [
+        torch.randn(channels, kernel, device=DEVICE).to(dtype),
+        torch.randn(channels, device=DEVICE).to(dtype) if optional else None,
+        torch.linspace(-5, 2, hv, device=DEVICE),
+        torch.linspace(-30, 25, hv, device=DEVICE),  # both ends of softplus
+        torch.randn(dv, device=DEVICE).to(dtype),
+        1e-6,
+    ]
+    conv, recurrent = torch.randn(9, channels, kernel - 1, device=DEVICE), torch.randn(9, hv, dk, dv, device=DEVICE)
+    conv = conv.to(dtype)
+    slots = torch.tensor([3, 1, 5, 0], dtype=torch.int32, device=DEVICE)
+    checkpoints = torch.tensor([-1, 7, 8, -1], dtype=torch.int32, device=DEVICE) if optional else None
+    keywords = {"num_k_heads": hk, "num_v_heads": hv, "head_k_dim": dk, "head_v_dim": dv}
+    results = {}
+    for backend in (TORCH, TRITON):
+        states = conv.clone(), recurrent.clone()
+        out = torch.full((4, hv * dv), torch.nan, dtype=dtype, device=DEVICE)
+        gdn_decode(
+            projected, *weights, *states, slots, **keywords, checkpoint_slots=checkpoints, backend=backend, out=out
+        )
+        results[backend] = (out, *states)
+    (out, conv, state), expected = results[TRITON], results[TORCH]
+    assert (out[3] == 0).all(), "padding rows must be zero"
+    # The reference rounds between its steps, the kernel once at the end: compare with the scale of the values.
+    close(out / expected[0].float().std(), expected[0] / expected[0].float().std(), dtype)
+    assert torch.equal(conv[1:], expected[1][1:])
+    close(state[1:], expected[2][1:], dtype)
+
+
+@pytest.mark.parametrize("kernel", [2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolution_of_chunks(kernel: int, bias: bool) -> None:
+    """Checkpoints closer to the start than the convolution reaches, and a sequence shorter than that."""
+    batch, channels = mixed_batch(), 8192 if ON_GPU else 70
+    n = batch.num_tokens
+    x = torch.randn(n + 3, channels + 9, device=DEVICE)[:, :channels]
+    poisoned(batch, x)
+    weight = torch.randn(channels, kernel, device=DEVICE)
+    offset = torch.randn(channels, device=DEVICE) if bias else None
+    before = torch.randn(13, channels, kernel - 1, device=DEVICE)
+    before[[3, 4]] = torch.nan
+    expected_state, state = before.clone(), before.clone()
+    expected = causal_conv1d(x, weight, offset, expected_state, batch, backend=TORCH)
+    result = causal_conv1d(x, weight, offset, state, batch, backend=TRITON)
+    close(result, expected, torch.float32)
+    assert (result[n:] == 0).all() and (result[:2] == 0).all()
+    assert torch.equal(state[3:12], expected_state[3:12])
+    for slot in (0, 1, 2, 12):
+        assert torch.equal(state[slot], before[slot]), f"slot {slot} was touched"
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+def test_convolution_update(kernel: int) -> None:
+    channels = 300
+    x, weight = torch.randn(3, channels, device=DEVICE), torch.randn(channels, kernel, device=DEVICE)
+    bias, before = torch.randn(channels, device=DEVICE), torch.randn(5, channels, kernel - 1, device=DEVICE)
+    slots = torch.tensor([4, 1, 0], dtype=torch.int32, device=DEVICE)
+    expected_state, state = before.clone(), before.clone()
+    expected = causal_conv1d_update(x, weight, bias, expected_state, slots, backend=TORCH)
+    close(causal_conv1d_update(x, weight, bias, state, slots, backend=TRITON), expected, torch.float32)
+    assert torch.equal(state, expected_state)
+
+
+@pytest.mark.parametrize("width", [24, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_norm_with_strided_gate(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(7, 3, width, device=DEVICE).to(dtype)
+    gate = torch.randn(7, 3 * width + 5, device=DEVICE).to(dtype)[:, : 3 * width].unflatten(-1, (3, width))
+    weight = torch.randn(width, device=DEVICE).to(dtype)
+    expected = gated_rms_norm(x, gate, weight, 1e-6, backend=TORCH)
+    close(gated_rms_norm(x, gate, weight, 1e-6, backend=TRITON), expected, dtype)
+    flat = gated_rms_norm(x.flatten(0, 1), gate.reshape(-1, width), weight, 1e-6, backend=TRITON)
+    assert torch.equal(flat.view_as(x), gated_rms_norm(x, gate, weight, 1e-6, backend=TRITON))
