@@ -18,7 +18,15 @@ if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention import DECODE_PROGRAMS, SPLIT, Tile, decode_tile, launch_decode, launch_prefill, prefill_tile
+from weft.ops.triton.attention import (
+    DECODE_PROGRAMS,
+    SPLIT,
+    Tile,
+    decode_tile,
+    launch_decode,
+    launch_prefill,
+    prefill_tile,
+)
 
 PAGE = 16
 MODELS = {"A": (16, 8, 128), "B": (16, 2, 256)}
@@ -39,7 +47,9 @@ PREFILL_TILES = {
 }
 
 
-def make_case(model: str, query_lens: list[int], seq_lens: list[int], max_len: int) -> tuple[Tensor, Tensor, Tensor, Batch]:
+def make_case(
+    model: str, query_lens: list[int], seq_lens: list[int], max_len: int
+) -> tuple[Tensor, Tensor, Tensor, Batch]:
     """Random q and caches whose sequences have scattered pages."""
     hq, hkv, dim = MODELS[model]
     pages_of = [-(-n // PAGE) for n in seq_lens]
@@ -147,15 +157,13 @@ def sdpa_row(model: str, length: int, flops: float) -> dict[str, Any]:
     """The best of torch's own contiguous kernels, as a yardstick."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    hq, hkv, dim = MODELS[model]
+    hq, _hkv, dim = MODELS[model]
     q, k, v = (torch.randn(1, h, length, dim, device=DEVICE, dtype=DTYPE) for h in (hq, hq, hq))
     best = float("inf")
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         try:
             with sdpa_kernel(backend):
-                ms = graph_ms(
-                    [lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)] * 2
-                )
+                ms = graph_ms([lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)] * 2)
             best = min(best, ms)
         except RuntimeError:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,10 @@ def sampling_rows(num_rows: int, spread: float) -> list[dict[str, Any]]:
             "candidates": VOCAB if top_k or top_p < 1 else 0,
             "uses_min_p": min_p > 0,
         }
-        call: Callable[[], Tensor] = lambda g=given, f=flags: sample_triton(logits, **g, **f)
+
+        def call(g=given, f=flags) -> Tensor:
+            return sample_triton(logits, **g, **f)
+
         want = sample_reference(logits, **given, **flags)
         differ = (call() != want).float().mean().item()
         ms = graph_ms([call] * 3, repeats=9)
@@ -82,9 +86,10 @@ def small_rows(num_tokens: int) -> list[dict[str, Any]]:
         slots = torch.arange(num_tokens, device=DEVICE) + 16
         norms = [torch.randn(dim, device=DEVICE, dtype=DTYPE) for _ in range(2)]
         attended = torch.randn(num_tokens, hq * dim, device=DEVICE, dtype=DTYPE)
-        rope: Callable[[], Any] = lambda a=(qkv, *norms, 1e-6, bool(gated), cos_sin, positions, *caches, slots), s={
-            "num_heads": hq, "num_kv_heads": hkv, "head_dim": dim, "gated": bool(gated)
-        }: qk_norm_rope_triton(*a, **s)  # fmt: skip
+
+        sizes = {"num_heads": hq, "num_kv_heads": hkv, "head_dim": dim, "gated": bool(gated)}
+        given = (qkv, *norms, 1e-6, bool(gated), cos_sin, positions, *caches, slots)
+        rope = partial(qk_norm_rope_triton, *given, **sizes)
         calls: dict[str, tuple[Callable[[], Any], int]] = {
             "residual + norm": (lambda a=(x, weight, 1e-6), r=residual: rms_norm_triton(*a, residual=r), 8 * hidden),
             "silu and mul": (lambda w=wide: silu_and_mul_triton(w), 3 * 6144),

@@ -94,7 +94,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         pages = int(batch.page_table.max()) + 1
         cache = torch.randn(pages, PAGE_SIZE, hkv, dim, dtype=dtype)
         positions = torch.arange(700)
-        cache.flatten(0, 1)[batch.page_table[0].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = keys
+        cache.flatten(0, 1)[batch.page_table[0].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = (
+            keys
+        )
         q = torch.cat([query, torch.randn(neighbours, hq, dim)]).to(DEVICE)
         cache = cache.to(DEVICE)
         out = paged_attention(q, cache, cache, on_device(batch), scale=0.2, backend=Backend.TRITON)

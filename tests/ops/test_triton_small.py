@@ -74,9 +74,7 @@ def test_qk_norm_rope(dtype: torch.dtype, case: tuple[int, int, int, int, int, b
     caches = [torch.full((5, 4, hkv, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
     want_caches = [cache.double() for cache in caches]
     sizes = {"num_heads": hq, "num_kv_heads": hkv, "head_dim": dim, "gated": gated}
-    q, gate = qk_norm_rope_triton(
-        qkv, q_norm, k_norm, 1e-6, zero_centered, cos_sin, positions, *caches, slots, **sizes
-    )
+    q, gate = qk_norm_rope_triton(qkv, q_norm, k_norm, 1e-6, zero_centered, cos_sin, positions, *caches, slots, **sizes)
     doubles = [None if t is None else t.double() for t in (q_norm, k_norm)]
     want, want_gate = qk_norm_rope_reference(
         qkv.double(), *doubles, 1e-6, zero_centered, cos_sin, positions, *want_caches, slots, **sizes

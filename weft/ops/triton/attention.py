@@ -6,9 +6,9 @@ filled the pages.
 The query heads that share a key head stand together as rows of one tile (``row = token * group + head``), so each key
 is read once per group. Softmax is computed online (FlashAttention-2, arXiv 2307.08691) in base 2.
 
-Sequences with one query token go to the decode kernel: their keys are cut into splits of ``SPLIT`` tokens, whatever else
-is in the batch, so a row's result does not depend on its neighbours; a second kernel merges the splits' partial results
-by their log-sum-exp (Flash-Decoding). Everything else goes to the prefill kernel.
+Sequences with one query token go to the decode kernel: their keys are cut into splits of ``SPLIT`` tokens, whatever
+else is in the batch, so a row's result does not depend on its neighbours; a second kernel merges the splits' partial
+results by their log-sum-exp (Flash-Decoding). Everything else goes to the prefill kernel.
 
 Graph-safe: grids depend on tensor shapes alone; which rows are real, and which sequences decode, is read on the device.
 Only *whether* each kernel is launched depends on the batch's host fields (``max_query_len``, ``num_decodes``): a graph

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 _UNGROUPED_TOKENS = 3
 """Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
 
@@ -245,7 +244,7 @@ def fused_moe_triton(
     num_tokens, top_k = ids.shape
     grouped = num_tokens > _UNGROUPED_TOKENS
     grouping, num_blocks = _group(ids, gate_up.shape[0], tiles.up.rows) if grouped else _ungrouped(ids)
-    num_experts, hidden_size, width = down.shape
+    _num_experts, hidden_size, width = down.shape
     hidden = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
     partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
@@ -298,12 +297,11 @@ def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...]
 def _sum(
     partial: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, shared_gate: Tensor | None, out: Tensor
 ) -> None:
+    assert (shared is None) == (shared_gate is None), "a shared expert comes with its gate"
     num_tokens, hidden_size = out.shape
     block = min(1024, triton.next_power_of_2(hidden_size))
-    has_shared = shared is not None and shared_gate is not None
-    assert has_shared or (shared is None and shared_gate is None), "a shared expert comes with its gate"
+    extra, gate = partial if shared is None else shared, partial if shared_gate is None else shared_gate
     _sum_kernel[(triton.cdiv(hidden_size, block), num_tokens)](
-        partial, weights, ids, shared if has_shared else partial, shared_gate if has_shared else partial, out,
-        shared.stride(0) if has_shared else 0, shared_gate.stride(0) if has_shared else 0, out.stride(0),
-        HIDDEN=hidden_size, TOP_K=ids.shape[1], SHARED=has_shared, BLOCK=block, num_warps=4,
+        partial, weights, ids, extra, gate, out, extra.stride(0), gate.stride(0), out.stride(0),
+        HIDDEN=hidden_size, TOP_K=ids.shape[1], SHARED=shared is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -143,7 +143,7 @@ def _threshold_kernel(
                 threshold = _search(row, temperature, largest, bottom, top_k.to(tl.float32), True, VOCAB, BLOCK)
             if top_p < 1.0:
                 lower = tl.maximum(threshold, bottom)
-                count, mass, smallest, below = _probe(row, temperature, largest, lower, VOCAB, BLOCK)
+                count, mass, _smallest, _below = _probe(row, temperature, largest, lower, VOCAB, BLOCK)
                 if has_k:  # of the tokens that equal the k-th, only as many count as there is room for
                     mass -= (count - top_k).to(tl.float32) * tl.exp(lower - largest)
                 nucleus = _search(row, temperature, largest, lower, top_p * mass, False, VOCAB, BLOCK)
@@ -226,7 +226,5 @@ def sample_triton(
         GREEDY_BELOW=GREEDY_BELOW, ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, BLOCKS=blocks,
         BLOCK=block, num_warps=4,
     )  # fmt: skip
-    _pick_kernel[(num_rows,)](
-        scores, tokens, out, BLOCKS=blocks, LANES=triton.next_power_of_2(blocks), num_warps=1
-    )
+    _pick_kernel[(num_rows,)](scores, tokens, out, BLOCKS=blocks, LANES=triton.next_power_of_2(blocks), num_warps=1)
     return out
