@@ -2,15 +2,22 @@
 
 A test without a tier marker is of the ``cpu`` tier. ``torch.empty`` and its kin hand out NaN in floating-point tensors,
 so that a value read before it was written shows in every result it reaches.
+
+Without a GPU, Triton's interpreter runs the kernels. Triton reads that choice when it is imported, so it is made here,
+before any test module is.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 TIERS = {"cpu": 0, "gpu": 1, "multi_gpu": 2}
 """GPUs that each tier needs."""
