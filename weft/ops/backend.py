@@ -29,11 +29,13 @@ def resolve_backend(requested: str, device_type: str) -> Backend:
     Raises:
         ConfigError: an unknown name, or kernels that do not exist for this device.
     """
-    if requested in ("auto", Backend.TORCH):
-        return Backend.TORCH
-    if requested == Backend.TRITON:
-        raise ConfigError(f"no 'triton' kernels for device {device_type!r} in this version; use 'torch' or 'auto'")
-    raise ConfigError(f"unknown backend {requested!r}; allowed: 'auto', 'torch', 'triton'")
+    if requested == "auto":
+        return Backend.TORCH if device_type == "cpu" else Backend.TRITON
+    if requested not in tuple(Backend):
+        raise ConfigError(f"unknown backend {requested!r}; allowed: 'auto', 'torch', 'triton'")
+    if requested == Backend.TRITON and device_type == "cpu":
+        raise ConfigError("backend 'triton' has no kernels for device 'cpu'; use 'torch' or 'auto'")
+    return Backend(requested)
 
 
 def missing_kernel(op: str, backend: Backend) -> ConfigError:
