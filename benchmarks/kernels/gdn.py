@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.gdn [--json FILE] [--check-only]
 
 Geometry of Qwen3-Next: 16 key heads, 32 value heads, K = V = 128, convolution of 4. Times are medians over replays of a
-CUDA graph that rotates through more data than the L2 cache holds. Where flash-linear-attention is installed, its chunked
-kernels are timed beside ours. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a
-small size.
+CUDA graph that rotates through more data than the L2 cache holds. Where flash-linear-attention is installed, its
+chunked kernels are timed beside ours. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks
+at a small size.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import statistics
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,17 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates
 from weft.ops.gdn_decode import gdn_decode_reference
 from weft.ops.triton import gated_delta_rule as gdr
+from weft.ops.triton.causal_conv1d import causal_conv1d_triton
+from weft.ops.triton.gated_norm import gated_rms_norm_triton
 from weft.ops.triton.gdn_decode import gdn_decode_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)
 CONV_DIM = 2 * HK * K + HV * V
 PEAK_BYTES_PER_S = 4.25e12
-TILES = [gdr.Tile(*t) for t in ((16, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2),
-                                (128, 8, 1), (128, 8, 2))]  # fmt: skip
+TILES = [gdr.Tile(*t) for t in ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3))]
+REGISTERS = (None, 168, 128)
+DECODE_SHAPES = ((128, 4), (64, 4), (32, 4), (64, 8), (128, 8), (32, 2))
 
 
 def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Batch:
@@ -132,7 +136,7 @@ def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: tor
 GEOMETRY = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
 
 
-def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, warps: int) -> dict[str, float]:
+def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: tuple[int, int]) -> dict[str, float]:
     arguments = decode_arguments(5, 12, state_dtype, dtype)
     arguments["projected"][4] = torch.nan
     slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
@@ -141,8 +145,9 @@ def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, warps: int) -> di
     expected = gdn_decode_reference(**upcast, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints)
     out = torch.full_like(expected, torch.nan).to(dtype)
     gdn_decode_triton(
-        **arguments, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints, out=out, num_warps=warps
-    )
+        **arguments, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints, out=out,
+        block_v=shape[0], num_warps=shape[1],
+    )  # fmt: skip
     assert (out[4] == 0).all(), "padding rows must be zero"
     return {
         "out": relative(out, expected.double()),
@@ -176,7 +181,10 @@ def time_chunk(lens: list[int], tiles: list[gdr.Tile]) -> dict[str, float]:
     assert batch.chunks is not None
     state = torch.zeros(len(lens) + 2, HV, K, V, device=DEVICE)
     sets = [make_inputs(batch.num_tokens, torch.bfloat16) for _ in range(3)]
-    times = {"prepare": time_us([lambda x=x: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks) for x in sets])}
+    times = {}
+    for r in REGISTERS:
+        calls = [lambda x=x, r=r: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks, r) for x in sets]
+        times[f"prepare {r}"] = time_us(calls)
     for tile in tiles:
         calls = [lambda x=x, t=tile: gdr.chunk_gated_delta_rule_triton(*x, state, batch, tile=t) for x in sets]
         times[f"total {tuple(tile)}"] = time_us(calls)
@@ -199,7 +207,33 @@ def time_fla(lens: list[int]) -> dict[str, float]:
     return {"fla": time_us([lambda x=x: call(x) for x in sets])}
 
 
-def time_decode(rows: int, state_dtype: torch.dtype, warps: list[int]) -> dict[str, float]:
+def time_layer_ops(lens: list[int]) -> dict[str, float]:
+    """Convolution and gated norm of a prefill, with the times their bytes would take."""
+    batch, n = make_batch(lens), sum(lens)
+    weight = torch.randn(CONV_DIM, W, device=DEVICE).bfloat16()
+    states = torch.zeros(len(lens) + 1, CONV_DIM, W - 1, device=DEVICE).bfloat16()
+    sets = [torch.randn(n, CONV_DIM + HV * V + 2 * HV, device=DEVICE).bfloat16() for _ in range(3)]
+    mixed, norm = torch.randn(n, HV, V, device=DEVICE).bfloat16(), torch.randn(V, device=DEVICE).bfloat16()
+    gates = [x[:, CONV_DIM : CONV_DIM + HV * V].unflatten(-1, (HV, V)) for x in sets]
+    return {
+        "conv": time_us([lambda x=x: causal_conv1d_triton(x[:, :CONV_DIM], weight, None, states, batch) for x in sets]),
+        "conv floor": n * CONV_DIM * 4 / PEAK_BYTES_PER_S * 1e6,
+        "norm": time_us([lambda x=x: gated_rms_norm_triton(mixed, x, norm, 1e-6) for x in gates]),
+        "norm floor": n * HV * V * 6 / PEAK_BYTES_PER_S * 1e6,
+    }
+
+
+def check_registers(registers: int | None) -> dict[str, float]:
+    """The state-free kernel under a register limit against the same kernel without one."""
+    batch = make_batch([1, 63, 64, 65, 130])
+    x = make_inputs(batch.num_tokens, torch.bfloat16)
+    assert batch.chunks is not None
+    expected = gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks)
+    actual = gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks, registers)
+    return {str(i): relative(a, e.double()) for i, (a, e) in enumerate(zip(actual, expected, strict=True))}
+
+
+def time_decode(rows: int, state_dtype: torch.dtype, shapes: tuple[tuple[int, int], ...]) -> dict[str, float]:
     sets = max(2, -(-256 // rows)) if rows < 256 else 2
     sets = min(sets, 24)
     arguments = decode_arguments(rows, rows * sets + 1, state_dtype, torch.bfloat16)
@@ -208,9 +242,11 @@ def time_decode(rows: int, state_dtype: torch.dtype, warps: list[int]) -> dict[s
     state_bytes = 2 * rows * HV * K * V * state_dtype.itemsize
     other = rows * (CONV_DIM * (2 * W - 1) + HV * V * 2) * 2
     times = {"floor": (state_bytes + other) / PEAK_BYTES_PER_S * 1e6}
-    for w in warps:
-        calls = [lambda s=s, w=w: gdn_decode_triton(**arguments, state_slots=s, **GEOMETRY, num_warps=w) for s in slots]
-        times[f"{w} warps"] = time_us(calls)
+    for block_v, warps in shapes:
+        shape = {"block_v": block_v, "num_warps": warps}
+        run = partial(gdn_decode_triton, **arguments, **GEOMETRY, **shape)
+        calls = [partial(run, state_slots=s) for s in slots]
+        times[f"{block_v} x {warps} warps"] = time_us(calls)
     return times
 
 
@@ -238,19 +274,24 @@ def main() -> None:
         attempt(results, f"check {half} {tuple(tile)} seed {seed}", lambda t=tile: check_chunk(half, t, lens))
     for tile in (gdr.Tile(32, 4, 1), gdr.Tile(16, 4, 1)):
         attempt(results, f"check float32 {tuple(tile)}", lambda t=tile: check_chunk(torch.float32, t, lens))
-    for warps in (4, 8):
+    for shape in DECODE_SHAPES if on_gpu else DECODE_SHAPES[2:3]:
         for dtype, state_dtype in ((half, torch.float32), (half, half), (torch.float32, torch.float32)):
             attempt(
-                results, f"check decode {dtype} state {state_dtype} {warps} warps",
-                lambda d=dtype, s=state_dtype, w=warps: check_decode(d, s, w),
+                results, f"check decode {dtype} state {state_dtype} {shape}",
+                lambda d=dtype, s=state_dtype, shape=shape: check_decode(d, s, shape),
             )  # fmt: skip
+    if on_gpu:
+        for registers in REGISTERS[1:]:
+            attempt(results, f"check prepare with {registers} registers", lambda r=registers: check_registers(r))
     if on_gpu and not options.check_only:
-        for lens in ([64], [1024], [4096], [8192], [2048] * 4, [256] * 32):
+        for lens in ([64], [1024], [4096], [8192], [2048] * 2, [2048] * 4, [256] * 32, [1024] * 16):
             attempt(results, f"chunk {len(lens)} x {lens[0]} us", lambda n=lens: time_chunk(n, TILES))
         for lens in ([4096], [8192], [2048] * 4):
             attempt(results, f"fla {len(lens)} x {lens[0]} us", lambda n=lens: time_fla(n))
-        for rows, dtype in itertools.product((1, 8, 32, 128, 256), (torch.float32, torch.bfloat16)):
-            attempt(results, f"decode {rows} {dtype} us", lambda n=rows, d=dtype: time_decode(n, d, [4, 8]))
+        for lens in ([64], [4096], [2048] * 4):
+            attempt(results, f"conv and norm {len(lens)} x {lens[0]} us", lambda n=lens: time_layer_ops(n))
+        for rows, dtype in itertools.product((1, 8, 32, 64, 128, 256), (torch.float32, torch.bfloat16)):
+            attempt(results, f"decode {rows} {dtype} us", lambda n=rows, d=dtype: time_decode(n, d, DECODE_SHAPES))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

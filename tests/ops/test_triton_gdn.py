@@ -47,7 +47,7 @@ def on_device(batch: Batch) -> Batch:
 
 
 def mixed_batch() -> Batch:
-    """Two decodes; a fresh, a short, a continued sequence; checkpoints after 1, 2 and 64 tokens; padding of each kind."""
+    """Decodes, fresh, short and continued sequences; checkpoints after 1, 2 and 64 tokens; padding of each kind."""
     return on_device(
         make_batch(
             [1, 1, 66, 1, 5, 70], [9, 3, 0, 0, 7, 5],

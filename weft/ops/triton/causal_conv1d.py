@@ -3,9 +3,9 @@
 Job: ``causal_conv1d`` and ``causal_conv1d_update`` on the GPU, one launch each. Owns: who reads and who writes a state.
 Does not know: what the channels mean.
 
-Prefill: one program per chunk of the chunk table and block of channels. Only tokens and chunk ends closer than ``W - 1``
-to a sequence's start see its old state. All of them, and the write of the sequence's final state over the old one, belong
-to the program of the *first* chunk, so no two programs race for a state.
+Prefill: one program per chunk of the chunk table and block of channels. Only tokens and chunk ends closer than
+``W - 1`` to a sequence's start see its old state. All of them, and the write of the sequence's final state over the old
+one, belong to the program of the *first* chunk, so no two programs race for a state.
 
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 leave at once.
 """

@@ -13,13 +13,13 @@ running sum of g, S the state before the chunk, and rows scaled by vectors writt
 
 The first kernel needs no state and runs for all chunks and heads at once: it writes the *solve* matrix
 ``(I + A)^-1 beta``, P and the three row vectors. The second walks through the chunks of each sequence with a slice of
-the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints and the final state leave in the same pass, and no
-state in between is written. Normalising queries and keys only scales rows of products, so q, k and v go to the matrix
-units as they are.
+the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints and the final state leave in the same pass, and
+no state in between is written. Normalising queries and keys only scales rows of products, so q, k and v go to the
+matrix units as they are.
 
 The inverse doubles the size of inverted diagonal blocks, D, until one is left: with L the part of A below them,
 ``(D^-1 + L)^-1 = D - D L D`` for each pair of blocks. It is as accurate as substitution (a Neumann series is not when
-keys repeat). Its entries are at most 1 in magnitude, so float16 operands serve bfloat16 inputs better than bfloat16 ones.
+keys repeat). Its entries are at most 1 in magnitude, so float16 operands serve bfloat16 inputs better than bfloat16.
 
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
@@ -104,7 +104,7 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr):
     """Zero some columns of one head of the rows ``begin`` to ``end`` of ``out [T, HV, V]``."""
     o_row = tl.arange(0, CHUNK)
     for row in range(begin, end, CHUNK):

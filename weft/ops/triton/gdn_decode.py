@@ -1,6 +1,7 @@
 """The decode step of Gated DeltaNet as one kernel.
 
-Job: ``gdn_decode`` on the GPU, one launch. Owns: who reads and writes which convolution channels. Does not know: layers.
+Job: ``gdn_decode`` on the GPU, one launch. Owns: who reads and writes which convolution channels. Does not know:
+layers.
 
 A program serves one row and one *key* head with all value heads of its group. It alone reads and shifts the convolution
 states of that head's queries and keys and of those value heads, so the shift in place races with nobody, and it holds
@@ -144,7 +145,7 @@ def _gdn_decode_kernel(
                 p_checkpoint = state + checkpoint * HV * K * V + inside + tile
                 tl.store(p_checkpoint, stored, mask=state_mask & (checkpoint >= 0))
             square_sum += tl.sum(b_out * b_out, 0)
-            outputs = outputs + (b_out,)
+            outputs = outputs + (b_out,)  # noqa: RUF005 (no unpacking in kernels)
         scale = tl.rsqrt(square_sum / V + eps)
         for j in tl.static_range(TILES):
             columns = j * BLOCK_V + o_v
