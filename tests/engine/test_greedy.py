@@ -84,6 +84,14 @@ def test_equals_transformers_generate_with_its_end_of_text(arch: str, folder_of:
     assert min(len(output) for output in got) < 24
 
 
+@pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 64), (3, 3), (4, 5)])
+def test_the_smallest_budgets(folder: Path, llm: LLM, seqs: int, budget: int) -> None:
+    prompts = [prompt(n, seed=4) for n in (1, 17, 3, 9, 2)]
+    want = tokens(llm.generate(prompts, GREEDY, use_tqdm=False))
+    with LLM(str(folder), max_num_seqs=seqs, max_num_batched_tokens=budget) as small:
+        assert tokens(small.generate(prompts, GREEDY, use_tqdm=False)) == want
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_cache_far_too_small_for_the_load(folder: Path, llm: LLM, policy: str) -> None:
     prompts = [prompt(5 + 7 * i, seed=3) for i in range(12)]

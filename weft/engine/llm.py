@@ -82,7 +82,9 @@ class LLM:
 
         Raises:
             RequestError: a prompt or parameter is not valid; then none of them was started.
+            EngineDeadError: after ``shutdown``.
         """
+        self._check_alive()
         batch = _as_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
         params = _per_prompt("sampling_params", given, SamplingParams, len(batch))
@@ -177,7 +179,9 @@ class LLM:
 
         Raises:
             RequestError: the prompt, a parameter or the id is not valid; nothing else is disturbed.
+            EngineDeadError: after ``shutdown``.
         """
+        self._check_alive()
         request_id = self._check_id(request_id)
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
@@ -193,10 +197,12 @@ class LLM:
             self._core.add(request)
         return request_id
 
-    def _check_id(self, request_id: str | None) -> str:
-        """The id given, or one that is free."""
+    def _check_alive(self) -> None:
         if self._is_shut_down:
             raise EngineDeadError("this engine was shut down; make a new LLM")
+
+    def _check_id(self, request_id: str | None) -> str:
+        """The id given, or one that is free."""
         if request_id is None:
             return next(name for name in (f"request-{i}" for i in self._ids) if name not in self._streams)
         if not isinstance(request_id, str) or not request_id:
@@ -258,8 +264,8 @@ class LLM:
         """Let go of weights and caches, and write the profile if one was asked for. Open requests are dropped."""
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._streams.clear()
-            self._by_request.clear()
+            for request_id in list(self._streams):
+                self.abort(request_id)
             self._core.shutdown()
 
     def __enter__(self) -> LLM:

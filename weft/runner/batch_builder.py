@@ -108,16 +108,17 @@ class BatchBuilder:
         self._has_recurrent_layers = has_recurrent_layers
         # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint.
         max_chunks = max_num_tokens // CHUNK + (2 + MAX_CHECKPOINTS) * max_num_seqs
-        groups = {
-            (torch.int64, max_num_tokens): ("input_ids", "token_rows", "positions", "slot_mapping"),
-            (torch.int64, max_num_seqs): ("rows", "sample_indices", "sample_rows", "top_k", "seeds", "sample_positions"),
-            (torch.float32, max_num_seqs): ("temperature", "top_p", "min_p"),
-            (torch.int32, max_num_seqs): ("seq_lens", "state_slots"),
-            (torch.int32, max_num_seqs + 1): ("cu_seqlens_q", "chunk_first"),
-            (torch.int32, max_chunks): ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint"),
-            (torch.int32, 1): ("token_count",),
-        }
-        arrays = {name: key for key, names in groups.items() for name in names}
+        groups = [
+            (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
+            (torch.int64, max_num_seqs, ("rows", "sample_indices", "sample_rows")),
+            (torch.int64, max_num_seqs, ("top_k", "seeds", "sample_positions")),
+            (torch.float32, max_num_seqs, ("temperature", "top_p", "min_p")),
+            (torch.int32, max_num_seqs, ("seq_lens", "state_slots")),
+            (torch.int32, max_num_seqs + 1, ("cu_seqlens_q", "chunk_first")),
+            (torch.int32, max_chunks, ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")),
+            (torch.int32, 1, ("token_count",)),
+        ]
+        arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
         # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
         arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * rows.max_pages)
         self._buffers = StepBuffers(arrays, device)
@@ -191,7 +192,11 @@ class BatchBuilder:
             at = end
         where = positions[:at]
         pages = self._rows.page_table[token_rows[:at], where // self._page_size]
-        self._host["slot_mapping"][:at] = pages * self._page_size + where % self._page_size
+        slots = self._host["slot_mapping"]
+        slots[:at] = pages * self._page_size + where % self._page_size
+        for r, first in zip(requests, starts, strict=True):
+            if r.start < r.write_start:  # to page 0: what is stored here belongs to others
+                slots[first : first + min(r.num_tokens, r.write_start - r.start)] = 0
         return [*starts, at]
 
     def _fill_sequences(self, requests: list[ScheduledRequest], starts: list[int]) -> None:
