@@ -97,7 +97,10 @@ class FakeRunner:
         for position in range(order.start, order.start + order.num_tokens):
             known = row.new.token_ids
             token = known[position] if position < len(known) else self.last_token[order.row]
-            self.pages[row.pages[position // self.page_size]][position % self.page_size] = token
+            page, offset = self.pages[row.pages[position // self.page_size]], position % self.page_size
+            if position >= order.write_start:
+                page[offset] = token
+            assert page[offset] == token, "the KV that is read here belongs to another sequence"
             state = fold(state, token)
             if position + 1 in checkpoints:
                 self.states[checkpoints[position + 1]] = state

@@ -66,6 +66,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
         samples: True if the step ends at the last known token, so that a new one is sampled.
         checkpoints: ``(position, slot)`` orders: store the state after exactly ``position`` tokens into ``slot``.
             ``start < position <= start + num_tokens``, ascending.
+        write_start: KV below this position is there already, in pages that belong to others: it is read, and computed
+            again for the recurrent states only, but must not be written.
     """
 
     row: int
@@ -75,6 +77,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     state_slot: int
     samples: bool
     checkpoints: list[tuple[int, int]] = []
+    write_start: int = 0
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):

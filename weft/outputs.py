@@ -68,6 +68,34 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What one request found in the cache, in tokens.
+
+    Attributes:
+        num_prompt_tokens: tokens looked up (after a preemption: the generated ones too).
+        num_kv_tokens: leading tokens whose KV was stored.
+        state_position: position of the nearest usable recurrent state; equals the reuse. None: no recurrent layers.
+        num_reused_tokens: tokens that need not be computed.
+        num_recomputed_tokens: tokens computed again although their KV was there.
+        reason: why not everything was reused, one sentence or two; empty if all but the last token was.
+    """
+
+    num_prompt_tokens: int
+    num_kv_tokens: int
+    state_position: int | None
+    num_reused_tokens: int
+    num_recomputed_tokens: int
+    reason: str
+
+    def __str__(self) -> str:
+        parts = [f"KV matched {self.num_kv_tokens:,} of {self.num_prompt_tokens:,} tokens"]
+        if self.state_position is not None:
+            parts.append(f"nearest state at {self.state_position:,}")
+        parts.append(f"recomputed {self.num_recomputed_tokens:,}")
+        return ", ".join(parts) + (f": {self.reason}" if self.reason else "")
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """Everything known about one prompt.
@@ -79,6 +107,7 @@ class RequestOutput:
         outputs: one entry per completion (``n``).
         finished: True once every completion has ended.
         num_cached_tokens: prompt tokens that did not have to be computed.
+        cache_report: what was found in the prefix cache and why not more; None until the request was first scheduled.
         prompt_logprobs: None for the first token, then token id -> ``Logprob``; None if not asked for.
         metrics: times and counts.
     """
@@ -89,5 +118,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    cache_report: CacheReport | None = None
     prompt_logprobs: list[LogprobsDict | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

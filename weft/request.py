@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.messages import RowSampling, TokenLogprobs
+from weft.outputs import CacheReport
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -50,10 +51,13 @@ class Request:
         stop_token_ids: ids that end the generation as the user's stop token; the id is the ``stop_reason``.
         eos_token_ids: ids that end it as the model's own end (empty under ``ignore_eos``).
         priority: smaller goes first under the ``priority`` policy.
+        cache_salt: only cached prefixes under the same salt are reused, and what it computes is cached under it.
+        checkpoint_positions: prompt positions at which later prompts may leave this one, for recurrent states.
         arrival: number of the request in order of arrival.
         num_computed_tokens: tokens fed to the model, counted when a step is launched.
         num_pending: tokens sampled by launched steps and not back yet.
         num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
+        cache_report: what it found in the cache then, and why not more.
         num_preemptions: how often it had to give way.
         prompt_logprobs: entries for prompt positions 1, 2, … as they arrive.
     """
@@ -66,11 +70,14 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    cache_salt: str | None = None
+    checkpoint_positions: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_cached_tokens: int | None = None
+    cache_report: CacheReport | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

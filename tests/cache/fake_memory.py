@@ -58,8 +58,9 @@ class FakeMemory:
         orders = self.manager.order_checkpoints(lease, start, num_tokens)
         if not running.started:
             self.start(running)
+        self.manager.commit(lease, start + num_tokens)
         self.feed(running, num_tokens, orders)
-        self.manager.commit(lease, running.fed)
+        self.manager.confirm(lease, running.fed)
         return True
 
     def feed(self, running: Running, num_tokens: int, orders: list[tuple[int, int]]) -> None:

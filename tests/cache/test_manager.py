@@ -110,10 +110,10 @@ def test_running_request_can_be_matched_after_its_prefill_but_not_before() -> No
 def test_a_hit_forks_and_the_stored_state_never_changes() -> None:
     manager, memory = make()
     run(manager, memory, PROMPT)
-    match = manager.match(PROMPT + [5])
+    match = manager.match([*PROMPT, 5])
     assert match.checkpoint is not None
     before = memory.slots[match.checkpoint.slot]
-    a, b = begin(manager, PROMPT + [5]), begin(manager, PROMPT + [6])
+    a, b = begin(manager, [*PROMPT, 5]), begin(manager, [*PROMPT, 6])
     assert a.lease.state_fork is not None and b.lease.state_fork is not None
     assert a.lease.state_fork[0] == b.lease.state_fork[0] == match.checkpoint.slot
     assert a.lease.state_slot != b.lease.state_slot
@@ -133,11 +133,11 @@ def test_last_slot_is_moved_instead_of_forked() -> None:
 def test_moved_state_comes_back_if_nothing_was_launched() -> None:
     manager, memory = make(slots=2)
     run(manager, memory, PROMPT)
-    running = begin(manager, PROMPT + [5])
-    assert running.lease.state_fork is None and manager.match(PROMPT + [5]).num_tokens == 0
+    running = begin(manager, [*PROMPT, 5])
+    assert running.lease.state_fork is None and manager.match([*PROMPT, 5]).num_tokens == 0
     manager.release(running.lease, running.tokens)
     manager.check()
-    assert manager.match(PROMPT + [5]).num_tokens == 210
+    assert manager.match([*PROMPT, 5]).num_tokens == 210
 
 
 def test_lease_waits_while_the_only_state_slot_is_being_forked() -> None:
@@ -231,6 +231,7 @@ def test_salts_do_not_see_each_other() -> None:
     assert lease is not None
     manager.allocate(lease, 210)
     manager.commit(lease, 210)
+    manager.confirm(lease, 210)
     manager.release(lease, PROMPT)
     assert manager.match([*PROMPT, 1], "alice").num_tokens == 210
     assert manager.match(PROMPT, "bob").num_tokens == manager.match(PROMPT).num_tokens == 0
@@ -326,6 +327,7 @@ def test_long_prompts_are_cheap(depth: int) -> None:
         manager.allocate(lease, end)
         start = time.perf_counter()
         manager.commit(lease, end)
+        manager.confirm(lease, end)
         manager.release(lease, tokens[:end])
         inserts.append(time.perf_counter() - start)
     matches = []

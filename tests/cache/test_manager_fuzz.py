@@ -1,4 +1,4 @@
-"""Random lives of requests on tiny pools: invariants after every action, and every read is what a cold run would read."""
+"""Random lives of requests on tiny pools: invariants after every action, every read is what a cold run would read."""
 
 from __future__ import annotations
 

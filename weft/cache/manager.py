@@ -8,16 +8,17 @@ Does not know: tensors, batches, or why a request starts or stops. ::
     lease(match, …)      pin what was matched; a working slot; orders to fork the state and copy the partial last page
     allocate(…)          grow the lease's pages, evicting what is worth least
     order_checkpoints(…) slots for the states that the next step has to store
-    commit(…)            a step is launched: so many tokens are in pages and state now; what is new goes to the tree
+    commit(…)            a step is launched: so many tokens will be in pages and state
+    confirm(…)           a step is done and went well: what it computed is filed in the tree
     release(…)           the request has ended     } pages and the working slot move to the tree or go back;
     preempt(…)           the request will return   } only after its last launched step
     check()              every page and slot is accounted for
 
 Who owns a page or slot::
 
-    free ──allocate──▶ lease ──commit, release: filed──▶ tree ──evicted──▶ free
-                         ▲                                 │
-                         └── pages: shared, never written ─┘   slots: forked (copied), or moved if no other is free
+    free ──allocate──▶ lease ──confirm, release: filed──▶ tree ──evicted──▶ free
+                         ▲                                  │
+                         └── pages: shared, never written ──┘   slots: forked (copied), or moved if no other is free
 
 A lease reads the pages of its prefix where the tree holds them, and writes only pages of its own: the partial last page
 is copied. Positions below ``Lease.write_start`` that have to be computed again, because their KV is there but no state,
@@ -29,14 +30,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.cache.checkpoints import CheckpointPolicy, is_decode_position, prefill_positions
+from weft.cache.checkpoints import MAX_PER_PREFILL, CheckpointPolicy, is_decode_position, prefill_positions
 from weft.cache.eviction import Evictor
-from weft.cache.match import CacheReport, Match, explain
+from weft.cache.match import Match, explain
 from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, make_policy
-from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens
+from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens, common_prefix
 from weft.cache.spec import CacheSpec
 from weft.cache.state_pool import StatePool
+from weft.outputs import CacheReport
 
 NOTHING = Prefix(None, 0)
 
@@ -68,6 +70,7 @@ class Lease:
     report: CacheReport | None = None
     tokens: Tokens = field(default_factory=lambda: as_tokens([]))
     checkpoint_positions: list[int] = field(default_factory=list)
+    _salt: str | None = None
     _node: Node | None = None
     _num_shared_pages: int = 0
     _fork_source: Checkpoint | None = None
@@ -219,7 +222,7 @@ class Manager:
             return None
         pages = self.tree.page_list(Prefix(node, match.num_kv_tokens))
         lease = Lease(pages[:shared], slot, match.num_tokens, match.num_tokens, report=report, tokens=match.tokens)
-        lease._node, lease._num_shared_pages = node, shared
+        lease._salt, lease._node, lease._num_shared_pages = match.salt, node, shared
         lease.write_start = max(match.num_tokens, shared * self.spec.page_size)
         if match.checkpoint is not None and slot != match.checkpoint.slot:
             lease.state_fork, lease._fork_source = (match.checkpoint.slot, slot), match.checkpoint
@@ -276,6 +279,33 @@ class Manager:
         )
 
     # -- a request grows -------------------------------------------------------------------------------------------
+
+    def is_prefilled(self, lease: Lease) -> bool:
+        """Is everything filed that the lease's first tokens have to give?"""
+        return lease._is_filed or lease._node is None
+
+    def shareable(self, match: Match, lease: Lease) -> int:
+        """How many tokens of ``match`` a running prefill makes reusable once it is confirmed. Changes nothing."""
+        if lease._is_filed or lease._node is None or lease._salt != match.salt or not match.reuse:
+            return 0
+        shared = min(common_prefix(match.tokens, lease.tokens), len(match.tokens) - 1)
+        if not self._needs_state:
+            return shared
+        positions = [p for p in self._pending_positions(lease) if p <= shared]
+        return shared if self._can_store(lease, shared) else max(positions, default=0)
+
+    def share(self, match: Match, lease: Lease) -> None:
+        """Let a running prefill store a state where ``match`` leaves it, if it has not come that far."""
+        position = self.shareable(match, lease)
+        if self._needs_state and position not in self._pending_positions(lease) and self._can_store(lease, position):
+            lease.checkpoint_positions = sorted([*lease.checkpoint_positions, position])
+
+    def _pending_positions(self, lease: Lease) -> list[int]:
+        return [position for position, _ in lease._stored] + lease.checkpoint_positions
+
+    def _can_store(self, lease: Lease, position: int) -> bool:
+        room = len(self._pending_positions(lease)) < MAX_PER_PREFILL
+        return self._checkpoint_policy == "exact" and room and position > lease.num_committed_tokens
 
     def can_allocate(self, lease: Lease | None, num_tokens: int, reserve_pages: int = 0) -> bool:
         """Would ``allocate(lease, num_tokens)`` succeed and leave ``reserve_pages``? None: for a fresh lease."""
@@ -336,15 +366,20 @@ class Manager:
     def commit(self, lease: Lease, num_tokens: int) -> None:
         """The steps launched so far leave the request with exactly ``num_tokens`` tokens in pages and state.
 
-        Call it once every admission of the step is decided: what is filed here can be matched at once, and only later
-        steps may read it.
+        Call it once every admission of the step is decided: the states that the step forks may be evicted after it.
         """
         assert lease.num_committed_tokens <= num_tokens <= len(lease.pages) * self.spec.page_size
         lease.num_committed_tokens = num_tokens
         self._unpin_source(lease)
+
+    def confirm(self, lease: Lease, num_tokens: int) -> None:
+        """The step that brought the request to ``num_tokens`` tokens is done: its KV and states can be reused.
+
+        Files at checkpoints and at the end of the prefill; what is generated follows when the request goes.
+        """
         if lease._is_filed or lease._node is None:
             return
-        if lease._stored or num_tokens >= len(lease.tokens):
+        if num_tokens >= len(lease.tokens) or any(position <= num_tokens for position, _ in lease._stored):
             self._file(lease, lease.tokens[:num_tokens])
             lease._is_filed = num_tokens >= len(lease.tokens)
 
@@ -361,13 +396,13 @@ class Manager:
             self.tree.lock(node)
             self.tree.unlock(lease._node)
             lease._node = node
-        for position, slot in lease._stored:
+        for position, slot in [entry for entry in lease._stored if entry[0] <= len(tokens)]:
             self._file_state(lease._node, tokens, position, slot)
-        lease._stored = []
+        lease._stored = [entry for entry in lease._stored if entry[0] > len(tokens)]
 
     def _file_state(self, node: Node, tokens: Tokens, position: int, slot: int) -> None:
         """Move a state into the tree; one that is there already is kept, and the slot freed."""
-        at = self.tree.locate(node, tokens, position) if position <= len(tokens) else None
+        at = self.tree.locate(node, tokens, position)
         if at is None or not self.tree.add_checkpoint(at, position, slot):
             self.slots.release(slot)
 
@@ -379,7 +414,7 @@ class Manager:
         Args:
             token_ids: the request's tokens as far as they are known. If more were fed (a step launched past the end),
                 the working state belongs to no known sequence and is dropped.
-            keep: False: what it computed is worthless (NaN); nothing more is filed.
+            keep: False: what was not confirmed is worthless (NaN, a step that broke); nothing more is filed.
         """
         moves_state = self._checkpoint_policy != "aligned"
         self._return(lease, as_tokens(token_ids), keep, moves_state)

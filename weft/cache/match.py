@@ -1,6 +1,6 @@
 """What a lookup found, and the reason where it found less than hoped.
 
-Job: the values that ``Manager.match`` and ``Manager.lease`` hand out. Owns: their fields and the sentences of a report.
+Job: the value that ``Manager.match`` hands out, and its report. Owns: the fields of a match, the sentences of a report.
 Does not know: how a prefix is found or what is done with it.
 """
 
@@ -10,34 +10,7 @@ import time
 from dataclasses import dataclass
 
 from weft.cache.radix_tree import Checkpoint, Prefix, Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class CacheReport:
-    """What one request found in the cache, in tokens.
-
-    Attributes:
-        num_prompt_tokens: tokens looked up (after a preemption: the generated ones too).
-        num_kv_tokens: leading tokens whose KV was stored.
-        state_position: position of the nearest usable recurrent state; equals the reuse. None: no recurrent layers.
-        num_reused_tokens: tokens that need not be computed.
-        num_recomputed_tokens: tokens computed again although their KV was there.
-        reason: why not everything was reused, one sentence or two; empty if all but the last token was.
-    """
-
-    num_prompt_tokens: int
-    num_kv_tokens: int
-    state_position: int | None
-    num_reused_tokens: int
-    num_recomputed_tokens: int
-    reason: str
-
-    def __str__(self) -> str:
-        parts = [f"KV matched {self.num_kv_tokens:,} of {self.num_prompt_tokens:,} tokens"]
-        if self.state_position is not None:
-            parts.append(f"nearest state at {self.state_position:,}")
-        parts.append(f"recomputed {self.num_recomputed_tokens:,}")
-        return ", ".join(parts) + (f": {self.reason}" if self.reason else "")
+from weft.outputs import CacheReport
 
 
 @dataclass(frozen=True, slots=True)

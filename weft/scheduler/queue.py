@@ -11,11 +11,14 @@ from typing import Literal
 
 from weft.request import Request
 
-SchedulePolicy = Literal["fcfs", "priority"]
+SchedulePolicy = Literal["fcfs", "priority", "lpm"]
 
 
 def sort_key(policy: SchedulePolicy, request: Request) -> tuple[int, int]:
-    """Requests with a smaller key go first: by arrival (``fcfs``), or by priority and then arrival."""
+    """Requests with a smaller key go first: by priority and then arrival (``priority``), else by arrival.
+
+    ``lpm`` reorders the head of the line when it is served, by what is cached then; here it is as ``fcfs``.
+    """
     return (request.priority if policy == "priority" else 0, request.arrival)
 
 

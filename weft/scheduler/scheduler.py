@@ -9,10 +9,14 @@ One step is filled in this order:
 1. running requests, in policy order: one token each if they decode, a chunk of what is missing if they still prefill;
 2. waiting requests, in policy order, while rows, pages, slots and budget last.
 
-A running request that finds no page makes the *last* running request in policy order give way (its pages and its state
-are dropped, it returns to the line and recomputes), until there is room or it is itself the last. Nothing is admitted
-in a step in which something was preempted, and a request is admitted only if all its known tokens fit and every running
-request can still grow by a page: otherwise it would soon be thrown out again.
+A running request that finds no page makes the *last* running request in policy order give way (what it holds moves to
+the cache, from where it can be evicted; it returns to the line and resumes from what is left then), until there is room
+or it is itself the last. Nothing is admitted in a step in which something was preempted, and a request is admitted only
+if all its known tokens fit and every running request can still grow by a page: otherwise it would soon be thrown out
+again.
+
+A waiting request that shares a long prefix with a prefill on its way lets others pass until that is done, and then
+reuses it (``TWIN_TOKENS``): prompts that arrive together are computed once.
 
 Results may be up to some steps late (``num_pending``): what a launched step uses is given back only after its results
 are in, so nothing that a running step reads or writes changes owner.
@@ -20,13 +24,24 @@ are in, so nothing that a running step reads or writes changes owner.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
 from weft.cache.manager import Lease, Manager
+from weft.cache.match import Match
+from weft.cache.radix_tree import Tokens, as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
+
+logger = logging.getLogger(__name__)
+
+LPM_WINDOW = 32
+"""Waiting requests among which ``lpm`` looks for the longest cached prefix."""
+
+TWIN_TOKENS = 64
+"""Tokens that a waiting request must save to wait for a prefill on its way instead of computing them itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +54,24 @@ class Running:
     in_flight: int = 0
     announced: bool = False
     num_pages_sent: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What is remembered of a waiting request between steps: its tokens as an array, and whose prefill it waits for."""
+
+    tokens: Tokens
+    twin: Running | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One request's part of a launched step: whether it samples, and the tokens fed once it is done."""
+
+    running: Running
+    samples: bool
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +106,8 @@ class Scheduler:
         self._leaving: list[Running] = []
         self._by_id: dict[str, Request] = {}
         self._finished_rows: list[int] = []
-        self._launched: dict[int, list[tuple[Running, bool]]] = {}
+        self._lookups: dict[Request, Lookup] = {}
+        self._launched: dict[int, list[Launched]] = {}
         self._step = 0
         self._num_preemptions = 0
 
@@ -94,6 +128,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
+            self._lookups.pop(request, None)
             self._end(request)
         else:
             self._leave(next(r for r in self._running if r.request is request))
@@ -156,18 +191,19 @@ class Scheduler:
             victim = self._running[-1]
             if victim.in_flight or self._leaving:
                 return False  # room comes back when a launched step is done; until then this request just waits
-            assert len(self._running) > 1, "a single request must fit: the context length is clamped to the pool"
+            # Even a request alone may find no page, if it shares a prefix whose pages it cannot use in full. It then
+            # resumes with pages of its own: the context length is clamped to the pool.
             self._preempt(victim)
             if victim is running:
                 return False
         return True
 
     def _preempt(self, victim: Running) -> None:
-        """Take everything from ``victim`` and send it back to the line; it will recompute what it had."""
+        """Take everything from ``victim`` and send it back to the line; it will resume from what the cache keeps."""
         request = victim.request
         assert victim.in_flight == 0 and request.num_pending == 0
         self._running.remove(victim)
-        self.manager.preempt(victim.lease)
+        self.manager.preempt(victim.lease, request.known_token_ids)
         self._free_row(victim)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -178,21 +214,64 @@ class Scheduler:
 
     def _plan_waiting(self, planned: list[tuple[Running, int]], budget: int) -> None:
         """Admit waiting requests in order while everything they need is there; stop at the first that does not fit."""
-        while self._waiting and self._free_rows and budget > 0:
-            request = self._waiting.first()
-            reserve = len(self._running)
-            if not self.manager.can_allocate(None, request.num_tokens, reserve):
+        for request in self._candidates() if self._free_rows else ():
+            if self._has_twin(request):
+                continue
+            match = self._match(request)
+            if self._finds_twin(request, match):
+                continue
+            if not self._free_rows or budget <= 0:
                 break
-            lease = self.manager.lease(self.manager.match(request.known_token_ids))
+            lease = self.manager.lease(
+                match,
+                request.num_tokens,
+                reserve_pages=len(self._running),
+                num_prompt_tokens=request.num_prompt_tokens,
+                borders=request.checkpoint_positions,
+            )
             if lease is None:
                 break
-            self._waiting.pop()
+            self._waiting.remove(request)
+            self._lookups.pop(request, None)
             running = self._admit(request, lease)
             num_tokens = min(request.num_tokens_to_compute, budget)
             pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
-            assert pages is not None, "can_allocate promised room"
+            assert pages is not None, "the lease promised room"
             budget -= num_tokens
             planned.append((running, num_tokens))
+
+    def _candidates(self) -> list[Request]:
+        """Waiting requests in the order in which they are tried."""
+        if self.policy != "lpm":
+            return list(self._waiting)
+        waiting = list(self._waiting)
+        window, rest = waiting[:LPM_WINDOW], waiting[LPM_WINDOW:]
+        # The oldest goes first every so often, so that a stream of better matches cannot keep it waiting for ever.
+        oldest_first = self._step % LPM_WINDOW == 0
+        head, window = (window[:1], window[1:]) if oldest_first else ([], window)
+        return head + sorted(window, key=lambda request: -self._match(request).num_tokens) + rest
+
+    def _match(self, request: Request) -> Match:
+        lookup = self._lookups.get(request)
+        if lookup is None:
+            lookup = self._lookups[request] = Lookup(as_tokens(request.known_token_ids))
+        wants_all = request.sampling.prompt_logprobs is not None
+        return self.manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
+
+    def _has_twin(self, request: Request) -> bool:
+        """Does the request wait for a prefill that is still on its way?"""
+        lookup = self._lookups.get(request)
+        twin = lookup.twin if lookup is not None else None
+        return twin is not None and twin in self._running and not self.manager.is_prefilled(twin.lease)
+
+    def _finds_twin(self, request: Request, match: Match) -> bool:
+        """Is a prefill on its way that makes much more of this prompt reusable? Then wait, and tell that prefill."""
+        for running in self._running:
+            if self.manager.shareable(match, running.lease) - match.num_tokens >= TWIN_TOKENS:
+                self.manager.share(match, running.lease)
+                self._lookups[request].twin = running
+                return True
+        return False
 
     def _admit(self, request: Request, lease: Lease) -> Running:
         running = Running(request, self._free_rows.pop(), lease)
@@ -200,6 +279,8 @@ class Scheduler:
         request.num_computed_tokens = lease.num_cached_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_cached_tokens
+            request.cache_report = lease.report
+            logger.debug("%s: %s", request.request_id, lease.report)
             request.times.first_scheduled = time.monotonic()
         self._running.append(running)
         self._running.sort(key=lambda r: sort_key(self.policy, r.request))
@@ -207,18 +288,20 @@ class Scheduler:
 
     def _launch(self, planned: list[tuple[Running, int]]) -> SchedulerOutput:
         """Turn the plan into orders and count its tokens as fed."""
-        planned.sort(key=lambda entry: not _is_decode(*entry))
         self._step += 1
-        new_requests = [self._announce(running) for running, _ in planned if not running.announced]
-        requests: list[ScheduledRequest] = []
-        sampled: list[tuple[Running, bool]] = []
-        for running, num_tokens in planned:
-            order = self._order(running, num_tokens)
-            requests.append(order)
-            sampled.append((running, order.samples))
-        self._launched[self._step] = sampled
+        starting = [running for running, _ in planned if not running.announced]
+        orders = [(running, self._order(running, num_tokens)) for running, num_tokens in planned]
+        orders.sort(key=lambda entry: not _is_decode(entry[1]))
+        self._launched[self._step] = [Launched(r, order.samples, order.start + order.num_tokens) for r, order in orders]
         finished_rows, self._finished_rows = self._finished_rows, []
-        return SchedulerOutput(self._step, requests, new_requests, finished_rows)
+        return SchedulerOutput(
+            self._step,
+            [order for _, order in orders],
+            [self._announce(running) for running in starting],
+            finished_rows,
+            state_forks=[running.lease.state_fork for running in starting if running.lease.state_fork],
+            page_copies=[running.lease.page_copy for running in starting if running.lease.page_copy],
+        )
 
     def _announce(self, running: Running) -> NewRequest:
         running.announced = True
@@ -234,8 +317,11 @@ class Scheduler:
         running.in_flight += 1
         request.num_computed_tokens += num_tokens
         request.num_pending += samples
+        checkpoints = self.manager.order_checkpoints(lease, start, num_tokens)
         self.manager.commit(lease, request.num_computed_tokens)
-        return ScheduledRequest(running.row, start, num_tokens, new_pages, lease.state_slot, samples)
+        return ScheduledRequest(
+            running.row, start, num_tokens, new_pages, lease.state_slot, samples, checkpoints, lease.write_start
+        )
 
     # -- a step's results come in --------------------------------------------------------------------------------
 
@@ -247,9 +333,14 @@ class Scheduler:
         """
         results = dict(zip(output.rows, output.token_ids, strict=True))
         changed: list[Request] = []
-        for running, samples in self._launched.pop(output.step):
+        for launched in self._launched.pop(output.step):
+            running, samples = launched.running, launched.samples
             running.in_flight -= 1
             request = running.request
+            if running.row in output.failed_rows:
+                running.failed = True
+            elif not running.failed:
+                self.manager.confirm(running.lease, launched.num_tokens)
             if request.finish_reason is not None:
                 request.num_pending -= samples
                 self._give_back_if_idle(running)
@@ -276,7 +367,7 @@ class Scheduler:
     def _give_back_if_idle(self, running: Running) -> None:
         if running.in_flight == 0 and running in self._leaving:
             self._leaving.remove(running)
-            self.manager.release(running.lease)
+            self.manager.release(running.lease, running.request.known_token_ids, keep=not running.failed)
             self._free_row(running)
 
     def _free_row(self, running: Running) -> None:
@@ -304,5 +395,5 @@ class Scheduler:
             assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
 
 
-def _is_decode(running: Running, num_tokens: int) -> bool:
-    return num_tokens == 1 and running.request.num_computed_tokens > 0
+def _is_decode(order: ScheduledRequest) -> bool:
+    return order.num_tokens == 1 and order.start > 0 and not order.checkpoints

@@ -1,0 +1,183 @@
+"""The scheduler with the prefix cache, against a model made of hashes: cached or not, outputs are the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.fake_runner import VOCAB, FakeRunner
+from tests.scheduler.test_scheduler import PAGE, Rig, expect, make_request, make_spec
+from weft.cache.manager import Manager
+from weft.messages import ModelOutput
+from weft.request import Request
+from weft.scheduler.scheduler import Scheduler
+
+
+def make_rig(
+    *, pages: int = 400, seqs: int = 8, budget: int = 64, slots: int = 40, hybrid: bool = True, **settings: str
+) -> Rig:
+    policy = settings.pop("policy", "fcfs")
+    rig = Rig(pages=pages, seqs=seqs, budget=budget, hybrid=hybrid)
+    slots = slots if hybrid else 1
+    rig.manager = Manager(
+        make_spec(hybrid),
+        num_pages=pages,
+        num_slots=slots,
+        enable_prefix_caching=True,
+        **settings,  # type: ignore[arg-type]
+    )
+    rig.scheduler = Scheduler(
+        rig.manager,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        policy=policy,  # type: ignore[arg-type]
+    )
+    rig.runner = FakeRunner(pages, PAGE, slots, hybrid)
+    return rig
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def run(rig: Rig, *requests: Request, depth: int = 0) -> None:
+    for request in requests:
+        rig.scheduler.add(request)
+    rig.run(depth)
+    for request in requests:
+        expect(request)
+
+
+def assert_idle(rig: Rig) -> None:
+    pages, slots = rig.manager.pages, rig.manager.slots
+    assert pages.num_free + pages.num_evictable == pages.capacity
+    assert slots.num_free + rig.manager.evictor.num_evictable_slots == slots.capacity
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_conversation_goes_on_after_every_kind_of_end(depth: int) -> None:
+    """Stop token, length, abort: whatever ended the last turn, the next one is right and reuses what was fed."""
+    rig = make_rig()
+    history, rng, num_fed = prompt(50), random.Random(depth), 0
+    for turn in range(12):
+        stop = frozenset(rng.sample(range(VOCAB), 200)) if turn % 3 == 0 else frozenset()
+        request = make_request(f"turn {turn}", list(history), 9, turn, stop)
+        rig.scheduler.add(request)
+        if turn % 3 == 1:
+            for _ in range(5):
+                rig.step(depth)
+            rig.scheduler.finish(request.request_id, "abort")
+        rig.run(depth)
+        if request.finish_reason != "abort":
+            expect(request)
+        if depth < 2:  # further ahead, a step may have been fed a token that nobody learned: that state is dropped
+            assert request.num_cached_tokens is not None and request.num_cached_tokens >= num_fed
+        num_fed = len(request.prompt_token_ids) + len(request.output_token_ids) - 1
+        history = request.prompt_token_ids + request.output_token_ids + prompt(7, turn)
+    assert_idle(rig)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_identical_prompts_that_arrive_together_are_computed_once(hybrid: bool, depth: int) -> None:
+    rig = make_rig(hybrid=hybrid)
+    requests = [make_request(f"r{i}", prompt(210), 4, i) for i in range(5)]
+    run(rig, *requests, depth=depth)
+    assert [r.num_cached_tokens for r in requests] == [0, 209, 209, 209, 209]
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_fan_out_computes_the_shared_prefix_once(hybrid: bool) -> None:
+    rig = make_rig(hybrid=hybrid, slots=80)
+    requests = [make_request(f"r{i}", [*prompt(150), i, *prompt(60, i)], 3, i) for i in range(12)]
+    run(rig, *requests)
+    assert [r.num_cached_tokens for r in requests] == [0] + [150] * 11
+
+
+def test_a_twin_does_not_wait_for_one_that_was_aborted() -> None:
+    rig = make_rig()
+    first, second = (make_request(f"r{i}", prompt(210), 4, i) for i in range(2))
+    rig.scheduler.add(first)
+    rig.scheduler.add(second)
+    rig.step()
+    assert second.num_cached_tokens is None
+    rig.scheduler.finish("r0", "abort")
+    rig.run()
+    expect(second)
+    assert second.num_cached_tokens == 64  # what the aborted one had fed
+
+
+def test_prompt_logprobs_compute_everything() -> None:
+    rig = make_rig()
+    run(rig, make_request("first", prompt(100), 3))
+    request = make_request("second", prompt(100), 3)
+    request.sampling = type(request.sampling)(prompt_logprobs=1)
+    run(rig, request)
+    assert request.num_cached_tokens == 0
+
+
+def test_longest_match_goes_first() -> None:
+    rig = make_rig(seqs=1, policy="lpm")
+    run(rig, make_request("seen", prompt(100), 3))
+    waiting = [make_request("new", prompt(90, 5), 2, 1), make_request("known", prompt(100), 2, 2)]
+    run(rig, *waiting)
+    assert rig.order_of_first_tokens[-2:] == ["known", "new"]
+
+
+def test_failed_steps_leave_nothing_behind() -> None:
+    rig = make_rig()
+    request = make_request("bad", prompt(100), 3)
+    rig.scheduler.add(request)
+    orders = rig.scheduler.schedule()
+    assert orders is not None
+    rig.scheduler.update(ModelOutput(orders.step, [], [], failed_rows=[0]))
+    rig.scheduler.check()
+    assert request.finish_reason == "error"
+    assert rig.manager.match(prompt(100)).num_kv_tokens == 0
+    assert_idle(rig)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_branching_workloads(seed: int) -> None:
+    """Arrivals that branch from each other, aborts, preemptions, late results, tiny pools: every output is right."""
+    rng = random.Random(seed)
+    hybrid = rng.random() < 0.75
+    seqs = rng.randint(1, 6)
+    rig = make_rig(
+        pages=rng.choice([22, 40, 80]),
+        seqs=seqs,
+        budget=rng.randint(seqs, 40),
+        slots=rng.randint(2, 14),
+        hybrid=hybrid,
+        policy=rng.choice(["fcfs", "priority", "lpm"]),
+        checkpoint_policy=rng.choice(["exact", "exact", "aligned", "finish_only"]),
+        eviction=rng.choice(["lru", "flops"]),
+    )
+    stop = frozenset(rng.sample(range(VOCAB), 30))
+    corpus: list[list[int]] = [[1]]
+    requests: list[Request] = []
+    aborted: set[str] = set()
+    while len(requests) < 40 or rig.scheduler.has_work:
+        if len(requests) < 40 and rng.random() < 0.3:
+            base = rng.choice(corpus)
+            tokens = base[: rng.randint(0, len(base))] + prompt(rng.choice([0, 1, 5, 20]), rng.random())
+            tokens = (tokens or [2])[:70]
+            request = make_request(
+                f"r{len(requests)}", tokens, rng.randint(1, 14), len(requests), stop, rng.randint(0, 1)
+            )
+            request.checkpoint_positions = sorted({rng.randint(1, len(tokens)) for _ in range(rng.randint(0, 3))})
+            request.cache_salt = rng.choice([None, None, None, "salt"])
+            requests.append(request)
+            rig.scheduler.add(request)
+        if requests and rng.random() < 0.1:
+            victim = rng.choice(requests)
+            if rig.scheduler.finish(victim.request_id, "abort"):
+                aborted.add(victim.request_id)
+        rig.step(depth=rng.randint(0, 2))
+        corpus = [r.prompt_token_ids + r.output_token_ids for r in requests[-10:]] or corpus
+    for request in requests:
+        if request.request_id not in aborted:
+            expect(request)
+    assert_idle(rig)
