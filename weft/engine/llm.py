@@ -157,6 +157,7 @@ class LLM:
             raise RequestError(
                 "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
             )
+        _check_chat_options(tools, chat_template_kwargs)
         text = self.tokenizer.render_chat(
             messages,
             tools=tools,
@@ -296,6 +297,16 @@ def _conversations(messages: Any) -> list[Messages]:
             "messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages"
         )
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def _check_chat_options(tools: Any, chat_template_kwargs: Any) -> None:
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        kind = type(chat_template_kwargs).__name__
+        raise RequestError(f"chat_template_kwargs is a {kind}; give a dict", "chat_template_kwargs")
+    if tools is None:
+        return
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(f"tools={tools!r} is not a list of function descriptions (dicts)", "tools")
 
 
 def _per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
