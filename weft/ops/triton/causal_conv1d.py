@@ -22,6 +22,12 @@ CHUNK_SIZE = 64
 _BLOCK_C = 64
 _UPDATE_BLOCK_C = 256
 
+# Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
+_METADATA = [
+    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
+    "state_slots",
+]  # fmt: skip
+
 
 @triton.jit
 def _input(
@@ -82,7 +88,7 @@ def _zero_rows(out, begin, end, channels, c_mask, C: tl.constexpr, CHUNK: tl.con
         tl.store(out + rows[:, None] * C + channels[None, :], zeros, mask=(rows < end)[:, None] & c_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def _conv_kernel(
     x, weight, bias, out, conv_state,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
@@ -163,7 +169,7 @@ def causal_conv1d_triton(x: Tensor, weight: Tensor, bias: Tensor | None, conv_st
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_slots"])
 def _update_kernel(
     x, weight, bias, out, conv_state, state_slots, stride_x,
     C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr,

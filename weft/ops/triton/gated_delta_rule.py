@@ -39,6 +39,11 @@ CHUNK_SIZE = 64
 _L2_EPS = tl.constexpr(1e-6)
 _VECTORS = 4
 
+# Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
+_METADATA = [
+    "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens", "state_slots",
+]  # fmt: skip
+
 
 class Tile(NamedTuple):
     """Columns of the state per program, warps and pipeline stages of the scan."""
@@ -48,7 +53,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_METADATA)
 def _prepare_kernel(
     q, k, g, beta, solve, attention, vectors, chunk_start, chunk_length,
     stride_q, stride_k,
@@ -114,7 +119,7 @@ def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.con
         tl.store(p_out, zeros, mask=(rows < end)[:, None] & v_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def _scan_kernel(
     q, k, v, out, state, solve, attention, vectors,
     chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
@@ -210,7 +215,7 @@ def l2_normalize(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + _L2_EPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_slots"])
 def _recurrent_kernel(
     q, k, v, g, beta, out, state, state_slots, stride_q, stride_k, stride_v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

@@ -64,7 +64,7 @@ def _shift(
             tl.store(p_checkpoint + channels * (W - 1) + j, x, mask=mask & (checkpoint >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_slots", "checkpoint_slots"])
 def _gdn_decode_kernel(
     projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, state_slots, checkpoint_slots,
     mixed, out, stride_row, eps,
