@@ -1,7 +1,8 @@
 """A model made of hashes: obeys a step's orders exactly as the real runner must, on plain Python lists.
 
 Its next token is a function of every token read through the pages *and* of a recurrent state kept in the slot, so a
-page or slot that changes owner too early, a stale page table, a state fed twice, or a wrong position changes the output.
+page or slot that changes owner too early, a stale page table, a state fed twice, or a wrong position changes the
+output.
 ``oracle`` computes the same function from the tokens alone.
 """
 

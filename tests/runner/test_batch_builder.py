@@ -114,7 +114,9 @@ def test_sampling_parameters_travel_with_the_step() -> None:
     params = RowSampling(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**64 - 1)
     table.fill(NewRequest(4, [1, 2, 3], 3, params))
     samples = build(table, builder, [ScheduledRequest(4, 0, 3, [1], 1, True)]).samples
-    assert samples.temperature.tolist() == [0.5] and samples.top_p.tolist() == [0.25] and samples.min_p.tolist() == [0.125]
+    assert (
+        samples.temperature.tolist() == [0.5] and samples.top_p.tolist() == [0.25] and samples.min_p.tolist() == [0.125]
+    )
     assert samples.top_k.tolist() == [7] and samples.seeds.tolist() == [-1] and samples.positions.tolist() == [0]
 
 
@@ -123,7 +125,9 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     table, builder = make()
     for row in range(8):
         table.fill(NewRequest(row, [9] * 40, 40, RowSampling(temperature=1.0, top_p=0.5, seed=5)))
-    build(table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)])
+    build(
+        table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)]
+    )
     orders = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
     shape = builder.fill(orders, pad_to=8)
     assert (shape.num_tokens, shape.num_seqs) == (3, 3)

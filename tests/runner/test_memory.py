@@ -50,7 +50,9 @@ def test_tight_budget_clamps_requests_and_context_with_reasons() -> None:
 
 
 def test_given_sizes_are_taken() -> None:
-    plan = plan_caches(make_spec(), budget_bytes=MIB, max_num_seqs=9, max_model_len=64, num_kv_pages=7, num_state_slots=3)
+    plan = plan_caches(
+        make_spec(), budget_bytes=MIB, max_num_seqs=9, max_model_len=64, num_kv_pages=7, num_state_slots=3
+    )
     assert (plan.num_pages, plan.num_slots, plan.max_num_seqs) == (7, 3, 2)
 
 

@@ -70,7 +70,8 @@ def _decode_block(
     *,
     ragged: bool,
 ) -> Tensor:
-    """One query per sequence, of at most ``longest`` tokens (all of exactly that many unless ``ragged``); the query heads of a group stand as rows, so that keys need no repetition."""
+    """One query per sequence, of at most ``longest`` tokens (all of exactly that many unless ``ragged``); the
+    query heads of a group stand as rows, so that keys need no repetition."""
     n, (_, page_size, num_kv_heads, head_dim) = q.shape[0], k_cache.shape
     offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.

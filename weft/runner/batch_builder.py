@@ -175,7 +175,7 @@ class BatchBuilder:
             self._rows.device_page_table.view(-1).index_copy_(0, index, page.to(torch.int32))
 
     def _fill_tokens(self, requests: list[ScheduledRequest]) -> list[int]:
-        """Token ids, rows, positions and cache slots on the flat axis. Returns each order's first index, and the end."""
+        """Token ids, rows, positions and cache slots on the flat axis. Returns where each order begins, and the end."""
         ids, token_rows, positions = (self._host[name] for name in ("input_ids", "token_rows", "positions"))
         starts, at = [], 0
         for r in requests:
@@ -213,7 +213,11 @@ class BatchBuilder:
         host["sample_indices"][:n] = [starts[i + 1] - 1 for i, _ in sampled]
         host["sample_rows"][:n] = rows
         host["sample_positions"][:n] = [r.start + r.num_tokens - table.num_prompt_tokens(r.row) for _, r in sampled]
-        host["temperature"][:n], host["top_p"][:n], host["min_p"][:n] = table.temperature[rows], table.top_p[rows], table.min_p[rows]
+        host["temperature"][:n], host["top_p"][:n], host["min_p"][:n] = (
+            table.temperature[rows],
+            table.top_p[rows],
+            table.min_p[rows],
+        )
         host["top_k"][:n], host["seeds"][:n] = table.top_k[rows], table.seed[rows]
         return n
 

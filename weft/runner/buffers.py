@@ -40,7 +40,9 @@ class StepBuffers:
             end += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self._tail = next(reversed(arrays))
         on_gpu = device.type == "cuda"
-        self._hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(NUM_HOST_BLOCKS if on_gpu else 1)]
+        self._hosts = [
+            torch.zeros(end, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(NUM_HOST_BLOCKS if on_gpu else 1)
+        ]
         self._views = [self._numpy_views(host) for host in self._hosts]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if on_gpu else []
         self._device = torch.zeros(end, dtype=torch.uint8, device=device) if on_gpu else self._hosts[0]

@@ -102,7 +102,9 @@ class DecodeGraphs:
                 used = self._used_bytes() - before
                 if budget is not None and used > budget:
                     left = [s for s in sizes if s <= size]
-                    logger.warning("graphs hold %d MiB, the budget is used up: no graphs for batch sizes %s", used >> 20, left)
+                    logger.warning(
+                        "graphs hold %d MiB, the budget is used up: no graphs for batch sizes %s", used >> 20, left
+                    )
                     return
                 for _ in range(NUM_WARMUPS):
                     step(size)

@@ -18,6 +18,11 @@ from weft.config import EngineConfig
 from weft.errors import CapacityError
 from weft.forward_context import KVCache, StateCache
 
+KEPT_STATES = 4
+"""State slots that the prefix cache gets at most, per request that may run: the most that one prefill stores."""
+
+KEPT_CONTEXTS = 3
+"""Contexts of KV that the prefix cache gets at most, per request that may run."""
 
 GRAPH_BYTES = 2 * 2**30
 """Device memory set aside for captured graphs; sizes that would need more are not captured."""
@@ -51,30 +56,43 @@ def plan_caches(
     max_model_len: int,
     num_kv_pages: int | None = None,
     num_state_slots: int | None = None,
+    keeps_prefixes: bool = False,
 ) -> CachePlan:
     """Share ``budget_bytes`` between state slots (one per running request) and KV pages (the rest).
 
-    Given pool sizes (``num_kv_pages``, ``num_state_slots``, the reserved page and slot included) are taken as they are. Otherwise slots take at most half of the budget and pages the rest, but no more pages than
+    With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
+    ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts per request that may run.
+
+    Given pool sizes (``num_kv_pages``, ``num_state_slots``, the reserved page and slot included) are taken as they
+    are. Otherwise slots take at most half of the budget and pages the rest, but no more pages than
     ``max_num_seqs`` requests at full context length could fill.
 
     Raises:
         CapacityError: not even one request of one page fits.
     """
     reasons: dict[str, str] = {}
-    num_slots = _plan_slots(spec, budget_bytes, max_num_seqs, num_state_slots, reasons)
+    wanted_slots = max_num_seqs * (1 + (KEPT_STATES if keeps_prefixes else 0))
+    num_slots = _plan_slots(spec, budget_bytes, wanted_slots, max_num_seqs, num_state_slots, reasons)
     if spec.slot_bytes and num_slots - 1 < max_num_seqs:
         max_num_seqs = num_slots - 1
         reasons["max_num_seqs"] = f"clamped to {max_num_seqs}: that many state slots of {_mib(spec.slot_bytes)} fit"
-    num_pages = _plan_pages(spec, budget_bytes - num_slots * spec.slot_bytes, max_num_seqs, max_model_len, num_kv_pages, reasons)
+    contexts = max_num_seqs * (1 + (KEPT_CONTEXTS if keeps_prefixes else 0))
+    num_pages = _plan_pages(
+        spec, budget_bytes - num_slots * spec.slot_bytes, contexts, max_model_len, num_kv_pages, reasons
+    )
     capacity = (num_pages - 1) * spec.page_size
     if capacity < max_model_len:
         max_model_len = capacity
-        reasons["max_model_len"] = f"clamped to {capacity}: {num_pages - 1} pages of {spec.page_size} tokens are all there is"
+        reasons["max_model_len"] = (
+            f"clamped to {capacity}: {num_pages - 1} pages of {spec.page_size} tokens are all there is"
+        )
     total = num_pages * spec.page_bytes + num_slots * spec.slot_bytes
     return CachePlan(num_pages, num_slots, max_num_seqs, max_model_len, total, reasons)
 
 
-def _plan_slots(spec: CacheSpec, budget: int, max_num_seqs: int, given: int | None, reasons: dict[str, str]) -> int:
+def _plan_slots(
+    spec: CacheSpec, budget: int, wanted: int, max_num_seqs: int, given: int | None, reasons: dict[str, str]
+) -> int:
     if not spec.slot_bytes:
         reasons["num_state_slots"] = "1: the model has no recurrent layers, only the reserved slot is left"
         return 1
@@ -87,18 +105,21 @@ def _plan_slots(spec: CacheSpec, budget: int, max_num_seqs: int, given: int | No
             f"{_mib(budget)} of cache memory is too little: half of it must hold at least two state slots of "
             f"{_mib(spec.slot_bytes)}; raise cpu_cache_gib (or gpu_memory_utilization on a GPU)"
         )
-    slots = min(max_num_seqs, fitting)
-    reasons["num_state_slots"] = f"{slots + 1}: one per running request and the reserved one, {_mib(spec.slot_bytes)} each"
+    slots = min(wanted, fitting)
+    kept = f", {slots - max_num_seqs} for the prefix cache" if slots > max_num_seqs else ""
+    reasons["num_state_slots"] = (
+        f"{slots + 1}: one per running request{kept} and the reserved one, {_mib(spec.slot_bytes)} each"
+    )
     return slots + 1
 
 
 def _plan_pages(
-    spec: CacheSpec, budget: int, max_num_seqs: int, max_model_len: int, given: int | None, reasons: dict[str, str]
+    spec: CacheSpec, budget: int, contexts: int, max_model_len: int, given: int | None, reasons: dict[str, str]
 ) -> int:
     if given is not None:
         reasons["num_kv_pages"] = f"{given}: given"
         return given
-    useful = max_num_seqs * spec.pages_for(max_model_len) + 1
+    useful = contexts * spec.pages_for(max_model_len) + 1
     fitting = budget // spec.page_bytes if spec.page_bytes else useful
     if fitting < 2:
         raise CapacityError(
@@ -106,7 +127,7 @@ def _plan_pages(
             "raise cpu_cache_gib (or gpu_memory_utilization on a GPU), or lower max_num_seqs"
         )
     if fitting >= useful:
-        reasons["num_kv_pages"] = f"{useful}: {max_num_seqs} requests at {max_model_len} tokens; more could not be used"
+        reasons["num_kv_pages"] = f"{useful}: {contexts} contexts of {max_model_len} tokens; more is not taken"
         return useful
     reasons["num_kv_pages"] = f"{fitting}: what fits into {_mib(budget)} at {_mib(spec.page_bytes)} a page"
     return fitting
@@ -132,8 +153,8 @@ def gpu_cache_budget(
         used = total_bytes - free_bytes
         raise CapacityError(
             f"no memory is left for caches: of {_gib(total_bytes)}, weights and other users hold {_gib(used)}, the "
-            f"largest step needs {_gib(step_bytes)}, graphs {_gib(graph_bytes)}, and gpu_memory_utilization={utilization} "
-            f"leaves {_gib(int(reserved))} untouched; raise gpu_memory_utilization, or lower max_num_batched_tokens or "
+            f"largest step needs {_gib(step_bytes)}, graphs {_gib(graph_bytes)}, and "
+            f"gpu_memory_utilization={utilization} leaves {_gib(int(reserved))} untouched; raise gpu_memory_utilization, or lower max_num_batched_tokens or "
             "max_num_seqs (a smaller step)"
         )
     return budget
@@ -152,8 +173,8 @@ def explained_out_of_memory(stage: str, config: EngineConfig) -> Iterator[None]:
         free, total = torch.cuda.mem_get_info()
         ours = torch.cuda.memory_allocated()
         raise CapacityError(
-            f"out of GPU memory at start, at: {stage}. Of {_gib(total)}, this process holds {_gib(ours)} in tensors and "
-            f"{_gib(free)} are free; the rest belongs to other users of the device. Settings that need less: "
+            f"out of GPU memory at start, at: {stage}. Of {_gib(total)}, this process holds {_gib(ours)} in tensors "
+            f"and {_gib(free)} are free; the rest belongs to other users of the device. Settings that need less: "
             f"gpu_memory_utilization (now {config.gpu_memory_utilization}), max_num_batched_tokens (now "
             f"{config.max_num_batched_tokens}), max_num_seqs (now {config.max_num_seqs}), dtype (now {config.dtype})"
         ) from error
@@ -171,7 +192,9 @@ def allocate_caches(
         caches[name] = KVCache(k, torch.zeros_like(k))
     for name in linear_names:
         conv = torch.zeros((plan.num_slots, *spec.conv_shape), dtype=getattr(torch, spec.conv_dtype), device=device)
-        recurrent = torch.zeros((plan.num_slots, *spec.recurrent_shape), dtype=getattr(torch, spec.state_dtype), device=device)
+        recurrent = torch.zeros(
+            (plan.num_slots, *spec.recurrent_shape), dtype=getattr(torch, spec.state_dtype), device=device
+        )
         caches[name] = StateCache(conv, recurrent)
     return caches
 

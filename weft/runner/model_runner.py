@@ -7,8 +7,8 @@ One step, in the order that ``messages.py`` promises::
 
     forget finished rows -> fill new rows -> copy pages, fork states -> batch -> forward -> sample -> remember tokens
 
-``launch`` only queues device work and does not wait for it: the sampled tokens stay on the device for the next step, and
-``PendingStep.result`` fetches them when the host wants to know.
+``launch`` only queues device work and does not wait for it: the sampled tokens stay on the device for the next
+step, and ``PendingStep.result`` fetches them when the host wants to know.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class ModelRunner:
             max_model_len=config.max_model_len,
             num_kv_pages=config.num_kv_pages,
             num_state_slots=config.num_state_slots,
+            keeps_prefixes=config.enable_prefix_caching,
         )
 
     def _cache_budget(self) -> int:

@@ -28,7 +28,9 @@ class StepProfiler:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"profile directory {directory} cannot be made: {error}; name a writable folder") from error
+            raise ConfigError(
+                f"profile directory {directory} cannot be made: {error}; name a writable folder"
+            ) from error
         self._path = directory / f"weft-{time.strftime('%Y%m%d-%H%M%S')}.json"
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

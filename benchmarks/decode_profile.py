@@ -1,0 +1,108 @@
+"""Where the time of a decode step goes on a GPU: graph replay time per batch size, and the kernels inside.
+
+python benchmarks/decode_profile.py --model qwen3-0.6b --batches 1 32 256 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from weft import report
+from weft.config import resolve
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.runner.model_runner import ModelRunner
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def decode_orders(runner: ModelRunner, batch: int, context: int) -> SchedulerOutput:
+    """A decode step of ``batch`` requests with ``context`` tokens each, on pages and slots of their own."""
+    pages = runner.spec.pages_for(context + 1)
+    new = [NewRequest(r, [0] * context, context, RowSampling(temperature=0.0)) for r in range(batch)]
+    orders = [
+        ScheduledRequest(r, context, 1, list(range(1 + r * pages, 1 + (r + 1) * pages)), r + 1, True)
+        for r in range(batch)
+    ]
+    return SchedulerOutput(1, orders, new)
+
+
+def replay_ms(runner: ModelRunner, batch: int, repeats: int = 30) -> float:
+    """Median device milliseconds of one replay."""
+    assert runner.graphs is not None
+    size = runner.graphs.size_for(batch)
+    assert size is not None
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        runner.graphs.replay(size, batch)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def kernels_us(runner: ModelRunner, batch: int, replays: int = 5) -> list[dict[str, Any]]:
+    """Microseconds and launches per step by kernel name, largest first."""
+    assert runner.graphs is not None
+    size = runner.graphs.size_for(batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(replays):
+            runner.graphs.replay(size, batch)  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            totals[event.name[:70]][0] += event.device_time / replays
+            totals[event.name[:70]][1] += 1 / replays
+    rows = [{"kernel": k, "us": round(us, 1), "launches": round(n, 1)} for k, (us, n) in totals.items()]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--context", type=int, default=1088)
+    parser.add_argument("--settings", default="{}")
+    parser.add_argument("--json", required=True)
+    args = parser.parse_args()
+    base = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 16384,
+        "max_num_seqs": 256,
+        "device": "cuda",
+    }
+    config = resolve(model=str(CONFIGS / args.model), **(base | json.loads(args.settings)))
+    runner = ModelRunner(config)
+    result: dict[str, Any] = {
+        "benchmark": "decode_profile",
+        **report.provenance("cuda"),
+        "model": args.model,
+        "batches": {},
+    }
+    for batch in args.batches:
+        runner.run(decode_orders(runner, batch, args.context))
+        replay = replay_ms(runner, batch)
+        kernels = kernels_us(runner, batch)
+        result["batches"][batch] = {"replay_ms": replay, "kernels": kernels}
+        busy, launches = sum(k["us"] for k in kernels) / 1e3, sum(k["launches"] for k in kernels)
+        print(f"{args.model} batch {batch}: replay {replay:.3f} ms, kernels {busy:.3f} ms in {launches:.0f} launches")
+        for row in kernels[:14]:
+            print(f"   {row['us']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
+    Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Figures of the engine on one GPU, for the models in ``benchmarks/configs``: one JSON object and a short table.
+
+    python benchmarks/gpu_report.py --model qwen3-0.6b --batches 1 8 32 128 256 --json FILE
+
+Weights are random (``load_format="dummy"``), prompts are random token ids; the methods are those of ``weft bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+STARTED = time.perf_counter()
+
+from weft import LLM, SamplingParams, report  # noqa: E402
+from weft.bench import latency, throughput  # noqa: E402
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def prefill_ms(llm: LLM, length: int, repeats: int) -> float:
+    """Median milliseconds from the call to the first token of one prompt."""
+    rng, times = random.Random(length), []
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+    for _ in range(repeats + 3):
+        prompt = [rng.randrange(10_000) for _ in range(length)]
+        start = time.perf_counter()
+        llm.generate([prompt], params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return round(median(times[3:]) * 1e3, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batches", type=int, nargs="*", default=[])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[])
+    parser.add_argument("--throughput", action="store_true")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--settings", default="{}", help="JSON of further engine settings")
+    parser.add_argument("--json", required=True)
+    args = parser.parse_args()
+    settings: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": 256,
+    } | json.loads(args.settings)  # fmt: skip
+    with LLM(str(CONFIGS / args.model), **settings) as llm:
+        ready = round(time.perf_counter() - STARTED, 2)
+        graphs = llm._core._executor._runner.graphs
+        result = {
+            "benchmark": "gpu_report",
+            **report.provenance(llm.config.device),
+            "model": args.model,
+            "ready_s": ready,
+        }
+        result |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
+        result["graphs"] = None if graphs is None else {
+            "sizes": len(graphs.sizes), "seconds": graphs.counters.capture_seconds,
+            "bytes": graphs.counters.capture_bytes,
+        }  # fmt: skip
+        print(args.model, "ready", ready, result["graphs"], flush=True)
+        if args.batches:
+            workload = latency.LatencyWorkload(tuple(args.batches), temperature=args.temperature, repeats=args.repeats)
+            result["decode"] = []
+            for batch in args.batches:
+                row = latency._measure_batch(llm, workload, batch)
+                result["decode"].append(row)
+                print(args.model, "decode", batch, row["step_ms"], "ms", row.get("interval_ms"), flush=True)
+        if args.lengths:
+            result["prefill_ms"] = {}
+            for n in args.lengths:
+                result["prefill_ms"][n] = prefill_ms(llm, n, 15)
+                print(args.model, "prefill", n, result["prefill_ms"][n], flush=True)
+        if args.throughput:
+            result["throughput"] = throughput.measure(llm, throughput.ThroughputWorkload())
+            print(args.model, "throughput", result["throughput"]["output_tokens_per_s"], flush=True)
+        Path(args.json).write_text(json.dumps(result, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
