@@ -92,12 +92,14 @@ def _prepare_kernel(
 
     kk = tl.dot(b_k, keys, input_precision=PRECISION) * between * (b_beta * k_norm)[:, None]
     kk = tl.where(i > j, kk, 0.0)
-    apart = i ^ j  # the highest bit in which row and column differ names the level at which their blocks meet
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(apart == 1, kk, 0.0)
+    # At each level, L is where the row's block follows the column's within a pair. (Written so that the compiler cannot
+    # keep a table of it in registers, which are what limits the programs in flight.)
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i == j ^ 1, kk, 0.0)
+    strict = kk.to(INVERSE)
     for level in tl.range(1, LEVELS, num_stages=1):
-        below = tl.where(apart >> level == 1, kk, 0.0)
+        below = tl.where(i >> level == (j >> level) ^ 1, strict, 0.0)
         operand = inverse.to(INVERSE)
-        product = tl.dot(operand, below.to(INVERSE), input_precision=PRECISION)
+        product = tl.dot(operand, below, input_precision=PRECISION)
         inverse -= tl.dot(product.to(INVERSE), operand, input_precision=PRECISION)
     tl.store(solve + square, (inverse * b_beta[None, :]).to(solve.dtype.element_ty))
 
