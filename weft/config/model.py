@@ -17,7 +17,8 @@ class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv 2104.09864).
 
     ``rotary_dim`` leading dimensions of each head are rotated (``head_dim * partial_rotary_factor``).
-    ``scaling`` is ``"default"``, ``"linear"``, ``"dynamic"``, ``"yarn"`` or ``"llama3"``; ``parameters`` are the checkpoint's numbers for it, under its names.
+    ``scaling`` is ``"default"``, ``"linear"``, ``"yarn"`` or ``"llama3"``; ``parameters`` are the checkpoint's numbers
+    for it, under its names.
     """
 
     theta: float

@@ -153,9 +153,9 @@ def gpu_cache_budget(
         used = total_bytes - free_bytes
         raise CapacityError(
             f"no memory is left for caches: of {_gib(total_bytes)}, weights and other users hold {_gib(used)}, the "
-            f"largest step needs {_gib(step_bytes)}, graphs {_gib(graph_bytes)}, and "
-            f"gpu_memory_utilization={utilization} leaves {_gib(int(reserved))} untouched; raise gpu_memory_utilization, or lower max_num_batched_tokens or "
-            "max_num_seqs (a smaller step)"
+            f"largest step needs {_gib(step_bytes)}, graphs {_gib(graph_bytes)}, and gpu_memory_utilization="
+            f"{utilization} leaves {_gib(int(reserved))} untouched; raise gpu_memory_utilization, or lower "
+            "max_num_batched_tokens or max_num_seqs (a smaller step)"
         )
     return budget
 

@@ -27,6 +27,7 @@ from weft.layers.context import ModelContext
 from weft.layers.sampler import Sampler, SamplerOutput, logprobs_of
 from weft.layers.table import LayerTable
 from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import resolve_backend
 from weft.ops.kv_cache import copy_pages
@@ -62,6 +63,7 @@ class ModelRunner:
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
         self._sampler = Sampler(self._backend)
+        self.graphs: DecodeGraphs | None = None
         self.spec = CacheSpec.from_model(
             config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
         )
@@ -74,7 +76,7 @@ class ModelRunner:
             self._attach(self.plan)
             self.graphs = self._capture_graphs()
 
-    def _load_model(self) -> torch.nn.Module:
+    def _load_model(self) -> CausalLM:
         config = self._config
         context = ModelContext(
             dtype=getattr(torch, config.dtype),
@@ -86,7 +88,8 @@ class ModelRunner:
         )
         model = create_model(config.model_config, context)
         load_weights(model, config.model_config, config.model_path, config.load_format, config.seed)
-        return model.eval()
+        model.eval()
+        return model
 
     def _plan(self) -> CachePlan:
         config = self._config
@@ -135,17 +138,12 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(SchedulerOutput(0, orders, new))
         peak = torch.cuda.max_memory_allocated(self.device)
-        self._attach(None)
+        self.caches = {}
         torch.cuda.empty_cache()
         return peak - before
 
-    def _attach(self, plan: CachePlan | None) -> None:
-        """Make caches, rows and buffers of the planned sizes; None lets go of them."""
-        self.graphs: DecodeGraphs | None = None
-        self.caches: dict[str, KVCache | StateCache] = {}
-        if plan is None:
-            del self._rows, self._builder, self._sampling
-            return
+    def _attach(self, plan: CachePlan) -> None:
+        """Make caches, rows and buffers of the planned sizes."""
         config = self._config
         names = (self._layers.names("full_attention"), self._layers.names("linear_attention"))
         self.caches = allocate_caches(self.spec, plan, *names, self.device)
