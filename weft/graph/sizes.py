@@ -35,11 +35,11 @@ def decode_sizes(max_num_seqs: int, given: Sequence[int] | None = None, largest:
         if not sizes:
             raise ConfigError(f"cuda_graph_bs={list(given)} has no size from 1 to {limit}; name some, or leave it out")
         return sizes
-    sizes = {1, 2, 4, 8, limit}
+    sizes_wanted = {1, 2, 4, 8, limit}
     for i, (step, start) in enumerate(_STEPS):
         end = _STEPS[i + 1][1] if i + 1 < len(_STEPS) else MAX_DECODE_SIZE
-        sizes.update(range(start + step, end + 1, step))
-    return sorted(size for size in sizes if size <= limit)
+        sizes_wanted.update(range(start + step, end + 1, step))
+    return sorted(size for size in sizes_wanted if size <= limit)
 
 
 def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:

@@ -64,6 +64,7 @@ class ModelRunner:
         self._layers = LayerTable()
         self._sampler = Sampler(self._backend)
         self.graphs: DecodeGraphs | None = None
+        self.caches: dict[str, KVCache | StateCache] = {}
         self.spec = CacheSpec.from_model(
             config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
         )
