@@ -197,12 +197,11 @@ def test_edits_of_the_logits_equal_a_plain_computation(llm: LLM, reference: Any,
 
 
 def test_edits_keep_to_their_row_and_survive_preemption(cramped: LLM, reference: Any) -> None:
-    prompt = [(7 * i) % VOCAB_SIZE for i in range(30)]
-    want = [simulator.greedy(reference, prompt, 24, **plain) for _, plain in EDITS.values()]
-    params = [options(**fields) for fields, _ in EDITS.values()]
-    plain = simulator.greedy(reference, prompt, 24)
+    edits = [({}, {}), *EDITS.values(), ({}, {})]
+    prompts = [[(7 * i + row) % VOCAB_SIZE for i in range(30)] for row in range(len(edits))]
+    want = [simulator.greedy(reference, p, 24, **plain) for p, (_, plain) in zip(prompts, edits, strict=True)]
     before = cramped.stats().num_preemptions
-    assert run(cramped, [prompt] * (len(want) + 2), [options(), *params, options()]) == [plain, *want, plain]
+    assert run(cramped, prompts, [options(**fields) for fields, _ in edits]) == want
     assert cramped.stats().num_preemptions > before
 
 
