@@ -62,7 +62,8 @@ def test_file_in_and_out(run_weft: RunWeft, engine: LLM, tmp_path: Path) -> None
     first, second, third = (json.loads(line) for line in target.read_text().splitlines())
     assert first["id"] == "a" and first["outputs"][0]["text"] == text_of(engine, "12 + 30:", 9)
     assert len(first["outputs"][0]["logprobs"]) == 9
-    assert first["usage"]["completion_tokens"] == 9 and first["usage"]["cached_tokens"] == 0
+    assert first["usage"]["completion_tokens"] == 9
+    assert 0 <= first["usage"]["cached_tokens"] < first["usage"]["prompt_tokens"]  # as much as other tests left there
     assert second["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 4}
     assert [c["index"] for c in second["outputs"]] == [0, 1]
     assert third["line"] == 3 and len(third["outputs"][0]["token_ids"]) <= 3

@@ -125,8 +125,6 @@ def test_tokenizer_from_elsewhere(checkpoint: Path) -> None:
 LATER = {name: option for name, option in OPTIONS.items() if option.later}
 OTHER_VALUES: dict[str, Any] = {
     "tensor_parallel_size": 2,
-    "state_checkpoint_policy": "aligned",
-    "eviction_policy": "lru",
     "enable_piecewise_cuda_graph": True,
     "piecewise_cuda_graph_tokens": [16, 64],
     "piecewise_cuda_graph_max_tokens": 64,
@@ -155,15 +153,19 @@ def test_what_comes_later_is_refused_by_name(name: str) -> None:
         resolve(**{name: OTHER_VALUES[name]})
 
 
-def test_single_choices_that_come_later() -> None:
-    with pytest.raises(ConfigError, match=r"schedule_policy='lpm' needs the prefix cache.*fcfs, priority"):
-        resolve(schedule_policy="lpm")
-    assert resolve(schedule_policy="priority", device="cpu").schedule_policy == "priority"
+LATER_CHOICES = [(name, choice) for name, option in OPTIONS.items() for choice in option.later_choices]
+
+
+@pytest.mark.parametrize(("name", "choice"), LATER_CHOICES)
+def test_single_choices_that_come_later(name: str, choice: str) -> None:
+    option = OPTIONS[name]
+    with pytest.raises(ConfigError, match=rf"{name}='{choice}' needs {option.later_choices[choice]}, .*allowed are"):
+        resolve(**{name: choice})
 
 
 def test_names_of_other_engines_for_choices() -> None:
-    with pytest.raises(ConfigError, match="state_checkpoint_policy='finish_only'"):
-        resolve(state_checkpoint_policy="no_buffer")
+    for theirs, ours in (("extra_buffer", "aligned"), ("no_buffer", "finish_only"), ("exact", "exact")):
+        assert resolve(state_checkpoint_policy=theirs).state_checkpoint_policy == ours
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
 
 PIECEWISE = "piecewise CUDA graphs"
 COMPILE = "torch.compile"
-PREFIX_CACHE = "the prefix cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,27 +107,27 @@ class EngineConfig:
     # scheduling
     max_num_seqs: int = _option("int", None, "most requests that run at a time", low=1, high=4096)
     max_num_batched_tokens: int = _option("int", None, "token budget of one step; longer prompts run in chunks", low=1)
-    schedule_policy: str = _option(
+    schedule_policy: Literal["fcfs", "priority", "lpm"] = _option(
         "text", "fcfs", "which request goes first: fcfs, priority, or lpm (longest prefix match)",
-        choices=("fcfs", "priority", "lpm"), later_choices={"lpm": PREFIX_CACHE},
+        choices=("fcfs", "priority", "lpm"),
     )  # fmt: skip
     enable_overlap: bool = _option(
         "bool", None, "launch a step before the last one's tokens are read; default: on a GPU"
     )
     # prefix cache
-    enable_prefix_caching: bool = _option("bool", True, "reuse KV and states", later=PREFIX_CACHE, off=False)
-    state_checkpoint_policy: str | None = _option(
+    enable_prefix_caching: bool = _option("bool", True, "reuse KV and states")
+    state_checkpoint_policy: Literal["exact", "aligned", "finish_only"] = _option(
         "text", "exact", "where recurrent states are kept for reuse", choices=("exact", "aligned", "finish_only"),
-        synonyms={"extra_buffer": "aligned", "no_buffer": "finish_only"}, later=PREFIX_CACHE,
+        synonyms={"extra_buffer": "aligned", "no_buffer": "finish_only"},
     )  # fmt: skip
-    eviction_policy: str | None = _option(
-        "text", "flops", "what leaves the cache first", choices=("flops", "lru"), later=PREFIX_CACHE
+    eviction_policy: Literal["flops", "lru"] = _option(
+        "text", "flops", "what leaves the cache first", choices=("flops", "lru")
     )
     # graphs
     enforce_eager: bool = _option("bool", False, "run without CUDA graphs")
     cuda_graph_mode: str = _option(
-        "text", None, "which batches run as graphs; default: FULL_DECODE_ONLY on a GPU, NONE on the CPU (where any other "
-        "mode replays recorded operations, to test what a graph would do)",
+        "text", None, "which batches run as graphs; default: FULL_DECODE_ONLY on a GPU, NONE on the CPU (where any "
+        "other mode replays recorded operations, to test what a graph would do)",
         choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
         later_choices={"PIECEWISE": PIECEWISE, "FULL": PIECEWISE, "FULL_AND_PIECEWISE": PIECEWISE},
     )  # fmt: skip

@@ -43,7 +43,14 @@ class EngineCore:
         spec = CacheSpec.from_model(
             config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
         )
-        self.manager = Manager(spec, num_pages=self.plan.num_pages, num_slots=self.plan.num_slots)
+        self.manager = Manager(
+            spec,
+            num_pages=self.plan.num_pages,
+            num_slots=self.plan.num_slots,
+            enable_prefix_caching=config.enable_prefix_caching,
+            checkpoint_policy=config.state_checkpoint_policy,
+            eviction=config.eviction_policy,
+        )
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=self.plan.max_num_seqs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -24,15 +24,17 @@ from weft.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "checkpoint_positions", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt as text (if it came as text) and as token ids."""
+    """A prompt as text (if it came as text) and as token ids, and what the prefix cache should know of it."""
 
     text: str | None
     token_ids: list[int]
+    checkpoint_positions: list[int] = field(default_factory=list)
+    cache_salt: str | None = None
 
 
 class InputProcessor:
@@ -59,6 +61,9 @@ class InputProcessor:
     def prepare_prompt(self, prompt: Prompt) -> PreparedPrompt:
         """Token ids of a prompt given as text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``.
 
+        A dict may also have ``checkpoint_positions``, numbers of leading tokens that later prompts are likely to share
+        with this one, and ``cache_salt``: only prompts with the same salt share cached prefixes.
+
         Raises:
             RequestError: empty, of the wrong type, too long, or with token ids outside the vocabulary.
         """
@@ -75,18 +80,26 @@ class InputProcessor:
         unknown = sorted(set(prompt) - set(PROMPT_KEYS))
         if unknown:
             raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt={salt!r} is not a non-empty text", "cache_salt")
+        text, token_ids = self._text_and_ids(prompt)
+        positions = _check_positions(prompt.get("checkpoint_positions"), len(token_ids))
+        return PreparedPrompt(text, token_ids, positions, salt)
+
+    def _text_and_ids(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         if "prompt_token_ids" in prompt:
             text = prompt.get("prompt")
             if text is not None and not isinstance(text, str):
                 raise RequestError(
                     f"prompt is a {type(text).__name__}; beside prompt_token_ids it must be text", "prompt"
                 )
-            return PreparedPrompt(text, self._check_ids("prompt_token_ids", prompt["prompt_token_ids"]))
+            return text, self._check_ids("prompt_token_ids", prompt["prompt_token_ids"])
         if not isinstance(prompt.get("prompt"), str):
             raise RequestError(
                 "a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids' (integers)", "prompt"
             )
-        return PreparedPrompt(prompt["prompt"], self._encode(prompt["prompt"]))
+        return prompt["prompt"], self._encode(prompt["prompt"])
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -152,6 +165,8 @@ class InputProcessor:
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             eos_token_ids=frozenset() if params.ignore_eos else self._eos,
             priority=priority,
+            cache_salt=prompt.cache_salt,
+            checkpoint_positions=prompt.checkpoint_positions,
         )
 
     def _resolve(self, params: SamplingParams) -> RowSampling:
@@ -208,6 +223,21 @@ class InputProcessor:
             raise RequestError(
                 "stop strings need the tokenizer, but skip_tokenizer_init=True; use stop_token_ids", "stop"
             )
+
+
+def _check_positions(positions: Any, num_tokens: int) -> list[int]:
+    """Checkpoint positions in ascending order, each once."""
+    name = "checkpoint_positions"
+    if positions is None:
+        return []
+    if isinstance(positions, (str, bytes)) or not isinstance(positions, Sequence):
+        raise RequestError(f"{name} is a {type(positions).__name__}; it must be a list of integers", name)
+    for position in positions:
+        if type(position) is not int or not 0 < position <= num_tokens:
+            raise RequestError(
+                f"{name} holds {position!r}; a position is a number of leading tokens, here 1 to {num_tokens}", name
+            )
+    return sorted(set(positions))
 
 
 def _check_allowed(sampling: RowSampling) -> None:

@@ -15,6 +15,18 @@ from weft.sampling_params import SamplingParams
 from weft.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one completion got since it was last asked; ``logprobs`` is None if they were not asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[LogprobsDict] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
 @dataclass(slots=True)
 class Completion:
     """One completion in the making: its request, its text so far, what has been taken in."""
@@ -27,6 +39,9 @@ class Completion:
     num_tokens_seen: int = 0
     cumulative_logprob: float = 0.0
     logprobs: list[LogprobsDict] = field(default_factory=list)
+    num_chars_told: int = 0
+    num_tokens_told: int = 0
+    end_told: bool = False
 
     @property
     def stop(self) -> str | None:
@@ -146,8 +161,30 @@ class OutputStream:
             outputs=[self._completion_output(c) for c in self._completions],
             finished=self.finished,
             num_cached_tokens=first.num_cached_tokens or 0,
+            cache_report=first.cache_report,
             prompt_logprobs=self._take_prompt_logprobs(first),
             metrics=self._metrics(),
+        )
+
+    def deltas(self) -> list[CompletionDelta]:
+        """What is new since the last call, for the completions that got a token or ended."""
+        return [delta for delta in map(self._delta, self._completions) if delta is not None]
+
+    def _delta(self, completion: Completion) -> CompletionDelta | None:
+        request, start = completion.request, completion.num_tokens_told
+        has_ended = request.finish_reason is not None and not completion.end_told
+        if completion.num_tokens_seen == start and not has_ended:
+            return None
+        text = completion.text[completion.num_chars_told :]
+        completion.num_chars_told, completion.num_tokens_told = len(completion.text), completion.num_tokens_seen
+        completion.end_told = request.finish_reason is not None
+        return CompletionDelta(
+            index=completion.index,
+            text=text,
+            token_ids=request.output_token_ids[start : completion.num_tokens_seen],
+            logprobs=completion.logprobs[start:] if self._params.logprobs is not None else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
         )
 
     def _completion_output(self, completion: Completion) -> CompletionOutput:
