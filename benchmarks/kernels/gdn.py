@@ -35,7 +35,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)
 CONV_DIM = 2 * HK * K + HV * V
 PEAK_BYTES_PER_S = 4.25e12
-TILES = [gdr.Tile(*t) for t in ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3))]
+TILES = [
+    *(gdr.Tile(*t) for t in ((16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 3))),
+    *(gdr.Tile(*t, False) for t in ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2))),
+]
 REGISTERS = (None, 168, 128)
 DECODE_SHAPES = ((128, 4), (64, 4), (32, 4), (64, 8), (128, 8), (32, 2))
 

@@ -46,11 +46,16 @@ _METADATA = [
 
 
 class Tile(NamedTuple):
-    """Columns of the state per program, warps and pipeline stages of the scan."""
+    """The scan's shape: columns of the state per program, warps, pipeline stages.
+
+    With ``stage_queries``, queries and the attention inside the chunk are loaded stages ahead too; without, they pass
+    through registers within their chunk, and the shared memory saved lets two programs share a multiprocessor.
+    """
 
     block_v: int
     warps: int
     stages: int
+    stage_queries: bool = True
 
 
 @triton.jit(do_not_specialize_on_alignment=_METADATA)
@@ -128,7 +133,7 @@ def _scan_kernel(
     num_rows, num_seqs, stride_q, stride_k, stride_v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, STAGE_QUERIES: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and slice of V: the chunks in order, the state's columns in registers."""
     i_v, i_head, i_seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -168,11 +173,17 @@ def _scan_kernel(
         tile = (i_chunk * HV + i_head).to(tl.int64)
         mask = valid[:, None] & k_mask[None, :]
         b_k = tl.load(k + rows * stride_k + key_columns[None, :], mask=mask, other=0.0)
-        b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
+        if STAGE_QUERIES:
+            b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
+            b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
+        else:
+            b_q, b_attention = tl.zeros([CHUNK, BLOCK_K], operand), tl.zeros([CHUNK, CHUNK], operand)
+            if length > 0:  # always so; but the compiler leaves a conditional load out of its pipeline
+                b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
+                b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
         mask = valid[:, None] & v_mask[None, :]
         b_v = tl.load(v + rows * stride_v + value_columns[None, :], mask=mask, other=0.0)
         b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
-        b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
         p_vectors = vectors + tile * 4 * CHUNK + o_row
         k_scale, q_scale, k_to_end = tl.load(p_vectors), tl.load(p_vectors + CHUNK), tl.load(p_vectors + 2 * CHUNK)
         chunk_decay = tl.load(vectors + tile * 4 * CHUNK + 3 * CHUNK)
@@ -357,6 +368,7 @@ def _scan(
         num_rows, num_seqs, q.stride(0), k.stride(0), v.stride(0),
         HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
         BLOCK_K=max(16, triton.next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
-        ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype), STAGES=tile.stages,
+        ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype),
+        STAGES=tile.stages, STAGE_QUERIES=tile.stage_queries,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
