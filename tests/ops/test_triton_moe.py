@@ -28,14 +28,14 @@ def routing(num_tokens: int, num_experts: int, top_k: int, padding: int) -> tupl
 
 def expected_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """Pair by pair, in float64."""
-    x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
+    x, weights = x.double(), weights.double()
     out = torch.zeros_like(x)
-    for expert in range(gate_up.shape[0]):
-        rows, places = (ids == expert).nonzero(as_tuple=True)
-        if len(rows):
-            gate, up = (x[rows] @ gate_up[expert].T).chunk(2, dim=-1)
+    for expert in ids.unique().tolist():
+        if expert >= 0:
+            rows, places = (ids == expert).nonzero(as_tuple=True)
+            gate, up = (x[rows] @ gate_up[expert].double().T).chunk(2, dim=-1)
             hidden = torch.nn.functional.silu(gate) * up
-            out.index_add_(0, rows, weights[rows, places, None] * (hidden @ down[expert].T))
+            out.index_add_(0, rows, weights[rows, places, None] * (hidden @ down[expert].double().T))
     return out
 
 

@@ -79,10 +79,8 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
 def kept(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
     """Which tokens the kernel's threshold keeps."""
     thresholds = torch.empty(logits.shape[0], device=DEVICE)
-    kernels._threshold_kernel[(logits.shape[0],)](
-        logits, given["temperature"], given["top_k"], given["top_p"], given["min_p"], thresholds, logits.stride(0),
-        GREEDY_BELOW=1e-5, VOCAB=logits.shape[1], BLOCK=1024,
-    )  # fmt: skip
+    parameters = (given["temperature"], given["top_k"], given["top_p"], given["min_p"])
+    kernels._thresholds(logits, parameters, thresholds)
     return logits / given["temperature"][:, None] >= thresholds[:, None]
 
 
@@ -100,6 +98,25 @@ def test_top_p_keeps_the_smallest_sufficient_set(p: float) -> None:
     mass = (probabilities * keep).sum(1)
     last = probabilities.masked_fill(~keep, 2.0).amin(1)
     assert (mass >= p - 1e-6).all() and (mass - last < p + 1e-6).all()
+
+
+@pytest.mark.parametrize("filters", [{"top_k": [9000]}, {"top_p": [0.9]}, {"top_k": [9500], "top_p": [0.9]}])
+def test_flat_rows_are_searched_as_a_whole(filters: dict[str, list[float]]) -> None:
+    """The nucleus is far larger than the groups that are looked at first."""
+    logits = torch.randn(2, 10_000, device=DEVICE) * 0.1
+    given = arguments(2, 10_000, **filters)
+    keep = kept(logits, given)
+    if "top_p" not in filters:
+        assert (keep.sum(1) == 9000).all()
+        return
+    probabilities = logits.double().softmax(-1)
+    if "top_k" in filters:
+        largest = probabilities.topk(9500, dim=-1)
+        probabilities = torch.zeros_like(probabilities).scatter(1, largest.indices, largest.values)
+        probabilities /= probabilities.sum(1, keepdim=True)
+    mass = (probabilities * keep).sum(1)
+    last = probabilities.masked_fill(~keep, 2.0).amin(1)
+    assert (mass >= 0.9 - 1e-5).all() and (mass - last < 0.9 + 1e-5).all()
 
 
 def test_ties_at_the_threshold_all_stay() -> None:

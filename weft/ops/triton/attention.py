@@ -32,6 +32,9 @@ SPLIT = 256
 DECODE_PROGRAMS = 2048
 """Programs that the decode grid aims at: enough to fill the device, few enough that idle ones cost nothing."""
 
+_MANY_SEQUENCES = 256
+"""Sequences times key heads that fill the device without being split."""
+
 _SHORT_ROWS = 24576
 """Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
 
@@ -99,11 +102,17 @@ def _decode_kernel(
     stride_q, stride_out, stride_slot, stride_table,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
-    seq = tl.program_id(1)
-    first_split = tl.program_id(2)  # slowest: programs without a split come last, while others still work
+    if SPLITS_LAST:
+        seq = tl.program_id(1)
+        first_split = tl.program_id(2)
+        step = tl.num_programs(2)
+    else:
+        first_split = tl.program_id(1)
+        seq = tl.program_id(2)
+        step = tl.num_programs(1)
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
     total = tl.load(cu_seqlens_q + num_seqs)
@@ -123,7 +132,7 @@ def _decode_kernel(
             table = page_table + seq.to(tl.int64) * stride_table
             k_head = k_cache + kv_head * HEAD_DIM
             v_head = v_cache + kv_head * HEAD_DIM
-            for split in range(first_split, num_splits, tl.num_programs(2)):
+            for split in range(first_split, num_splits, step):
                 acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
                 row_sum = tl.zeros([ROWS], dtype=tl.float32)
                 row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
@@ -325,13 +334,16 @@ def launch_decode(
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(num_kv_heads, num_seqs, programs)](
+    # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits run together.
+    splits_last = num_seqs * num_kv_heads < _MANY_SEQUENCES
+    grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
+    _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
         scale * _LOG2E, num_rows, num_seqs, max_splits,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
         SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
-        PRECISION=_precision(q), STAGES=tile.stages, num_warps=tile.warps,
+        PRECISION=_precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, num_warps=tile.warps,
     )  # fmt: skip
     if merges:
         _merge_kernel[(num_heads, num_seqs)](

@@ -26,6 +26,10 @@ _UNGROUPED_TOKENS = 3
 """Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
 
 
+_PAIRS = 256
+"""Pairs per program of the grouping kernels."""
+
+
 class Tile(NamedTuple):
     """Places, output columns and inner elements of one tile, warps and pipeline stages."""
 
@@ -44,49 +48,46 @@ class Tiles(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _group_kernel(
-    ids, pairs, first_place, num_pairs, num_experts, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Program e lists the pairs of expert e, in order; the last one (e == num_experts) only counts."""
-    expert = tl.program_id(0)
-    before = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        e = tl.load(ids + places, mask=places < num_pairs, other=-1)
-        before += ((e >= 0) & (e < expert)).to(tl.int32)
-    first = tl.sum(before, 0)
-    tl.store(first_place + expert, first)
-    if expert < num_experts:
-        for start in range(0, num_pairs, BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            mine = (tl.load(ids + places, mask=places < num_pairs, other=-1) == expert).to(tl.int32)
-            count = tl.sum(mine, 0)
-            if count > 0:
-                rank = tl.cumsum(mine, 0) - 1
-                tl.store(pairs + first + rank, places, mask=mine > 0)
-                first += count
+def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr):
+    """Number the pairs of each expert in the order in which they come by, and count them."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+    rank = tl.atomic_add(counts + expert, 1, mask=expert >= 0, sem="relaxed")
+    tl.store(ranks + pair, rank, mask=expert >= 0)
 
 
 @triton.jit
 def _block_kernel(
-    first_place, block_expert, block_first, num_blocks, num_experts, ROWS: tl.constexpr, BLOCK_E: tl.constexpr
+    counts, first_place, block_expert, block_first, num_blocks,
+    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Program e writes the blocks of expert e: the expert, and the first place."""
+    """Program e writes where the places of expert e begin, and its blocks: the expert, and the first place."""
     expert = tl.program_id(0)
     others = tl.arange(0, BLOCK_E)
-    inside = others < num_experts
-    begin = tl.load(first_place + others, mask=inside, other=0)
-    end = tl.load(first_place + others + 1, mask=inside, other=0)
-    blocks = (end - begin + ROWS - 1) // ROWS
+    count = tl.load(counts + others, mask=others < NUM_EXPERTS, other=0)
+    blocks = (count + ROWS - 1) // ROWS
     first_block = tl.sum(tl.where(others < expert, blocks, 0), 0)
-    if expert == 0:
+    first = tl.sum(tl.where(others < expert, count, 0), 0)
+    mine = tl.sum(tl.where(others == expert, count, 0), 0)
+    tl.store(first_place + expert, first)
+    if expert == NUM_EXPERTS - 1:
+        tl.store(first_place + NUM_EXPERTS, first + mine)
         tl.store(num_blocks, tl.sum(blocks, 0))
-    begin_mine = tl.load(first_place + expert)
-    count = tl.cdiv(tl.load(first_place + expert + 1) - begin_mine, ROWS)
-    for start in range(0, count, 16):
+    for start in range(0, tl.cdiv(mine, ROWS), 16):
         block = start + tl.arange(0, 16)
-        tl.store(block_expert + first_block + block, expert + tl.zeros([16], dtype=tl.int32), mask=block < count)
-        tl.store(block_first + first_block + block, begin_mine + block * ROWS, mask=block < count)
+        inside = block * ROWS < mine
+        tl.store(block_expert + first_block + block, expert + tl.zeros([16], dtype=tl.int32), mask=inside)
+        tl.store(block_first + first_block + block, first + block * ROWS, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr):
+    """Put each pair in its place."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+    rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
+    first = tl.load(first_place + expert, mask=expert >= 0, other=0)
+    tl.store(pairs + first + rank, pair, mask=expert >= 0)
 
 
 @triton.jit
@@ -276,21 +277,25 @@ def _ungrouped(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
 
 
 def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
-    """Pairs by expert and the table of blocks, and the most blocks that any routing can need."""
+    """Pairs by expert and the table of blocks, and the most blocks that any routing can need.
+
+    The order of an expert's pairs changes from run to run; no result depends on it, as every row is computed alike.
+    """
     num_pairs = ids.numel()
     most_hit = min(num_experts, num_pairs)
     max_blocks = min(num_pairs, (num_pairs + (rows - 1) * most_hit) // rows)
-    sizes = (num_pairs, num_experts + 1, max_blocks, max_blocks, 1)
+    sizes = (num_pairs, num_pairs, num_experts + 1, max_blocks, max_blocks, 1)
     padded = [-(-size // 4) * 4 for size in sizes]  # every part is aligned to 16 bytes, whatever the number of tokens
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=ids.device)
-    pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
-    # The block is the same for most sizes: a kernel is compiled for each.
-    block, warps = (1024, 4) if num_pairs <= 4096 else (4096, 8)
-    _group_kernel[(num_experts + 1,)](ids, pairs, first_place, num_pairs, num_experts, BLOCK=block, num_warps=warps)
+    ranks, pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
+    grid = (triton.cdiv(num_pairs, _PAIRS),)
+    _rank_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=_PAIRS, num_warps=4)
     _block_kernel[(num_experts,)](
-        first_place, block_expert, block_first, num_blocks, num_experts,
-        ROWS=rows, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=1,
+        counts, first_place, block_expert, block_first, num_blocks,
+        NUM_EXPERTS=num_experts, ROWS=rows, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=1,
     )  # fmt: skip
+    _place_kernel[grid](ids, ranks, first_place, pairs, num_pairs, BLOCK=_PAIRS, num_warps=4)
     return (pairs, first_place, block_expert, block_first, num_blocks), max_blocks
 
 
