@@ -193,7 +193,7 @@ def main() -> None:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     report.write_json(args.json, figures)
     rows = [[name, f"{reached[name]:.2f}x", f"{goal:.1f}x"] for name, goal in GOALS.items()]
-    report.table(f"Weft against transformers, {args.threads} thread(s)", ("", "reached", "goal"), rows)
+    report.table("Against transformers", ("", "reached", "goal"), rows)
     print(f"agreement: decode {decode['agreement']}, queue {queue['agreement']}")
 
 

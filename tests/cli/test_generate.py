@@ -36,7 +36,7 @@ def test_several_prompts_show_what_was_asked(run_weft: RunWeft, engine: LLM) -> 
     result = run_weft("generate", "12 +", "7 -", "--max-tokens", 3, "--temperature", 0)
     assert "> 12 +\n" + text_of(engine, "12 +", 3) in result.out
     assert "> 7 -\n" + text_of(engine, "7 -", 3) in result.out
-    assert "0 of them cached; 3 generated" in result.out
+    assert "of them cached; 3 generated" in result.out
 
 
 def test_chat_uses_the_template(run_weft: RunWeft, engine: LLM) -> None:
@@ -64,7 +64,7 @@ def test_file_in_and_out(run_weft: RunWeft, engine: LLM, tmp_path: Path) -> None
     assert len(first["outputs"][0]["logprobs"]) == 9
     assert first["usage"]["completion_tokens"] == 9
     assert 0 <= first["usage"]["cached_tokens"] < first["usage"]["prompt_tokens"]  # as much as other tests left there
-    assert second["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 4}
+    assert (second["usage"]["prompt_tokens"], second["usage"]["completion_tokens"]) == (3, 4)
     assert [c["index"] for c in second["outputs"]] == [0, 1]
     assert third["line"] == 3 and len(third["outputs"][0]["token_ids"]) <= 3
 
