@@ -28,9 +28,13 @@ CHUNK = 64
 
 
 def model_context(
-    max_model_len: int = 512, tp: TensorParallel | None = None, dtype: torch.dtype = torch.float32
+    max_model_len: int = 512,
+    tp: TensorParallel | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    backend: Backend = Backend.TORCH,
 ) -> ModelContext:
-    return ModelContext(dtype, torch.device("cpu"), tp or SingleRank(), Backend.TORCH, LayerTable(), max_model_len)
+    return ModelContext(dtype, torch.device(device), tp or SingleRank(), backend, LayerTable(), max_model_len)
 
 
 def poison(model: torch.nn.Module) -> None:
@@ -66,16 +70,19 @@ class Harness:
         num_slots: int = 12,
         tp: TensorParallel | None = None,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        backend: Backend = Backend.TORCH,
     ) -> None:
         self.config: ModelConfig = read_checkpoint_config(folder)
-        self.context = model_context(self.config.max_position_embeddings, tp, dtype)
+        self.context = model_context(self.config.max_position_embeddings, tp, dtype, device, backend)
         self.model: CausalLM = create_model(self.config, self.context)
         poison(self.model)
         load_weights(self.model, self.config, folder, "auto", 0)
         self.page_size = page_size
         self._free_pages = list(range(1, num_pages))
         self._free_slots = list(range(1, num_slots))
-        self.caches = self._make_caches(num_pages, num_slots, dtype)
+        with self.context.device:
+            self.caches = self._make_caches(num_pages, num_slots, dtype)
 
     def _make_caches(self, num_pages: int, num_slots: int, dtype: torch.dtype) -> dict[str, KVCache | StateCache]:
         spec = CacheSpec.from_model(
@@ -100,7 +107,9 @@ class Harness:
 
     def context_for(self, work: list[tuple[Sequence, int]], pad_tokens: int = 0, pad_seqs: int = 0) -> ForwardContext:
         """The forward context of one step, for driving a single layer."""
-        return ForwardContext(self._batch(work, pad_tokens, pad_seqs)[0], self.caches, self.context.layers.by_name())
+        with self.context.device:
+            batch, _ = self._batch(work, pad_tokens, pad_seqs)
+        return ForwardContext(batch, self.caches, self.context.layers.by_name())
 
     def run(self, work: list[tuple[Sequence, int]], *, pad_tokens: int = 0, pad_seqs: int = 0) -> list[Tensor]:
         """Run the next ``n`` tokens of every ``(sequence, n)`` in one forward; decodes are moved to the front.
@@ -108,16 +117,17 @@ class Harness:
         Padding rows are given NaN vectors by the embedding.
 
         Returns:
-            logits ``[n, vocab_size]`` per entry of ``work``.
+            logits ``[n, vocab_size]`` per entry of ``work``, on the CPU.
         """
         ordered = sorted(work, key=lambda item: not self._decodes(*item))
-        batch, input_ids = self._batch(ordered, pad_tokens, pad_seqs)
+        with self.context.device:
+            batch, input_ids = self._batch(ordered, pad_tokens, pad_seqs)
         hook = self.model.model.embed_tokens.register_forward_hook(
             lambda _m, _i, out: _poison_rows(out, batch.num_tokens)
         )
         with hook, torch.no_grad(), forward_context(ForwardContext(batch, self.caches, self.context.layers.by_name())):
             hidden = self.model(input_ids)
-            logits = self.model.compute_logits(hidden[: batch.num_tokens])
+            logits = self.model.compute_logits(hidden[: batch.num_tokens]).cpu()
         results, start = {}, 0
         for sequence, n in ordered:
             results[id(sequence)] = logits[start : start + n]
