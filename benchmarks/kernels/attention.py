@@ -20,12 +20,12 @@ if not ON_GPU:
 from weft.forward_context import Batch
 from weft.ops.triton.attention import (
     DECODE_PROGRAMS,
-    SPLIT,
     Tile,
     decode_tile,
     launch_decode,
     launch_prefill,
     prefill_tile,
+    split_size,
 )
 
 PAGE = 16
@@ -104,7 +104,7 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
     kv_bytes = sum(lens) * hkv * dim * 2 * DTYPE.itemsize
     # As many cache sets as it takes to leave the L2 cache behind.
     sets = [make_case(model, [1] * size, lens, max_len) for _ in range(max(1, min(12, (200 << 20) // kv_bytes)))]
-    tiles = [(SPLIT, DECODE_PROGRAMS, decode_tile(dim, hq // hkv, DTYPE.itemsize))]
+    tiles = [(split_size(max_len), DECODE_PROGRAMS, decode_tile(dim, hq // hkv, DTYPE.itemsize))]
     rows = []
     for split, aim, tile in [*tiles, *(DECODE_TILES[model] if sweep else [])]:
         outs = [torch.full_like(s[0], torch.nan) for s in sets]

@@ -6,9 +6,10 @@ filled the pages.
 The query heads that share a key head stand together as rows of one tile (``row = token * group + head``), so each key
 is read once per group. Softmax is computed online (FlashAttention-2, arXiv 2307.08691) in base 2.
 
-Sequences with one query token go to the decode kernel: their keys are cut into splits of ``SPLIT`` tokens, whatever
-else is in the batch, so a row's result does not depend on its neighbours; a second kernel merges the splits' partial
-results by their log-sum-exp (Flash-Decoding). Everything else goes to the prefill kernel.
+Sequences with one query token go to the decode kernel: their keys are cut into splits of a size that depends on the
+width of the page table alone, so under one width a row's result does not depend on its neighbours; a second kernel
+merges the splits' partial results by their log-sum-exp (Flash-Decoding). The partial results take
+``num_seqs * max_splits * Hq * (D + 1)`` floats of workspace.
 
 Graph-safe: grids depend on tensor shapes alone; which rows are real, and which sequences decode, is read on the device.
 Only *whether* each kernel is launched depends on the batch's host fields (``max_query_len``, ``num_decodes``): a graph
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 
-SPLIT = 256
-"""Tokens per split of the decode kernel."""
+_SHORT_SPLIT, _LONG_SPLIT = 256, 1024
+_SHORT_TABLE = 32768
+"""Page tables of up to so many tokens have short splits; longer ones would need much workspace."""
 
 DECODE_PROGRAMS = 2048
 """Programs that the decode grid aims at: enough to fill the device, few enough that idle ones cost nothing."""
@@ -269,6 +271,11 @@ def _prefill_kernel(
             tl.store(out + rows * stride_out + offsets, result, mask=mask)
 
 
+def split_size(table_tokens: int) -> int:
+    """Tokens per split of the decode kernel, for a page table that holds so many tokens."""
+    return _SHORT_SPLIT if table_tokens <= _SHORT_TABLE else _LONG_SPLIT
+
+
 def decode_tile(head_dim: int, group: int, element_size: int) -> Tile:
     """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
     keys = max(16, min(64, 32768 // (triton.next_power_of_2(head_dim) * element_size)))
@@ -321,20 +328,22 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: fl
 
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, split: int = SPLIT, aim: int = DECODE_PROGRAMS,
+    *, split: int | None = None, aim: int = DECODE_PROGRAMS,
 ) -> None:  # fmt: skip
     """Sequences with one query token, and padding rows below the number of sequences, with a given tile."""
     _check(q, k_cache, v_cache, out)
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
-    max_splits = max(1, triton.cdiv(batch.page_table.shape[1] * page_size, split))
+    table_tokens = batch.page_table.shape[1] * page_size
+    split = split_size(table_tokens) if split is None else split
+    max_splits = max(1, triton.cdiv(table_tokens, split))
     programs = min(max_splits, triton.next_power_of_2(triton.cdiv(aim, num_seqs * num_kv_heads)))
     merges = max_splits > 1
     shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits run together.
+    # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits together.
     splits_last = num_seqs * num_kv_heads < _MANY_SEQUENCES
     grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
     _decode_kernel[grid](

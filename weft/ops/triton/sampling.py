@@ -3,7 +3,7 @@
 Job: ``sample`` of ``weft/ops/sampling.py`` on the GPU, with the random numbers defined there, bit for bit. Owns: the
 search. Does not know: penalties, masks, requests.
 
-All three filters keep what lies above some value of the row: its threshold. It is searched only if some row has a filter:
+All three filters keep what lies above some value of the row, its threshold, searched only if some row has a filter:
 
     groups     the largest logit of every group of 32 tokens, and the mass of every block
     select     the (up to) 256 groups with the largest maxima: what they hold above the next maximum are the likeliest
