@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from weft.config import EngineConfig, resolve
+from weft.engine.borders import conversation_borders
 from weft.engine.core import EngineCore
 from weft.engine.inputs import InputProcessor, Prompt
 from weft.engine.outputs import OutputStream
@@ -152,20 +154,26 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> dict[str, Any]:
-        """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``."""
+        """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``.
+
+        For hybrid models also ``checkpoint_positions``: where the conversation's next prompts will leave this one.
+        """
         if self.tokenizer is None:
             raise RequestError(
                 "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
             )
         _check_chat_options(tools, chat_template_kwargs)
-        text = self.tokenizer.render_chat(
-            messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+        render = partial(self.tokenizer.render_chat, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        text = render(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        prompt = {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        if self.config.enable_prefix_caching and self.config.model_config.is_hybrid and not continue_final_message:
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+            prompt["checkpoint_positions"] = conversation_borders(
+                messages, prompt["prompt_token_ids"], lambda other: encode(render(other))
+            )
+        return prompt
 
     # -- step by step --------------------------------------------------------------------------------------------
 
@@ -322,5 +330,3 @@ def _per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:
     if wrong:
         raise RequestError(f"{name} holds a {type(wrong[0]).__name__}, not {kind.__name__}; {remedy}", name)
     return list(value)
-
-
