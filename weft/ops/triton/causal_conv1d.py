@@ -93,7 +93,8 @@ def _conv_kernel(
     x, weight, bias, out, conv_state,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One chunk and block of channels."""
     i_chunk = tl.program_id(0)
@@ -115,46 +116,44 @@ def _conv_kernel(
     continues = tl.load(seq_lens + seq) != end - begin
     slot = tl.load(state_slots + seq).to(tl.int64)
     p_state = conv_state + slot * C * HISTORY
-    o_row = tl.arange(0, CHUNK)
+    tokens = start + tl.arange(0, CHUNK)
+    valid = (tokens < start + length) & (tokens - begin >= HISTORY)
+    _convolve_rows(
+        x, weight, bias, out, p_state, tokens, valid, begin, continues, channels, c_mask, stride_x,
+        C, HISTORY, HAS_BIAS, False,
+    )  # fmt: skip
     first = tl.load(first_chunk + seq)
     if i_chunk == first:
-        rows = tl.minimum(tl.maximum(length, HISTORY), end - begin)
+        leading = begin + tl.arange(0, BLOCK_H)
+        exists = leading < tl.minimum(begin + HISTORY, end)
         _convolve_rows(
-            x, weight, bias, out, p_state, begin + o_row, o_row < rows, begin, continues, channels, c_mask, stride_x,
+            x, weight, bias, out, p_state, leading, exists, begin, continues, channels, c_mask, stride_x,
             C, HISTORY, HAS_BIAS, True,
         )  # fmt: skip
         last = tl.load(first_chunk + seq + 1)
-        for j in tl.static_range(HISTORY):  # chunks that end so early are among the first HISTORY
-            if first + j < last:
-                order = tl.load(checkpoint_slot + first + j).to(tl.int64)
-                stop = tl.load(chunk_start + first + j).to(tl.int64) + tl.load(chunk_length + first + j)
-                if (order >= 0) & ((j == 0) | (stop - begin < HISTORY)):
-                    _store_state(
-                        x, conv_state, p_state, order, stop, begin, continues, channels, c_mask, stride_x,
-                        C, HISTORY, True, False,
-                    )  # fmt: skip
+        for i in range(first, tl.minimum(first + HISTORY, last)):  # no other chunk can end so early
+            order = tl.load(checkpoint_slot + i).to(tl.int64)
+            stop = tl.load(chunk_start + i).to(tl.int64) + tl.load(chunk_length + i)
+            if (order >= 0) & (stop - begin < HISTORY):
+                _store_state(
+                    x, conv_state, p_state, order, stop, begin, continues, channels, c_mask, stride_x,
+                    C, HISTORY, True, False,
+                )  # fmt: skip
         tl.debug_barrier()
         _store_state(
             x, conv_state, p_state, slot, end, begin, continues, channels, c_mask, stride_x, C, HISTORY, True, True
         )  # fmt: skip
-    else:
-        tokens = start + o_row
-        valid = (o_row < length) & (tokens - begin >= HISTORY)
-        _convolve_rows(
-            x, weight, bias, out, p_state, tokens, valid, begin, continues, channels, c_mask, stride_x,
-            C, HISTORY, HAS_BIAS, False,
+    order = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
+    if (order >= 0) & (start + length - begin >= HISTORY):
+        _store_state(
+            x, conv_state, p_state, order, start + length, begin, continues, channels, c_mask, stride_x,
+            C, HISTORY, False, False,
         )  # fmt: skip
-        order = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
-        if (order >= 0) & (start + length - begin >= HISTORY):
-            _store_state(
-                x, conv_state, p_state, order, start + length, begin, continues, channels, c_mask, stride_x,
-                C, HISTORY, False, False,
-            )  # fmt: skip
 
 
 def causal_conv1d_triton(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch) -> Tensor:
     """Triton kernel of ``causal_conv1d``. The batch's chunk table says which tokens form which sequence."""
-    chunks, (num_rows, num_channels) = batch.chunks, x.shape
+    chunks, (num_rows, num_channels), history = batch.chunks, x.shape, weight.shape[1] - 1
     assert chunks is not None, "prefill sequences need a chunk table"
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous()
     out = x.new_empty(x.shape)
@@ -163,8 +162,8 @@ def causal_conv1d_triton(x: Tensor, weight: Tensor, bias: Tensor | None, conv_st
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, x.stride(0),
-        C=num_channels, HISTORY=weight.shape[1] - 1, BLOCK_C=_BLOCK_C, CHUNK=CHUNK_SIZE, HAS_BIAS=bias is not None,
-        num_warps=4,
+        C=num_channels, HISTORY=history, BLOCK_C=_BLOCK_C, BLOCK_H=triton.next_power_of_2(history), CHUNK=CHUNK_SIZE,
+        HAS_BIAS=bias is not None, num_warps=4,
     )  # fmt: skip
     return out
 
