@@ -180,6 +180,10 @@ def test_a_stop_string_ends_a_request_and_nothing_else(llm: LLM) -> None:
     assert outputs[0].outputs[0].text == text[: text.index(stop)]
     assert (outputs[0].outputs[0].finish_reason, outputs[0].outputs[0].stop_reason) == ("stop", stop)
     assert outputs[1].outputs[0].token_ids == beside.outputs[0].token_ids
+    count = len(outputs[0].outputs[0].token_ids)
+    exact = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, stop=stop)
+    last = llm.generate(TEXT, exact, use_tqdm=False)[0].outputs[0]
+    assert (last.text, last.finish_reason, last.stop_reason) == (text[: text.index(stop)], "stop", stop)
 
 
 def test_abort_while_waiting_prefilling_and_decoding(folder: Path) -> None:

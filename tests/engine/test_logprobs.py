@@ -79,6 +79,19 @@ def test_in_chunks_and_preempted(cramped: LLM, reference: Any) -> None:
         check(output, reference, params_of(4 - i).logprobs or 0, params_of(4 - i).prompt_logprobs)
 
 
+def test_snapshots_hold_all_that_is_known(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    want = llm.generate(PROMPTS[2], params, use_tqdm=False)[0]
+    llm.add_request(PROMPTS[2], params)
+    lengths = []
+    while not llm.is_finished():
+        (output,) = llm.step()
+        assert output.prompt_logprobs == want.prompt_logprobs
+        assert output.outputs[0].logprobs == want.outputs[0].logprobs[: len(output.outputs[0].token_ids)]
+        lengths.append(len(output.outputs[0].logprobs))
+    assert lengths == [1, 2, 3, 4, 5]
+
+
 def test_none_unless_asked_for(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, logprobs=0)]
     silent, asked = llm.generate([[5, 6]] * 2, params, use_tqdm=False)

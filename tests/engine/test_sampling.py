@@ -153,6 +153,11 @@ def test_any_64_bit_seed(llm: LLM, seed: int) -> None:
     assert first == run(llm, PROMPT, options(temperature=1.0, seed=seed % 2**64, max_tokens=6))[0]
 
 
+def test_every_bit_of_the_seed_counts(llm: LLM) -> None:
+    params = [options(temperature=1.0, seed=1 + bit, max_tokens=6) for bit in (0, 2**20, 2**31, 2**32, 2**62, 2**63)]
+    assert len({tuple(tokens) for tokens in run(llm, [PROMPT] * 6, params)}) == 6
+
+
 def test_without_a_seed_the_engine_s_seed_decides(folder: Path) -> None:
     params = options(temperature=1.0, max_tokens=8)
 
@@ -168,6 +173,7 @@ def test_without_a_seed_the_engine_s_seed_decides(folder: Path) -> None:
 
 # -- edits of the logits ---------------------------------------------------------------------------------------------
 
+LETTERS = [67, 68, 69, 70, 71, 72]  # a to f
 EDITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "repetition": ({"repetition_penalty": 1.8}, {"repetition": 1.8}),
     "presence": ({"presence_penalty": 1.1}, {"presence": 1.1}),
@@ -196,13 +202,22 @@ def test_edits_of_the_logits_equal_a_plain_computation(llm: LLM, reference: Any,
     assert run(llm, prompt, options(max_tokens=20, **params)) == [want]
 
 
-def test_edits_keep_to_their_row_and_survive_preemption(cramped: LLM, reference: Any) -> None:
+def test_edits_keep_to_their_row(llm: LLM, reference: Any) -> None:
     edits = [({}, {}), *EDITS.values(), ({}, {})]
     prompts = [[(7 * i + row) % VOCAB_SIZE for i in range(30)] for row in range(len(edits))]
-    want = [simulator.greedy(reference, p, 24, **plain) for p, (_, plain) in zip(prompts, edits, strict=True)]
-    before = cramped.stats().num_preemptions
-    assert run(cramped, prompts, [options(**fields) for fields, _ in edits]) == want
-    assert cramped.stats().num_preemptions > before
+    want = [simulator.greedy(reference, p, 16, **plain) for p, (_, plain) in zip(prompts, edits, strict=True)]
+    assert run(llm, prompts, [options(max_tokens=16, **fields) for fields, _ in edits]) == want
+
+
+def test_histories_survive_preemption(llm: LLM, cramped: LLM) -> None:
+    """A request that was thrown out goes on with the counts and recent tokens that it had."""
+    edits = [fields for fields, _ in EDITS.values()] + [{"bad_words": ["ab", "fd", "c"], "allowed_token_ids": LETTERS}]
+    prompts = [[(7 * i + row) % VOCAB_SIZE for i in range(30)] for row in range(2 * len(edits))]
+    params = [options(max_tokens=48, **fields) for fields in edits * 2]
+    want = run(llm, prompts, params)
+    outputs = cramped.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == want
+    assert sum(o.metrics.num_preemptions > 0 for o in outputs) >= 4
 
 
 def test_bad_words_of_one_and_of_several_tokens(llm: LLM, cramped: LLM, reference: Any) -> None:
@@ -229,7 +244,7 @@ def test_min_tokens_keeps_every_end_away(llm: LLM, reference: Any) -> None:
     prompt = [40, 41, 42]
     free = simulator.greedy(reference, prompt, 20)
     ends = [free[2], free[5]]
-    for min_tokens in (0, 3, 4, 12):
+    for min_tokens in (0, 2, 3, 5, 12):
         want = simulator.greedy(reference, prompt, 20, ends=ends, min_tokens=min_tokens)
         params = options(max_tokens=20, stop_token_ids=ends, min_tokens=min_tokens)
         assert run(llm, prompt, params) == [want]
