@@ -46,7 +46,9 @@ class Rig:
 def blocked(batch: SamplingBatch) -> set[tuple[int, int]]:
     if batch.blocked is None:
         return set()
-    return set(zip(batch.blocked.rows.tolist(), batch.blocked.tokens.tolist(), strict=True))
+    pairs, active = zip(batch.blocked.rows.tolist(), batch.blocked.tokens.tolist(), strict=True), batch.blocked.active
+    assert active is not None
+    return {pair for pair, counts in zip(pairs, active.tolist(), strict=True) if counts}
 
 
 def test_rows_that_ask_for_nothing_cost_nothing() -> None:

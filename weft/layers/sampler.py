@@ -44,10 +44,14 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class BlockedTokens:
-    """Pairs that may not be drawn (stop ids before ``min_tokens``, last tokens of bad words). ``[M]`` int64 each."""
+    """Pairs that may not be drawn (stop ids before ``min_tokens``, last tokens of bad words). ``[M]`` int64 each.
+
+    ``active [M]`` bool: which pairs count; only the device knows whether a bad word's beginning stands there.
+    """
 
     rows: Tensor
     tokens: Tensor
+    active: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +174,18 @@ def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.allowed is not None:
         logits.masked_fill_(~batch.allowed, -torch.inf)
     if batch.blocked is not None:
-        logits[batch.blocked.rows, batch.blocked.tokens] = -torch.inf
+        _block_(logits, batch.blocked)
     if batch.bias is not None:
         logits.index_put_((batch.bias.rows, batch.bias.tokens), batch.bias.values, accumulate=True)
     if batch.penalties is not None:
         p = batch.penalties
         apply_penalties_(logits, p.presence, p.frequency, p.repetition, p.output_counts, p.prompt_mask)
     return logits
+
+
+def _block_(logits: Tensor, blocked: BlockedTokens) -> None:
+    if blocked.active is None:
+        logits[blocked.rows, blocked.tokens] = -torch.inf
+        return
+    values = torch.where(blocked.active, -torch.inf, 0.0).to(logits.dtype)
+    logits.index_put_((blocked.rows, blocked.tokens), values, accumulate=True)

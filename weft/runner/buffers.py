@@ -76,3 +76,8 @@ class StepBuffers:
         dtype, _ = self._arrays[name]
         start = self._offsets[name]
         return self._device[start : start + size * dtype.itemsize].view(dtype)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy of small host data for which the host does not wait: on a GPU, only pinned memory allows that."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)

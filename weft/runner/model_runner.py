@@ -33,6 +33,7 @@ from weft.ops.backend import resolve_backend
 from weft.ops.kv_cache import copy_pages
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepInputs, StepShape
+from weft.runner.buffers import to_device
 from weft.runner.decode_graphs import DecodeGraphs, DecodeOutputs
 from weft.runner.memory import (
     GRAPH_BYTES,
@@ -306,5 +307,5 @@ class ModelRunner:
 
 
 def _columns(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    table = torch.tensor(pairs, dtype=torch.int64).to(device)
+    table = to_device(torch.tensor(pairs, dtype=torch.int64), device)
     return table[:, 0], table[:, 1]

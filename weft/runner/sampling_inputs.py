@@ -17,6 +17,7 @@ from weft.layers.sampler import BlockedTokens, LogitBias, Penalties, SamplingBat
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
 from weft.runner.batch_builder import SampleRows
+from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 
 NOTHING = -1
@@ -75,7 +76,7 @@ class SamplingInputs:
         if params.allowed_token_ids is not None:
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
             allowed[params.allowed_token_ids] = True
-            self._allowed[new.row] = allowed.to(self._device)
+            self._allowed[new.row] = to_device(allowed, self._device)
 
     def forget(self, row: int) -> None:
         for table in (self._counts, self._bad_words, self._allowed):
@@ -85,7 +86,7 @@ class SamplingInputs:
         mask = torch.zeros(self._vocab_size, dtype=torch.bool)
         mask[prompt] = True
         counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self._vocab_size)
-        return Counts(counts.to(self._device, torch.int32), mask.to(self._device))
+        return Counts(to_device(counts.to(torch.int32), self._device), to_device(mask, self._device))
 
     def _start_bad_words(self, words: list[list[int]], output: list[int]) -> BadWords:
         width = max(1, max(len(w) for w in words) - 1)
@@ -93,9 +94,9 @@ class SamplingInputs:
         recent = ([NOTHING] * width + output)[-width:]
         # A history's NOTHING must not equal a token of a prefix; a prefix's NOTHING equals everything.
         return BadWords(
-            torch.tensor(prefixes, device=self._device),
-            torch.tensor([w[-1] for w in words], device=self._device),
-            torch.tensor(recent, device=self._device),
+            to_device(torch.tensor(prefixes), self._device),
+            self._ints([w[-1] for w in words]),
+            self._ints(recent),
         )
 
     def record(self, sampled: list[ScheduledRequest], token_ids: Tensor) -> None:
@@ -179,26 +180,28 @@ class SamplingInputs:
     def _blocked(
         self, sampled: list[ScheduledRequest], params: list[RowSampling], generated: list[int]
     ) -> BlockedTokens | None:
-        """Ends before ``min_tokens``, and last tokens of bad words whose beginning was just generated."""
-        rows, tokens = [], []
+        """Ends before ``min_tokens``, and last tokens of bad words, active where their beginning was just generated."""
+        rows: list[int] = []
+        tokens, active = [], []
         for i, (order, p, count) in enumerate(zip(sampled, params, generated, strict=True)):
-            if count < p.min_tokens:
-                rows.append(self._ints([i] * len(p.blocked_before_min)))
+            if count < p.min_tokens and p.blocked_before_min:
+                rows += [i] * len(p.blocked_before_min)
                 tokens.append(self._ints(p.blocked_before_min))
+                active.append(torch.ones_like(tokens[-1], dtype=torch.bool))
             words = self._bad_words.get(order.row)
             if words is not None:
-                last = words.last[words.blocked()]
-                rows.append(torch.full_like(last, i))
-                tokens.append(last)
+                rows += [i] * len(words.last)
+                tokens.append(words.last)
+                active.append(words.blocked())
         if not rows:
             return None
-        return BlockedTokens(torch.cat(rows), torch.cat(tokens))
+        return BlockedTokens(self._ints(rows), torch.cat(tokens), torch.cat(active))
 
     def _floats(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return to_device(torch.tensor(values, dtype=torch.float32), self._device)
 
     def _ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(torch.tensor(values, dtype=torch.int64), self._device)
 
 
 def _core(rows: SampleRows, *, all_greedy: bool, candidates: int, uses_min_p: bool) -> SamplingBatch:
