@@ -9,7 +9,8 @@ decode   one prompt of 128 tokens; ms per token = (median time for 129 tokens - 
 queue    64 requests in random order, prompts of 20-400 tokens, outputs of 16-256. Weft gets all at once; transformers
          one at a time, and in arrival order in left-padded batches of 16 that run until their longest is done
 
-End-of-sequence is ignored by both, so that both generate exactly the tokens asked for.
+Weft's prefix cache is off, or the repeats would be answered from it. End-of-sequence is ignored by both, so that both
+generate exactly the tokens asked for.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Weft:
     """The engine under test."""
 
     def __init__(self, folder: Path) -> None:
-        self.llm = LLM(str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True)
+        self.llm = LLM(
+            str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, enable_prefix_caching=False
+        )
 
     def generate(self, requests: list[Request]) -> list[Tokens]:
         params = [

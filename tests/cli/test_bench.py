@@ -13,7 +13,9 @@ def test_latency(run_weft: RunWeft, tmp_path: Path) -> None:
     flags = ["--batch-sizes", 1, 3, "--prompt-len", 9, "--output-len", 5, "--repeats", 2, "--json", target]
     result = run_weft("bench", "latency", *flags, "--page-size", 8)
     assert result.status == 0
-    assert result.settings == {"skip_tokenizer_init": True, "max_num_seqs": 3, "page_size": 8}
+    assert result.settings == {
+        "skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": 3, "page_size": 8
+    }  # fmt: skip
     figures = json.loads(target.read_text())
     assert [row["batch_size"] for row in figures["results"]] == [1, 3]
     for row in figures["results"]:

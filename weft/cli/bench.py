@@ -113,10 +113,11 @@ def _check(args: argparse.Namespace, **lowest: int) -> None:
 
 
 def _engine(args: argparse.Namespace, **defaults: Any) -> LLM:
-    """The engine under test. Workloads are token ids, so no tokenizer is loaded."""
+    """The engine under test. Workloads are token ids, so no tokenizer is loaded; and they are repeated, so that the
+    prefix cache is off unless asked for: it would answer the repeats."""
     from weft.engine.llm import LLM
 
-    return LLM(**({"skip_tokenizer_init": True} | defaults | engine_settings(args)))
+    return LLM(**({"skip_tokenizer_init": True, "enable_prefix_caching": False} | defaults | engine_settings(args)))
 
 
 def _figures(name: str, llm: LLM, workload: Any) -> dict[str, Any]:
