@@ -1,0 +1,150 @@
+"""How fast a step could be at best: the bytes it must move and the arithmetic it must do, over what the device can.
+
+Job: bytes and FLOPs of a decode step and of a prefill from the model's geometry, and the time they take at the
+device's ceilings. Owns: the model of the work. Does not know: how Weft does it.
+
+The work is counted once, as if caches were perfect: every weight that is touched is read once, keys and values are read
+once, recurrent states are read and written once, the output head runs for sampled rows only. Experts are touched as
+uniform routing would: of E experts, n tokens that choose k each hit ``E * (1 - (1 - k/E)^n)`` on average. Activations
+are left out: they could stay on the chip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.cache.spec import DTYPE_BYTES, CacheSpec
+from weft.config import EngineConfig
+from weft.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a device reaches at best: bytes per second (read plus written) and FLOPs per second; ``source`` says how."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    source: str
+
+
+H200 = Ceilings(4.25e12, 785e12, "measured on an NVIDIA H200: device copy (read + write), bfloat16 matrix product")
+
+_KNOWN = {"NVIDIA H200": H200}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that must be moved and floating-point operations that must be done."""
+
+    num_bytes: float
+    flops: float
+
+    def floor_s(self, ceilings: Ceilings) -> float:
+        """Seconds at the ceilings: the slower of the two."""
+        return max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+
+
+class Roofline:
+    """The work of steps of one model.
+
+    Args:
+        model: the geometry.
+        dtype: of weights, activations, keys and values.
+        state_dtype: of the recurrent state.
+    """
+
+    def __init__(self, model: ModelConfig, dtype: str, state_dtype: str) -> None:
+        self._model = model
+        self._spec = CacheSpec.from_model(model, page_size=1, dtype=dtype, state_dtype=state_dtype)
+        self._weight_bytes = DTYPE_BYTES[dtype]
+        self._head_weights = model.hidden_size * model.vocab_size
+        expert_weights, chosen = self._expert_weights(), 0
+        if model.moe is not None:
+            chosen = model.moe.num_experts_per_tok * len(model.moe.sparse_layers)
+        # What one token meets, two FLOPs a weight and six per entry of a state, less its experts: met by every token.
+        weights = (self._spec.flops_per_token - 6.0 * self._state_entries()) / 2.0
+        self._common_weights = weights - chosen * expert_weights
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Roofline:
+        return cls(config.model_config, config.dtype, config.mamba_ssm_dtype)
+
+    def decode(self, batch_size: int, context_len: float) -> Work:
+        """A decode step of ``batch_size`` sequences that are ``context_len`` tokens long on average."""
+        spec = self._spec
+        caches = context_len * spec.kv_bytes_per_token + 2 * spec.slot_bytes
+        per_row = spec.flops_per_token + spec.flops_per_pair * context_len + 2.0 * self._head_weights
+        return Work(self._weights_read(batch_size) + batch_size * caches, batch_size * per_row)
+
+    def prefill(self, num_tokens: int) -> Work:
+        """A prompt of ``num_tokens`` from an empty cache to its first sampled token."""
+        spec = self._spec
+        written = num_tokens * spec.kv_bytes_per_token + spec.slot_bytes
+        return Work(
+            self._weights_read(num_tokens) + written, spec.prefill_flops(0, num_tokens) + 2.0 * self._head_weights
+        )
+
+    def _weights_read(self, num_tokens: int) -> float:
+        """Bytes of the weights that ``num_tokens`` tokens touch, the output head included."""
+        experts = self._experts_hit(num_tokens) * self._expert_weights()
+        return self._weight_bytes * (self._common_weights + experts + self._head_weights)
+
+    def _experts_hit(self, num_tokens: int) -> float:
+        """Distinct experts that ``num_tokens`` tokens hit on average, over all layers."""
+        moe = self._model.moe
+        if moe is None:
+            return 0.0
+        missed = (1.0 - moe.num_experts_per_tok / moe.num_experts) ** num_tokens
+        return len(moe.sparse_layers) * moe.num_experts * (1.0 - missed)
+
+    def _expert_weights(self) -> int:
+        """Weights of one expert: gate, up and down."""
+        return 0 if self._model.moe is None else 3 * self._model.hidden_size * self._model.moe.intermediate_size
+
+    def _state_entries(self) -> int:
+        linear = self._model.linear
+        if linear is None:
+            return 0
+        return len(self._model.linear_layers) * linear.num_v_heads * linear.head_k_dim * linear.head_v_dim
+
+
+def ceilings_of(device: str) -> Ceilings | None:
+    """The ceilings of ``device`` (``cpu`` or ``cuda``): known ones, else measured now; None for a CPU."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return _KNOWN.get(torch.cuda.get_device_name()) or _measured()
+
+
+def _measured() -> Ceilings:
+    """A copy of 1 GiB and a bfloat16 product of 8192-square matrices, the best of ten each."""
+    import torch
+
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(a)
+    copy_s = min(_gpu_seconds(lambda: target.copy_(source)) for _ in range(10))
+    product_s = min(_gpu_seconds(lambda: torch.mm(a, a, out=out)) for _ in range(10))
+    return Ceilings(2 * 2**30 / copy_s, 2 * 8192**3 / product_s, "measured here: copy of 1 GiB, bfloat16 product")
+
+
+def _gpu_seconds(run: Any) -> float:
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def floor_columns(work: Work, seconds: float, ceilings: Ceilings | None) -> dict[str, float | None]:
+    """``floor_ms``, and ``floor_share``: the part of ``seconds`` that the floor explains (1.0: as fast as can be)."""
+    if ceilings is None:
+        return {"floor_ms": None, "floor_share": None}
+    floor = work.floor_s(ceilings)
+    return {"floor_ms": round(floor * 1e3, 3), "floor_share": round(floor / seconds, 3)}
