@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 CheckpointPolicy = Literal["exact", "aligned", "finish_only"]
+CheckpointKind = Literal["divergence", "border", "inside", "end"]
+"""Why a state stands where it stands; ``inside``: the prompt's end less one, and every 4,096 tokens."""
 
 MAX_PER_PREFILL = 4
 ALIGNMENT = 64

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from weft.cache.page_pool import PagePool
-from weft.cache.policy import EvictionPolicy
+from weft.cache.policy import EvictionPolicy, ReuseOdds
 from weft.cache.radix_tree import Checkpoint, Node, RadixTree
 from weft.cache.spec import CacheSpec
 from weft.cache.state_pool import StatePool
@@ -82,6 +82,8 @@ class Evictor:
         self._leaves: LazyHeap[Node] = LazyHeap(self._leaf_utility)
         self._states: LazyHeap[Checkpoint] = LazyHeap(self._state_utility)
         self._epoch = policy.epoch
+        self.odds = ReuseOdds()
+        self._until_rebuild = 64
         tree.watcher = self
 
     def offer_leaf(self, node: Node) -> None:
@@ -136,7 +138,9 @@ class Evictor:
         self.num_evicted_states += states_before - self._tree.num_checkpoints
 
     def _follow_policy(self) -> None:
-        if self._epoch != self.policy.epoch:
+        self._until_rebuild -= 1
+        if self._epoch != self.policy.epoch or self._until_rebuild <= 0:
+            self._until_rebuild = max(64, self._tree.num_checkpoints // 8)
             self._epoch = self.policy.epoch
             self._leaves.rebuild()
             self._states.rebuild()
@@ -149,8 +153,9 @@ class Evictor:
         return self.policy.state_utility(checkpoint.last_used, self._state_flops(checkpoint))
 
     def _state_flops(self, checkpoint: Checkpoint) -> float:
-        """FLOPs from the nearest surviving ancestor state to this one."""
-        return self._spec.prefill_flops(_state_before(checkpoint.node, checkpoint.position), checkpoint.position)
+        """FLOPs from the nearest surviving ancestor state to this one, times the odds that they will be asked for."""
+        flops = self._spec.prefill_flops(_state_before(checkpoint.node, checkpoint.position), checkpoint.position)
+        return flops * self.odds(checkpoint.kind, checkpoint.lineage, checkpoint.num_uses)
 
     def _leaf_utility(self, leaf: Node) -> float | None:
         if not leaf.is_evictable_leaf:

@@ -27,10 +27,16 @@ read the stored KV and must not be written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.cache.checkpoints import MAX_PER_PREFILL, CheckpointPolicy, is_decode_position, prefill_positions
+from weft.cache.checkpoints import (
+    MAX_PER_PREFILL,
+    CheckpointKind,
+    CheckpointPolicy,
+    is_decode_position,
+    prefill_positions,
+)
 from weft.cache.eviction import Evictor
 from weft.cache.match import Match, explain
 from weft.cache.page_pool import PagePool
@@ -41,6 +47,9 @@ from weft.cache.state_pool import StatePool
 from weft.outputs import CacheReport
 
 NOTHING = Prefix(None, 0)
+
+Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
+"""Is told of every request that has ended: the tokens fed, how many of them were prompt, salt, borders."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +86,9 @@ class Lease:
     _stored: list[tuple[int, int]] = field(default_factory=list)
     _snapshot: tuple[int, int] | None = None
     _is_filed: bool = False
+    _lineage: int = 0
+    _num_prompt_tokens: int = 0
+    _kinds: dict[int, CheckpointKind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +142,8 @@ class Manager:
         self.enable_prefix_caching = enable_prefix_caching
         policy = make_policy(eviction) if isinstance(eviction, str) else eviction
         self.evictor = Evictor(spec, self.tree, self.pages, self.slots, policy)
-        self._checkpoint_policy: CheckpointPolicy = checkpoint_policy
+        self.checkpoint_policy: CheckpointPolicy = checkpoint_policy
+        self.observer: Observer | None = None
         self._needs_state = spec.num_linear_layers > 0
         self._leases: set[Lease] = set()
         self._num_query_tokens = self._num_hit_tokens = 0
@@ -230,6 +243,10 @@ class Manager:
         if copied:
             self._take_pages(lease, 1)
             lease.page_copy = (pages[shared], lease.pages[shared])
+        if match.checkpoint is not None:
+            used = match.checkpoint
+            self.evictor.odds.use(used.kind, used.lineage, used.num_uses)
+            lease._lineage = used.lineage + 1
         if node is not None:
             self._touch(match, node)
         return lease
@@ -270,8 +287,12 @@ class Manager:
         if not (self._needs_state and self.enable_prefix_caching):
             return
         stored = match.num_kv_tokens
+        lease._num_prompt_tokens = num_prompt_tokens
+        lease._kinds = dict.fromkeys(borders, "border")
+        if lease.num_cached_tokens < stored:
+            lease._kinds[stored] = "divergence"
         lease.checkpoint_positions = prefill_positions(
-            self._checkpoint_policy,
+            self.checkpoint_policy,
             reused=lease.num_cached_tokens,
             divergence=stored if lease.num_cached_tokens < stored < len(match.tokens) else None,
             borders=borders,
@@ -299,13 +320,14 @@ class Manager:
         position = self.shareable(match, lease)
         if self._needs_state and position not in self._pending_positions(lease) and self._can_store(lease, position):
             lease.checkpoint_positions = sorted([*lease.checkpoint_positions, position])
+            lease._kinds[position] = "divergence"
 
     def _pending_positions(self, lease: Lease) -> list[int]:
         return [position for position, _ in lease._stored] + lease.checkpoint_positions
 
     def _can_store(self, lease: Lease, position: int) -> bool:
         room = len(self._pending_positions(lease)) < MAX_PER_PREFILL
-        return self._checkpoint_policy == "exact" and room and position > lease.num_committed_tokens
+        return self.checkpoint_policy == "exact" and room and position > lease.num_committed_tokens
 
     def can_allocate(self, lease: Lease | None, num_tokens: int, reserve_pages: int = 0) -> bool:
         """Would ``allocate(lease, num_tokens)`` succeed and leave ``reserve_pages``? None: for a fresh lease."""
@@ -356,7 +378,7 @@ class Manager:
 
     def _takes_snapshot(self, position: int) -> bool:
         wanted = self._needs_state and self.enable_prefix_caching
-        return wanted and is_decode_position(self._checkpoint_policy, position)
+        return wanted and is_decode_position(self.checkpoint_policy, position)
 
     def _drop_snapshot(self, lease: Lease) -> None:
         if lease._snapshot is not None:
@@ -397,13 +419,17 @@ class Manager:
             self.tree.unlock(lease._node)
             lease._node = node
         for position, slot in [entry for entry in lease._stored if entry[0] <= len(tokens)]:
-            self._file_state(lease._node, tokens, position, slot)
+            self._file_state(lease, tokens, position, slot)
         lease._stored = [entry for entry in lease._stored if entry[0] > len(tokens)]
 
-    def _file_state(self, node: Node, tokens: Tokens, position: int, slot: int) -> None:
+    def _file_state(self, lease: Lease, tokens: Tokens, position: int, slot: int) -> None:
         """Move a state into the tree; one that is there already is kept, and the slot freed."""
-        at = self.tree.locate(node, tokens, position)
-        if at is None or not self.tree.add_checkpoint(at, position, slot):
+        assert lease._node is not None
+        at = self.tree.locate(lease._node, tokens, position)
+        kind = lease._kinds.get(position, "inside")
+        if at is not None and self.tree.add_checkpoint(at, position, slot, kind, lease._lineage):
+            self.evictor.odds.add(kind, lease._lineage, 0)
+        else:
             self.slots.release(slot)
 
     # -- a request goes --------------------------------------------------------------------------------------------
@@ -416,8 +442,11 @@ class Manager:
                 the working state belongs to no known sequence and is dropped.
             keep: False: what was not confirmed is worthless (NaN, a step that broke); nothing more is filed.
         """
-        moves_state = self._checkpoint_policy != "aligned"
-        self._return(lease, as_tokens(token_ids), keep, moves_state)
+        tokens, fed = as_tokens(token_ids), lease.num_committed_tokens
+        self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
+        if self.observer is not None and fed >= len(lease.tokens):
+            borders = [position for position, kind in lease._kinds.items() if kind == "border"]
+            self.observer(tokens[:fed], lease._num_prompt_tokens, lease._salt, borders)
 
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
         """The request gives way and will come back; its last launched step is done. What it has moves to the tree."""
@@ -447,6 +476,7 @@ class Manager:
         was_moved = lease.num_cached_tokens > 0 and lease.state_fork is None  # the slot still is the tree's own state
         if lease.state_slot and len(tokens) and moves_state and (was_fed or was_moved):
             lease._stored.append((len(tokens), lease.state_slot))
+            lease._kinds.setdefault(len(tokens), "end")
             lease.state_slot = 0
         if lease._snapshot is not None and not moves_state:
             lease._stored.append(lease._snapshot)

@@ -89,6 +89,42 @@ class FlopAware:
             self.epoch += 1
 
 
+class ReuseOdds:
+    """How likely a state is to be used (again), learned from what became of others like it.
+
+    Alike are states of the same kind, with as many reuses on the way to them and as many uses so far (both counted up
+    to 2): the state at the end of a conversation's third answer, a branch point that was hit once, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int, int], int] = {}
+        self._used: dict[tuple[str, int, int], int] = {}
+
+    def add(self, kind: str, lineage: int, num_uses: int) -> None:
+        """There is one more state with so many uses."""
+        key = _alike(kind, lineage, num_uses)
+        self._seen[key] = self._seen.get(key, 0) + 1
+
+    def use(self, kind: str, lineage: int, num_uses: int) -> None:
+        """A state that had ``num_uses`` uses before is used."""
+        key = _alike(kind, lineage, num_uses)
+        self._used[key] = self._used.get(key, 0) + 1
+        self.add(kind, lineage, num_uses + 1)
+
+    def __call__(self, kind: str, lineage: int, num_uses: int) -> float:
+        """Expected share that is used again: 1 as long as nothing is known, and never 0."""
+        key = _alike(kind, lineage, num_uses)
+        return min(1.0, (self._used.get(key, 0) + PRIOR) / (self._seen.get(key, 0) + PRIOR))
+
+
+PRIOR = 4
+"""Weight of the initial assumption that states are used, in states."""
+
+
+def _alike(kind: str, lineage: int, num_uses: int) -> tuple[str, int, int]:
+    return kind, min(lineage, 2), min(num_uses, 2)
+
+
 def _moved(old: float, new: float, factor: float) -> bool:
     return not (old / factor <= new <= old * factor)
 

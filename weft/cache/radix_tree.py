@@ -28,6 +28,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.cache.checkpoints import CheckpointKind
 from weft.cache.page_pool import PagePool
 from weft.cache.state_pool import StatePool
 
@@ -59,12 +60,16 @@ class Checkpoint:
     """A recurrent state in ``slot``: that of the path's first ``position`` tokens.
 
     ``pins`` counts orders that read the slot and are not launched yet; ``last_used`` is in ticks of the cache's clock.
+    ``kind``, ``lineage`` (reuses on the way to this state) and ``num_uses`` are what its prospects are judged by.
     """
 
     position: int
     slot: int
     node: Node
     last_used: int
+    kind: CheckpointKind = "end"
+    lineage: int = 0
+    num_uses: int = 0
     pins: int = 0
     attached: bool = True
 
@@ -257,12 +262,14 @@ class RadixTree:
         prefix = self.descend(node, tokens[:position]) if node.end < position else Prefix(node, position)
         return prefix.node if prefix.num_tokens == position else None
 
-    def add_checkpoint(self, node: Node, position: int, slot: int) -> bool:
+    def add_checkpoint(
+        self, node: Node, position: int, slot: int, kind: CheckpointKind = "end", lineage: int = 0
+    ) -> bool:
         """Take ``slot`` as the state after ``position`` tokens. False, and nothing taken, if there is one already."""
         assert node.attached and node.start < position <= node.end
         if position in node.checkpoints:
             return False
-        checkpoint = Checkpoint(position, slot, node, self.clock)
+        checkpoint = Checkpoint(position, slot, node, self.clock, kind, lineage)
         node.checkpoints[position] = checkpoint
         node.lost_states.pop(position, None)
         self.num_checkpoints += 1
@@ -326,6 +333,7 @@ class RadixTree:
             each.last_used = self.clock
         if checkpoint is not None:
             checkpoint.last_used = self.clock
+            checkpoint.num_uses += 1
 
     # -- cutting ---------------------------------------------------------------------------------------------------
 

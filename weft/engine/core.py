@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
+from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
 from weft.executor.in_process import InProcessExecutor
 from weft.messages import ModelOutput, SchedulerOutput
@@ -51,6 +52,8 @@ class EngineCore:
             checkpoint_policy=config.state_checkpoint_policy,
             eviction=config.eviction_policy,
         )
+        if config.enable_prefix_caching and config.eviction_policy == "flops":
+            self.manager.observer = AlphaTuner(self.manager)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=self.plan.max_num_seqs,

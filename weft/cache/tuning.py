@@ -1,0 +1,73 @@
+"""Finding the weight of FLOP efficiency against recency while serving.
+
+Job: replay every finished request on shadow caches, one per candidate weight, and follow the one that saves most.
+Owns: the shadows (managers of the same sizes; they hold token ids only). Does not know: tensors, schedulers.
+
+Marconi (arXiv 2411.19379) tunes its ``alpha`` by replaying recent requests over a grid. Here the replay is spread over
+time: each request is replayed once per candidate when it ends, so no step waits for a long search. Nothing is replayed
+before the first eviction: until then no choice was made that could have been better.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from weft.cache.manager import Manager
+from weft.cache.policy import FlopAware
+from weft.cache.radix_tree import Tokens
+from weft.cache.replay import ReplayCounts, replay_request
+
+logger = logging.getLogger(__name__)
+
+CANDIDATES = (0.0, 1.0, 4.0, 16.0)
+INTERVAL = 16
+"""Requests between two decisions."""
+MEMORY = 0.9
+"""Share of the saved FLOPs that counts on after each decision, so that the choice follows the load."""
+MARGIN = 1.02
+"""Another candidate must have saved this much more."""
+
+
+class AlphaTuner:
+    """Sets the ``alpha`` of a manager's policy. Attach it with ``manager.observer = AlphaTuner(manager)``."""
+
+    def __init__(self, manager: Manager) -> None:
+        assert isinstance(manager.evictor.policy, FlopAware)
+        self._manager = manager
+        self._policy = manager.evictor.policy
+        self._shadows: dict[float, tuple[Manager, ReplayCounts]] = {}
+        self._num_seen = 0
+
+    def __call__(self, tokens: Tokens, num_prompt_tokens: int, salt: str | None, borders: Sequence[int]) -> None:
+        """A request has ended; ``tokens`` were fed."""
+        if not self._shadows:
+            stats = self._manager.stats()
+            if not stats.num_evicted_pages + stats.num_evicted_states:
+                return
+            self._shadows = {alpha: (self._make_shadow(alpha), ReplayCounts()) for alpha in CANDIDATES}
+        for shadow, counts in self._shadows.values():
+            replay_request(shadow, tokens, num_prompt_tokens, salt=salt, borders=borders, counts=counts)
+        self._num_seen += 1
+        if self._num_seen % INTERVAL == 0:
+            self._decide()
+
+    def _make_shadow(self, alpha: float) -> Manager:
+        real = self._manager
+        return Manager(
+            real.spec,
+            num_pages=real.pages.num_pages,
+            num_slots=real.slots.num_slots,
+            enable_prefix_caching=True,
+            checkpoint_policy=real.checkpoint_policy,
+            eviction=FlopAware(alpha),
+        )
+
+    def _decide(self) -> None:
+        saved = {alpha: counts.flops_saved for alpha, (_, counts) in self._shadows.items()}
+        best = max(saved, key=lambda alpha: saved[alpha])
+        if saved[best] > MARGIN * saved.get(self._policy.alpha, 0.0):
+            logger.debug("eviction: alpha %g instead of %g", best, self._policy.alpha)
+            self._policy.set_alpha(best)
+        for _, counts in self._shadows.values():
+            counts.flops_saved *= MEMORY
