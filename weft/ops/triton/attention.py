@@ -57,14 +57,10 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _load_keys_values(
-    k_cache, v_cache, table, tokens, valid, dims, stride_slot,
+    k_cache, v_cache, page, tokens, valid, dims, stride_slot,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of some tokens of one sequence and one key head: two ``[len(tokens), BLOCK_D]`` tiles."""
-    if MASKED:
-        page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
-    else:
-        page = tl.load(table + tokens // PAGE_SIZE)
+    """Keys and values of some tokens, in the given pages, of one key head: two ``[len(tokens), BLOCK_D]`` tiles."""
     offsets = (page.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE)[:, None] * stride_slot + dims[None, :]
     if MASKED:
         mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
@@ -139,11 +135,16 @@ def _decode_kernel(
                 row_sum = tl.zeros([ROWS], dtype=tl.float32)
                 row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
                 end = tl.minimum(kv_len, split * SPLIT + SPLIT)
+                ahead = split * SPLIT + tl.arange(0, KEYS)
+                next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
                 for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
                     tokens = start + tl.arange(0, KEYS)
                     valid = tokens < end
+                    page = next_page  # loaded a step ahead: keys wait for their pages' ids
+                    ahead = tokens + KEYS
+                    next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
                     k, v = _load_keys_values(
-                        k_head, v_head, table, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
+                        k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
                     )
                     acc, row_sum, row_max = _accumulate(
                         acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
@@ -250,18 +251,24 @@ def _prefill_kernel(
             v_head = v_cache + kv_head * HEAD_DIM
             end = context_len + tl.minimum(first + TOKENS, query_len)
             common = (context_len + first + 1) // KEYS * KEYS  # keys that every row of the block sees
+            ahead = tl.arange(0, KEYS)
+            next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
             for start in tl.range(0, common, KEYS, num_stages=STAGES):
                 keys = start + tl.arange(0, KEYS)
+                page = next_page
+                ahead = keys + KEYS
+                next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
                 k, v = _load_keys_values(
-                    k_head, v_head, table, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, False
+                    k_head, v_head, page, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, False
                 )
                 acc, row_sum, row_max = _accumulate(
                     acc, row_sum, row_max, queries, k, v, None, scale_log2, PRECISION, False
                 )
             for start in tl.range(common, end, KEYS, num_stages=1):
                 keys = start + tl.arange(0, KEYS)
+                page = tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
                 k, v = _load_keys_values(
-                    k_head, v_head, table, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
+                    k_head, v_head, page, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
                 )
                 visible = keys[None, :] <= positions[:, None]
                 acc, row_sum, row_max = _accumulate(
