@@ -38,6 +38,7 @@ from weft.forward_context import Batch, ChunkTable
 CHUNK_SIZE = 64
 _L2_EPS = tl.constexpr(1e-6)
 _VECTORS = 4
+_MULTIPROCESSORS = 132  # of an H200: up to as many programs, each has one for itself
 
 # Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
 _METADATA = [
@@ -279,17 +280,20 @@ def _check_rows(name: str, x: Tensor) -> None:
     assert x.stride(2) == 1 and x.stride(1) == x.shape[2], f"{name}: heads must be dense, got strides {x.stride()}"
 
 
-def choose_tile(num_programs: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
-    """The scan's tile.
+def choose_tile(num_rows: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
+    """The scan's tile (measured on H200; see ``benchmarks/kernels/gdn.py``).
 
     Args:
-        num_programs: sequences (padded) times value heads.
+        num_rows: sequences (padded) times value heads.
         head_v_dim: V.
         dtype: of the operands.
     """
+    widest = max(16, triton.next_power_of_2(head_v_dim))
     if dtype == torch.float32:
-        return Tile(min(32, triton.next_power_of_2(head_v_dim)), 4, 1)
-    return Tile(min(64, triton.next_power_of_2(head_v_dim)), 4, 2)
+        return Tile(min(32, widest), 4, 1)
+    if num_rows * triton.cdiv(head_v_dim, 32) <= _MULTIPROCESSORS:
+        return Tile(min(32, widest), 4, 3)
+    return Tile(min(64, widest), 4, 1)
 
 
 def chunk_gated_delta_rule_triton(
