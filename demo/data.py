@@ -58,9 +58,9 @@ def _draw(rng: Random, progress: float) -> Problem:
     first, full = CURRICULUM
     many = 0.8 * min(1.0, max(0.0, (progress - first) / (full - first)))
     if rng.random() < many:
-        if (kind := rng.random()) < 0.55:
+        if (kind := rng.random()) < 0.6:
             return problems.story(rng)
-        template = problems.chain(rng) if kind < 0.7 else rng.choice(templates.MANY_STEPS)
+        template = problems.chain(rng) if kind < 0.75 else rng.choice(templates.MANY_STEPS)
     elif progress > first / 2 and rng.random() < 0.4:
         template = rng.choice(templates.ONE_STEP)
     else:

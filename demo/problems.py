@@ -79,7 +79,7 @@ def _numbers(steps: str, letters: list[str], rng: Random, wide: bool) -> tuple[d
 
 def _tidy(text: str) -> str:
     """Sentences begin with a capital letter and blanks stand alone, however a story was put together."""
-    text = re.sub(r" +", " ", text).replace(" .", ".").replace(" ,", ",").strip()
+    text = re.sub(r" +([.,?]?)", lambda m: m[1] or " ", text).strip()
     return re.sub(r"(^|[.?!] )([a-z])", lambda m: m[1] + m[2].upper(), text)
 
 

@@ -19,6 +19,11 @@ GROUPS = (  # m groups of p
     "{N} [gets|receives|finds|makes] {p} {x} [a day|per day|every day|each {D}] for {m} [days|weeks]|"
     "[on|in] each of {m} [days|weeks|months] {N} [makes|collects|sees|paints|repairs] {p} {x}|"
     "{m} [people|children|friends|workers|teams] [each [bring|have|get|make|carry]|[bring|have|get|make|carry]] {p} {x}[ each|]|"
+    "[on|in|inside] [every|each|any] {g1} there are {p} {x}, and [there are {m} {g}|{N} has {m} {g}|{m} {g} stand in {place}]|"
+    "{N} [has|consists of|is made of|contains] {m} {g}, [[on|in] [each|every one] of [them|which] there are {p} {x}|and [on|in] [each|every] {g1} there are {p} {x}|every {g1} with {p} {x}]|"
+    "{p} {x} [fit|go|belong] [in|into|on] [a|one|each|every] {g1}, and there are {m} {g}|{N} [visits|cleans|checks|opens] {m} {g} [that have|with] {p} {x} each|"
+    "[each|every one] of {m} [people|children|guests|{g}] [in {place} |][receives|gets|takes|is given|needs|holds] {p} {x}|"
+    "{m} times {N} [carries|brings|throws|counts|lifts|pulls] {p} {x}|{N} [does|makes|plays|runs|writes] {p} {x} [on each of|every day, for|daily for] {m} days|"
     "a {g1} of {p} {x} is [brought|sent|bought|carried in] {m} times]"
 )
 MORE = "[[and |][there are|{N} adds|{M} brings] {q} more|[and |]{q} [loose |single |extra |other |]{x} [are added|come on top|lie beside them|are there too]|[besides, |also, |then ]{N} [gets|finds|has] [another|an extra] {q}]"
@@ -76,8 +81,8 @@ TWO_KINDS = (
     "one {g1} takes {s} {red} and {t} {blue} {x}]"
 )
 TWO_KINDS_ASK = "[How many [things|pieces|{x} and {y}|items|parts] are [in|on|needed for] {m} [such |of these |]{g}?|How many [things|pieces|items] [is that|are there] [in|for] {m} {g}?|{N} [has|makes|needs|orders] {m} {g}. How many [things|pieces|items] [is that|are that|are there] [in total|altogether|in all|]?]"
-CAPACITY = "[{a} [of them |of the {x} |][are [taken|used|sold|full|broken|gone|old|reserved|closed|ready]|have been [sold|used|taken]]]"
-FREE = "[How many {x} are [free|left|not [sold|used|taken]|still there|unused|available]?|How many {x} remain?|How many are [left|free]?]"
+CAPACITY = "[{a} [of them |of the {x} |{x} |][are [already |now |][used|sold|full|broken|gone|old|reserved|closed|ready|locked|dirty|{red}|{blue}|ill|away]|have been [sold|used|given out]|were [sold|lost|painted|closed]]]"
+FREE = "[How many {x} are [free|left|not [sold|used|ready|{red}|closed]|still there|unused|available|still to be used|the others]?|How many {x} can [still |]be [used|sold|given out|filled|opened]?|How many {x} [still work|can {N} still use|stay]?|How many {x} remain?|How many are [left|free]?]"
 SHARE = (
     "[{N} [shares|divides|splits] {s} {x} [equally|evenly|fairly] [among|between] {m} [friends|people|children|{g}]|"
     "{s} {x} are [shared|split|divided] [equally|evenly] [among|between|by] {m} [friends|people|children|{g}]|"
@@ -116,6 +121,21 @@ SITUATIONS = [
     (f"{TWO_KINDS}. {TWO_KINDS_ASK}".replace("{t}", "{k}"), "s+k; #*m"),
     ("[a|one] {x1} costs {s} {money} and [a|one] {y1} {t} {money}. [How much do|What do] {m} [people|friends|of each|such pairs] [cost|pay|make]?", "s+t; #*m"),
     ("[a|one] {x1} [costs|weighs] {p} [{money}|kg], but {s} less [now|today|without {his} {y1}]. What [do|is it for] {m} {x}?", "p-s; #*m"),
+    ("[each|every one] of {m} [people|{g}|children] [gets|receives|takes|holds|needs] {s} {x} and {t} {y}. How many [things|pieces|items] [is that|are needed|are there|are given out][ in total| in all|]?", "s+t; #*m"),
+    ("[each|every] [{g1}|person|child] [out of|in a group of|of the] {m} [gets|has|brings|takes] {k} {x} and {t} {y}. How many [things|pieces|items|{x} and {y}] [is that|are there|come together]?", "k+t; #*m"),
+    ("{N} [makes|does|counts|sells|reads|runs] {s} {x} [in the morning|at home|on the way there|before noon] and {t} [in the evening|at work|on the way back|after noon], [on each of {m} days|every day for {m} days|{m} days long]. How many {x} is that?", "s+t; #*m"),
+    ("[every|each] [day|week|month] {N} [gets|makes|earns|finds] {p} {x} and [loses|sells|uses|spends] {s}. How many {x} [are left|remain|does {N} have] after {m} [days|weeks|months]?", "p-s; #*m"),
+    ("{N} [makes|sells|sees|walks|reads] {p} {x} on each of {m} days and [only |]{q} on the [last day|day after|next day|following {D}]. [How many {x} is that|What is the total|How many {x} are that] [in all|altogether|]?", "p*m; #+q"),
+    ("{N} [finds|has|brings|makes] {a} {x}, {M} [finds|has|brings|makes] {b} and [a friend|the third|{his} friend|another {g1}] {c}. How many {x} [do they have|is that|do all three have|are there] [together|in all|altogether|]?", "a+b; #+c"),
+    ("[of|out of] [the |]{a} {x} [in {place} |of {N} |]{b} are [lost|sold|old|used|gone|ill|{red}], [then|later] {c} more [are lost|are sold|go|leave|fall down|get lost]. How many {x} [are left|stay|remain|are still there]?", "a-b; #-c"),
+    ("{N} has {a} {x}. [On {D} |At first |]{b} [go|leave|are sold|are lost|fall off], [then|on {E}|later] {c} [more |][go|leave|are sold|are lost|fall off]. How many {x} [are left|stay|remain]?", "a-b; #-c"),
+    ("[in {D}|at first|on {D}|in the beginning] {N} has {a} {x}. [The {x1} {y1}|{M}|A {y1}|The {y1}] [takes|costs|needs|eats|uses] {b}, [a {g1}|{M}|the {g1}|the mail] [brings|adds|gives|returns|yields] {c}. How many {x} [does {N} have|are there|are left] [now|then|]?".replace("The {x1} {y1}|", ""), "a-b; #+c"),
+    ("[in {D}|at first|on {D}|in the beginning] {N} has {a} {x}. [{M}|A {y1}|The {y1}] [brings|adds|gives|returns|yields] {b}, [a {g1}|{M}|the {g1}] [takes|costs|needs|eats|uses] {c}. How many {x} [does {N} have|are there|are left] [now|then|]?", "a+b; #-c"),
+    ("[a|the] {x1} [costs|weighs|takes|has] {a} [{money}|grams|{y}], [a|the] {y1} [costs|weighs|takes|has] {b} [less|fewer]. [How much|What] do [the|a] {x1} and [the|a] {y1} [cost|weigh|take|have] [together|in all|]?", "a-b; #+a"),
+    ("[a|the] {x1} [costs|weighs|takes|has] {a} [{money}|grams|{y}], [a|the] {y1} [costs|weighs|takes|has] {b} more. [How much|What] do [the|a] {x1} and [the|a] {y1} [cost|weigh|take|have] [together|in all|]?", "a+b; #+a"),
+    ("[a|the] {x1} [costs|weighs|takes|has] {a} [{money}|grams|{y}], [a|the] {y1} [costs|weighs|takes|has] {b} [{money}|grams|{y}]. [How much|What] do [they|both] [cost|weigh|take|have] [together|in all|]?", "a+b"),
+    ("{s} {x} [stand|sit|lie|are put] in {m} equal {g}. How many {x} [are|stand|sit|lie] in {n} [{g}|of them]?", "s/m; #*n"),
+    ("{m} {g} [hold|have|contain] {s} {x} [in all|altogether], all the same number. How many {x} [do {n} {g} hold|are in {n} {g}]?", "s/m; #*n"),
     (f"{SHARE}. {SHARE_ASK}", "s/m"),
     ("{N} has {s} {x} and [buys|finds|gets] {t} more. " + "{He} [shares|splits|divides] them [equally|evenly] among {m} [friends|people|{g}]. " + SHARE_ASK, "s+t; #/m"),
     ("{N} has {s} {x} and [keeps|eats|loses|uses] {t}. " + "The rest is [shared|split|divided] [equally|evenly] among {m} [friends|people|{g}]. " + SHARE_ASK, "s-t; #/m"),

@@ -77,6 +77,9 @@ def plural(noun: str) -> str:
 
 def _subject(rng: Random) -> tuple[str, str]:
     kind = rng.random()
+    if kind < 0.12:
+        noun = _invented(rng) if rng.random() < 0.3 else rng.choice(NOUNS)
+        return f"{rng.choice(('a', 'the', 'one'))} {noun}", "it"
     if kind < 0.25:
         return rng.choice(HOUSES), "it"
     return rng.choice(PERSONS if kind < 0.4 else NAMES), rng.choice(("he", "she"))
