@@ -39,6 +39,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self._executor = InProcessExecutor(config)
         self.plan: CachePlan = self._executor.plan
+        self.startup: dict[str, float] = self._executor.startup
         for name, reason in self.plan.reasons.items():
             logger.info("%s: %s", name, reason)
         spec = CacheSpec.from_model(

@@ -21,6 +21,7 @@ from weft.engine.outputs import OutputStream
 from weft.engine.progress import Progress
 from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
+from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
 from weft.scheduler.scheduler import SchedulerStats
 from weft.tokenizer import Tokenizer
@@ -37,6 +38,11 @@ class LLM:
         model: a folder or hub id; None: the bundled model.
         **settings: every field of ``EngineConfig``, by name (``weft config`` explains them).
 
+    Attributes:
+        config: the resolved settings.
+        tokenizer: None with ``skip_tokenizer_init``.
+        startup: seconds of each stage of the start; ``weights`` are loaded within ``kernels``, while those compile.
+
     Raises:
         ConfigError: an unknown or invalid setting.
         UnsupportedModelError, WeightsError, CapacityError: the checkpoint cannot be served, and why.
@@ -48,9 +54,13 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self.config: EngineConfig = resolve(model=model, **settings)
-        self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
+        times = StartupTimes()
+        with times.stage("config"):
+            self.config: EngineConfig = resolve(model=model, **settings)
+        with times.stage("tokenizer"):
+            self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
         self._core = EngineCore(self.config)
+        self.startup: dict[str, float] = times.seconds | self._core.startup
         self._inputs = InputProcessor(self.config, self.tokenizer, self.max_model_len)
         self._streams: dict[str, OutputStream] = {}
         self._by_request: dict[str, OutputStream] = {}

@@ -28,6 +28,11 @@ class InProcessExecutor:
         """The pool sizes that the runner settled on."""
         return self._runner.plan
 
+    @property
+    def startup(self) -> dict[str, float]:
+        """Seconds of each stage of the start."""
+        return self._runner.startup.seconds
+
     def launch(self, orders: SchedulerOutput) -> PendingStep:
         """Queue one step; its results are fetched from the returned object."""
         if self._profiler is None:

@@ -14,6 +14,7 @@ step, and ``PendingStep.result`` fetches them when the host wants to know.
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from weft.layers.table import LayerTable
 from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
-from weft.ops.backend import resolve_backend
+from weft.ops.backend import Backend, resolve_backend
 from weft.ops.kv_cache import copy_pages
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepInputs, StepShape
@@ -46,6 +47,8 @@ from weft.runner.memory import (
 from weft.runner.results import HostLogprobs, PendingStep, to_host
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.startup import StartupTimes
+from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, one_layer_of_each_kind, powers_of_two
 from weft.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -69,16 +72,24 @@ class ModelRunner:
         self.spec = CacheSpec.from_model(
             config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
         )
+        self.startup = StartupTimes()
+        stage = self.startup.stage
         with explained_out_of_memory("loading the weights", config):
-            self.model = self._load_model()
-        self._layer_modules = self._layers.by_name()
-        with explained_out_of_memory("the largest step", config):
+            with stage("model"):
+                self.model = self._make_model()
+                self._layer_modules = self._layers.by_name()
+            with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
+                load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
+        with explained_out_of_memory("the largest step", config), stage("memory"):
             self.plan = self._plan()
         with explained_out_of_memory("caches and graphs", config):
-            self._attach(self.plan)
-            self.graphs = self._capture_graphs()
+            with stage("caches"):
+                self._attach(self.plan)
+            with stage("graphs"):
+                self.graphs = self._capture_graphs()
 
-    def _load_model(self) -> CausalLM:
+    def _make_model(self) -> CausalLM:
+        """The model with parameters that are not filled yet."""
         config = self._config
         context = ModelContext(
             dtype=getattr(torch, config.dtype),
@@ -89,9 +100,30 @@ class ModelRunner:
             max_model_len=config.max_model_len,
         )
         model = create_model(config.model_config, context)
-        load_weights(model, config.model_config, config.model_path, config.load_format, config.seed)
         model.eval()
         return model
+
+    def _kernels_compiled_meanwhile(self) -> AbstractContextManager[None]:
+        """Compiles the model's Triton kernels, if it has any, while the body runs."""
+        return compiled_meanwhile(self._walk_steps) if self._backend is Backend.TRITON else nullcontext()
+
+    @torch.inference_mode()
+    def _walk_steps(self) -> None:
+        """Every kind of step, on the smallest caches; with kernels that do not run, or with nonsense as results."""
+        config = self._config
+        self.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
+        self._attach(self.plan)
+        limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
+        with one_layer_of_each_kind(self.model.model):
+            for orders in covering_steps(limits, state_slot=1 if self.spec.num_linear_layers else 0):
+                self.launch(orders)
+                self._rows.last_token.zero_()  # what was sampled may be no token
+            if config.cuda_graph_mode != "NONE":
+                for size in powers_of_two(config.max_num_seqs):
+                    self._builder.fill_padding(size)
+                    self._padded_decode(size)
+                    self._rows.last_token.zero_()
+        self.caches = {}
 
     def _plan(self) -> CachePlan:
         config = self._config

@@ -1,0 +1,59 @@
+"""The walk through all kinds of steps: it meets every size, and every step of it is one that the runner can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import make_checkpoint
+from weft import LLM
+from weft.config import resolve
+from weft.runner.model_runner import ModelRunner
+from weft.runner.warmup import StepLimits, covering_steps, powers_of_two
+
+
+def test_powers_of_two_end_with_the_limit() -> None:
+    assert [powers_of_two(n) for n in (1, 2, 4, 5, 9)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    "limits", [StepLimits(700, 21, 512), StepLimits(1, 1, 1), StepLimits(8, 8, 3), StepLimits(64, 1, 256)]
+)
+def test_steps_keep_the_limits_and_meet_their_ends(limits: StepLimits) -> None:
+    steps = list(covering_steps(limits, state_slot=1))
+    for orders in steps:
+        assert 0 < orders.num_tokens <= limits.max_num_batched_tokens
+        assert len(orders.requests) <= limits.max_num_seqs
+        ends = [order.start + order.num_tokens for order in orders.requests]
+        assert max(ends) <= limits.max_model_len
+        decodes = [order.start > 0 and order.num_tokens == 1 for order in orders.requests]
+        assert decodes == sorted(decodes, reverse=True)
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    assert max(orders.requests[0].num_tokens for orders in steps) == longest
+    assert max(len(orders.requests) for orders in steps) == min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    assert max(o.start + o.num_tokens for orders in steps for o in orders.requests) == limits.max_model_len
+
+
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3MoeForCausalLM"])
+def test_every_step_runs(arch: str, tmp_path: Path) -> None:
+    """And with one layer of each kind: four of this model's layers make two kinds, or two make one."""
+    folder = make_checkpoint(arch, tmp_path)
+    sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 5, "max_model_len": 130, "page_size": 8}
+    config = resolve(model=str(folder), device="cpu", cuda_graph_mode="FULL_DECODE_ONLY", **sizes)
+    runner = ModelRunner(config)
+    layers, ran = list(runner.model.model.layers), set()
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, out: ran.add(module))
+    runner._walk_steps()
+    assert len(ran) == (2 if "Next" in arch else 1)
+    assert list(runner.model.model.layers) == layers
+    assert not torch.any(runner._rows.last_token)
+
+
+def test_a_start_tells_its_stages() -> None:
+    with LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4) as llm:
+        stages = ["config", "tokenizer", "model", "kernels", "weights", "memory", "caches", "graphs"]
+        assert list(llm.startup) == stages and all(0 <= seconds < 60 for seconds in llm.startup.values())
+        assert 0 < llm.startup["weights"] <= llm.startup["kernels"]

@@ -1,0 +1,130 @@
+"""Compiling a model's kernels before the first step, several at a time.
+
+Job: walk through every kind of step that serving can bring, without launching a kernel, so that Triton compiles (or
+loads from its cache on disk) all that the model needs, in threads. Owns: which steps cover the kernels. Does not know:
+the kernels.
+
+A Triton kernel is compiled once for each combination of its compile-time arguments, and these follow from the model and
+from sizes of the step: tiles grow with the number of tokens or sequences, splits with the context. Sizes at powers of
+two meet every tile. All layers of one kind use the same kernels, so one of each is walked through.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+from torch import nn
+
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.models.decoder import Decoder, DecoderLayer
+
+GREEDY = RowSampling(temperature=0.0)
+
+SAMPLERS = (
+    GREEDY,
+    RowSampling(temperature=1.0),
+    RowSampling(temperature=1.0, top_k=20),
+    RowSampling(temperature=1.0, top_p=0.9),
+    RowSampling(temperature=1.0, min_p=0.1),
+    RowSampling(temperature=0.0, presence_penalty=0.5),
+    RowSampling(temperature=1.0, top_p=0.9, presence_penalty=0.5),
+)
+"""Ways to sample that use different kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step: tokens, sequences, and context in tokens."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOutput]:
+    """Steps that together use every kernel that an eager step within ``limits`` can use.
+
+    Args:
+        state_slot: the slot that every sequence uses; 0 if the model has no recurrent layers.
+    """
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    lengths, contexts = powers_of_two(longest), powers_of_two(limits.max_model_len)
+    counts = powers_of_two(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    for length in lengths:
+        yield step([(0, length)], state_slot)
+        if limits.max_num_seqs > 1 and length < limits.max_num_batched_tokens and limits.max_model_len > 1:
+            yield step([(1, 1), (0, length)], state_slot)
+    for count in counts:
+        yield step([(0, max(1, min(2, longest, limits.max_num_batched_tokens // count)))] * count, state_slot)
+        starts = {1, limits.max_model_len - 1} if limits.max_model_len > 1 else ()
+        yield from (step([(start, 1)] * count, state_slot) for start in starts)
+    for context in contexts[1:]:
+        yield from (step([(context - 1, 1)] * count, state_slot) for count in (counts[0], counts[-1]))
+    yield from (step([(0, 1)], state_slot, sampling) for sampling in SAMPLERS)
+    moves = step([(0, 1)], state_slot)
+    yield replace(moves, page_copies=[(0, 0)], state_forks=[(0, 0)] if state_slot else [])
+
+
+def step(sequences: list[tuple[int, int]], state_slot: int, sampling: RowSampling = GREEDY) -> SchedulerOutput:
+    """A step of sequences given as ``(start, num_tokens)``, decodes first; they have no pages, so all use page 0."""
+    new = [NewRequest(row, [0] * count, count, sampling) for row, (_, count) in enumerate(sequences)]
+    orders = [ScheduledRequest(row, start, count, [], state_slot, True) for row, (start, count) in enumerate(sequences)]
+    return SchedulerOutput(0, orders, new)
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, … below ``limit``, and ``limit``."""
+    return [2**i for i in range((limit - 1).bit_length())] + [limit]
+
+
+@contextmanager
+def compiled_meanwhile(walk: Callable[[], None]) -> Iterator[None]:
+    """Compile in threads what ``walk`` would launch, while the body runs; wait for them at its end.
+
+    ``walk`` runs first. Its torch operations run as usual, its kernels do not: what they would have written is
+    arbitrary, so it must index nothing by that.
+    """
+    import triton
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+        with _no_launches():
+            walk()
+        yield
+
+
+@contextmanager
+def _no_launches() -> Iterator[None]:
+    """Triton's launches compile only, as its own ``JITFunction.warmup`` does."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+@contextmanager
+def one_layer_of_each_kind(decoder: Decoder) -> Iterator[None]:
+    """Leave out layers that use the same kernels as another one."""
+    layers = decoder.layers
+    kinds: dict[tuple[type, ...], nn.Module] = {}
+    for layer in layers:
+        assert isinstance(layer, DecoderLayer)
+        kinds.setdefault((type(layer), type(layer.mlp)), layer)
+    decoder.layers = nn.ModuleList(kinds.values())
+    try:
+        yield
+    finally:
+        decoder.layers = layers
