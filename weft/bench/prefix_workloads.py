@@ -56,7 +56,9 @@ class _Builder:
         return len(self.turns) - 1
 
 
-def chat(b: _Builder, conversations: int = 16, turns: int = 8, user: int = 210, output: int = 64, drop: int = 0) -> None:
+def chat(
+    b: _Builder, conversations: int = 16, turns: int = 8, user: int = 210, output: int = 64, drop: int = 0
+) -> None:
     """Conversations in turn: each appends user tokens to everything so far."""
     last: dict[int, int] = {}
     for _ in range(turns):

@@ -1,4 +1,4 @@
-"""``weft bench latency`` and ``weft bench throughput``.
+"""``weft bench latency``, ``weft bench throughput`` and ``weft bench prefix``.
 
 Job: flags of the benchmarks' workloads, and their figures as a table and as JSON. Owns: the verb's output.
 Does not know: how things are measured.
@@ -11,20 +11,24 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from weft import report
-from weft.bench import latency, throughput
+from weft.bench import latency, prefix, throughput
+from weft.bench.prefix_workloads import WORKLOADS
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import Parser, add_verb
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from weft.engine.llm import LLM
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "bench", _missing, "measure speed", usage="bench {latency,throughput} [flags]")
+    parser = add_verb(verbs, "bench", _missing, "measure speed", usage="bench {latency,throughput,prefix} [flags]")
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True)
     _add_latency(kinds)
     _add_throughput(kinds)
+    _add_prefix(kinds)
 
 
 def _missing(args: argparse.Namespace) -> int:
@@ -61,6 +65,21 @@ def _add_throughput(kinds: Any) -> None:
     group.add_argument("--temperature", type=float, default=default.temperature, metavar="X", help="0 is greedy")
     group.add_argument("--warmups", type=int, default=default.warmups, metavar="N", help="runs that do not count")
     _add_common(parser, group, default.repeats)
+
+
+def _add_prefix(kinds: Any) -> None:
+    parser = add_verb(kinds, "prefix", run_prefix, "reuse of shared prompt prefixes", usage="bench prefix [flags]")
+    group = parser.add_argument_group("workload")
+    group.add_argument("--workload", choices=list(WORKLOADS), default="chat", help="default: chat")
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="default: 0")
+    group.add_argument(
+        "--replay", action="store_true", help="caches without a model: every checkpoint policy, eviction and size"
+    )
+    group.add_argument(
+        "--cache-shares", type=float, nargs="+", default=[1 / 3, 1 / 6], metavar="X", help="cache sizes of --replay"
+    )
+    group.add_argument("--json", metavar="FILE", help="write the figures there")
+    add_engine_flags(parser)
 
 
 def _add_common(parser: Parser, group: argparse._ArgumentGroup, repeats: int) -> None:
@@ -103,6 +122,42 @@ def run_throughput(args: argparse.Namespace) -> int:
         name = report.device_name(llm.config.device)
     rows = [[key, f"{value:,}"] for key, value in results.items() if key != "repeats"]
     report.table(f"Throughput on {name}", ("", ""), rows)
+    return 0
+
+
+def run_prefix(args: argparse.Namespace) -> int:
+    workload = prefix.PrefixWorkload(args.workload, args.workload_seed)
+    json_path = report.open_json(args.json)
+    if args.replay:
+        return _replay_prefix(args, workload, json_path)
+    with _engine(args, enable_prefix_caching=True) as llm:
+        results = prefix.measure(llm, workload)
+        report.write_json(json_path, _figures("prefix", llm, workload) | {"results": results})
+        name = report.device_name(llm.config.device)
+    report.table(f"Prefix reuse, {args.workload}, on {name}", ("", ""), [[k, f"{v:,}"] for k, v in results.items()])
+    return 0
+
+
+def _replay_prefix(args: argparse.Namespace, workload: prefix.PrefixWorkload, json_path: Path | None) -> int:
+    """Only the model's geometry is read."""
+    from weft.cache.spec import CacheSpec
+    from weft.config import resolve
+
+    wrong = [share for share in args.cache_shares if not 0 < share <= 1]
+    if wrong:
+        raise ConfigError(f"--cache-shares {wrong[0]}: give shares above 0, at most 1")
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu"} | engine_settings(args)
+    config = resolve(**settings)
+    spec = CacheSpec.from_model(
+        config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
+    )
+    rows = prefix.replay(spec, workload, config.model_config.vocab_size, args.cache_shares)
+    head = {"benchmark": "prefix-replay"} | report.provenance("cpu") | {"workload": dataclasses.asdict(workload)}
+    report.write_json(json_path, head | {"config": report.settings(config), "results": rows})
+    table = [[str(value) for value in row.values()] for row in rows]
+    report.table(
+        f"Prefix reuse without a model, {args.workload}", tuple(name.replace("_", " ") for name in rows[0]), table
+    )
     return 0
 
 

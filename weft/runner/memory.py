@@ -18,11 +18,11 @@ from weft.config import EngineConfig
 from weft.errors import CapacityError
 from weft.forward_context import KVCache, StateCache
 
-KEPT_STATES = 4
-"""State slots that the prefix cache gets at most, per request that may run: the most that one prefill stores."""
+KEPT_STATES = (4, 256)
+"""State slots that the prefix cache gets at most: per request that may run, or in all, whichever is more."""
 
-KEPT_CONTEXTS = 3
-"""Contexts of KV that the prefix cache gets at most, per request that may run."""
+KEPT_CONTEXTS = (3, 16)
+"""Contexts of KV that the prefix cache gets at most: per request that may run, or in all, whichever is more."""
 
 GRAPH_BYTES = 2 * 2**30
 """Device memory set aside for captured graphs; sizes that would need more are not captured."""
@@ -61,7 +61,7 @@ def plan_caches(
     """Share ``budget_bytes`` between state slots (one per running request) and KV pages (the rest).
 
     With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
-    ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts per request that may run.
+    ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts.
 
     Given pool sizes (``num_kv_pages``, ``num_state_slots``, the reserved page and slot included) are taken as they
     are. Otherwise slots take at most half of the budget and pages the rest, but no more pages than
@@ -71,12 +71,12 @@ def plan_caches(
         CapacityError: not even one request of one page fits.
     """
     reasons: dict[str, str] = {}
-    wanted_slots = max_num_seqs * (1 + (KEPT_STATES if keeps_prefixes else 0))
+    wanted_slots = max_num_seqs + _kept(KEPT_STATES, max_num_seqs, keeps_prefixes)
     num_slots = _plan_slots(spec, budget_bytes, wanted_slots, max_num_seqs, num_state_slots, reasons)
     if spec.slot_bytes and num_slots - 1 < max_num_seqs:
         max_num_seqs = num_slots - 1
         reasons["max_num_seqs"] = f"clamped to {max_num_seqs}: that many state slots of {_mib(spec.slot_bytes)} fit"
-    contexts = max_num_seqs * (1 + (KEPT_CONTEXTS if keeps_prefixes else 0))
+    contexts = max_num_seqs + _kept(KEPT_CONTEXTS, max_num_seqs, keeps_prefixes)
     num_pages = _plan_pages(
         spec, budget_bytes - num_slots * spec.slot_bytes, contexts, max_model_len, num_kv_pages, reasons
     )
@@ -88,6 +88,11 @@ def plan_caches(
         )
     total = num_pages * spec.page_bytes + num_slots * spec.slot_bytes
     return CachePlan(num_pages, num_slots, max_num_seqs, max_model_len, total, reasons)
+
+
+def _kept(most: tuple[int, int], max_num_seqs: int, keeps_prefixes: bool) -> int:
+    per_request, in_all = most
+    return max(per_request * max_num_seqs, in_all) if keeps_prefixes else 0
 
 
 def _plan_slots(
