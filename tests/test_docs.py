@@ -49,6 +49,6 @@ def _help_texts() -> list[str]:
 
 def test_every_verb_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in ("generate", "chat", "config", "eval", "bench latency", "bench throughput"):
+    for name in ("generate", "chat", "serve", "config", "eval", "bench latency", "bench throughput"):
         assert f"`weft {name}" in text
-    assert len(VERBS) == 5
+    assert len(VERBS) == 6

@@ -24,7 +24,7 @@ LEVELS: list[tuple[str, ...]] = [
     ("runner",),
     ("executor",),
     ("engine",),
-    ("evaluation", "report", "bench", "cli", "__main__"),
+    ("evaluation", "report", "bench", "server", "cli", "__main__"),
 ]
 ORDERED = {0, 7}
 RANK = {room: (level, place) for level, rooms in enumerate(LEVELS) for place, room in enumerate(rooms)}

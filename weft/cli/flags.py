@@ -21,8 +21,9 @@ from weft.sampling_params import SamplingParams
 _ENGINE, _SAMPLING = "engine.", "sampling."
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each setting, the aliases that other engines use, and refusals for the server's flags."""
+def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -> None:
+    """One flag for each setting and the aliases that other engines use; the flags of ``weft serve`` are refused
+    by name, unless ``server``: that parser has them itself."""
     group = parser.add_argument_group("engine settings")
     for name, option in OPTIONS.items():
         group.add_argument(_flag(name), **_arguments(name, option))
@@ -36,7 +37,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(
                 flag, dest=dest, action="store_const", const=alias.value, default=argparse.SUPPRESS, help=help
             )
-    for flag in SERVER_FLAGS:
+    for flag in () if server else SERVER_FLAGS:
         group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 
 
@@ -85,7 +86,7 @@ class _ServerFlag(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None
     ) -> NoReturn:
         parser.error(
-            f"{option} is a setting of the HTTP server, which this version of Weft does not have; leave it out"
+            f"{option} is a setting of the HTTP server; use it with weft serve, or leave it out"
         )
 
 

@@ -34,4 +34,4 @@ ALIASES: Mapping[str, Alias] = {
 }
 
 SERVER_FLAGS = ("--api-key", "--host", "--port")
-"""Flags of the HTTP server. This version has none, so they are refused by name and not called unknown."""
+"""Flags of ``weft serve``. The other verbs refuse them by name and do not call them unknown."""

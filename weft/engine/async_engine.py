@@ -1,0 +1,210 @@
+"""The engine as the server sees it: requests in, streams of text out, all in one event loop.
+
+Job: hand validated requests to the engine process, detokenize what comes back, end requests that hit a stop string, let
+go of those that nobody reads any more, and tell every open stream when the engine has died.
+Owns: the open streams. Does not know: HTTP, processes (a ``Link`` carries the messages).
+
+A stream keeps no queue: what arrives while its reader is slow is added to what the reader will get next, so a reader
+that never reads costs the tokens of its own answer and nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from weft.engine import wire
+from weft.engine.inputs import InputProcessor, PreparedPrompt
+from weft.engine.outputs import CompletionDelta, OutputStream
+from weft.errors import EngineDeadError, RequestError
+from weft.outputs import RequestOutput
+from weft.request import Request
+from weft.sampling_params import SamplingParams
+from weft.tokenizer import Tokenizer
+
+PromptDelta = tuple[int, CompletionDelta]
+"""Number of the prompt within its call, and what one of its completions got."""
+
+
+class Link(Protocol):
+    """Carries messages to an engine; it calls ``AsyncEngine.receive`` and ``AsyncEngine.die`` with what comes back."""
+
+    def send(self, message: wire.ToEngine) -> None: ...
+
+
+class ResponseStream:
+    """The completions of one call, which may hold several prompts. Read by one task.
+
+    Example:
+        >>> async with engine.submit("id", prompts, params) as stream:
+        ...     async for deltas in stream:
+        ...         ...
+
+    Attributes:
+        request_id: the call's id.
+        outputs: one per prompt.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: str, outputs: list[OutputStream]) -> None:
+        self.request_id = request_id
+        self.outputs = outputs
+        self._engine = engine
+        self._news = asyncio.Event()
+        self._changed: set[int] = set()
+        self._error: EngineDeadError | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for output in self.outputs for request in output.requests]
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)
+
+    async def __aiter__(self) -> AsyncIterator[list[PromptDelta]]:
+        """What is new, as often as there is something new, until every completion has ended.
+
+        Raises:
+            EngineDeadError: the engine died before the end.
+        """
+        while True:
+            await self._wait()
+            finished = self.finished
+            changed, self._changed = sorted(self._changed), set()
+            deltas = [(index, delta) for index in changed for delta in self.outputs[index].deltas()]
+            if deltas:
+                yield deltas
+            if finished:
+                return
+
+    async def results(self) -> list[RequestOutput]:
+        """Wait for the end of every completion. Raises EngineDeadError as above."""
+        while not self.finished:
+            await self._wait()
+        return self.snapshot()
+
+    async def _wait(self) -> None:
+        """Until there is news. What had arrived before the engine died is still news."""
+        if self._error is not None and not self._changed and not self.finished:
+            raise self._error
+        await self._news.wait()
+        if self._error is None:
+            self._news.clear()
+        elif not self._changed and not self.finished:
+            raise self._error
+
+    def snapshot(self) -> list[RequestOutput]:
+        """Everything known, per prompt."""
+        return [output.output() for output in self.outputs]
+
+    def take(self, index: int, request: Request) -> str | None:
+        """A completion of prompt ``index`` has news. Returns the stop string that ends it."""
+        stop = self.outputs[index].take(request)
+        self._changed.add(index)
+        self._news.set()
+        return stop
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._error = error
+        self._news.set()
+
+    def close(self) -> None:
+        """The reader is done: whatever still runs is aborted. Harmless if repeated."""
+        self._engine.forget(self)
+
+    async def __aenter__(self) -> ResponseStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.close()
+
+
+class AsyncEngine:
+    """Streams over one engine process.
+
+    Args:
+        link: towards the engine.
+        inputs: validates and resolves requests for this model.
+        tokenizer: None: token ids only.
+    """
+
+    def __init__(self, link: Link, inputs: InputProcessor, tokenizer: Tokenizer | None) -> None:
+        self.inputs = inputs
+        self.tokenizer = tokenizer
+        self.stats = wire.EngineStats()
+        self._link = link
+        self._streams: dict[str, ResponseStream] = {}
+        self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
+        self._death: EngineDeadError | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Streams that somebody still reads."""
+        return len(self._streams)
+
+    @property
+    def num_open_completions(self) -> int:
+        """Completions that have not ended."""
+        return len(self._owners)
+
+    def submit(
+        self, request_id: str, prompts: Sequence[PreparedPrompt], params: SamplingParams, *, priority: int = 0
+    ) -> ResponseStream:
+        """Start a call: all of its prompts, or none if one is refused.
+
+        Raises:
+            RequestError: the id is in use, or the parameters do not fit the model.
+            EngineDeadError: there is no engine any more.
+        """
+        if self._death is not None:
+            raise self._death
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
+        outputs = []
+        for prompt in prompts:
+            requests = self.inputs.make_requests(request_id, prompt, params, priority)
+            outputs.append(OutputStream(request_id, prompt.text, requests, params, self.tokenizer))
+        stream = self._streams[request_id] = ResponseStream(self, request_id, outputs)
+        for index, output in enumerate(outputs):
+            for request in output.requests:
+                self._owners[request.request_id] = (stream, index, request)
+                self._link.send(wire.AddRequest.of(request))
+        return stream
+
+    def receive(self, outputs: wire.Outputs) -> None:
+        """What a step changed."""
+        self.stats = outputs.stats
+        for update in outputs.updates:
+            owner = self._owners.get(update.request_id)
+            if owner is None:
+                continue  # its reader has gone, or a stop string ended it
+            stream, index, request = owner
+            update.apply(request)
+            stop = stream.take(index, request)
+            if stop is not None:
+                self._stop(request, stop)
+            if request.finish_reason is not None:
+                del self._owners[request.request_id]
+
+    def _stop(self, request: Request, stop: str) -> None:
+        """A stop string ends the request; the engine may not know yet."""
+        if request.finish_reason is None:
+            self._link.send(wire.FinishRequests([request.request_id], "stop"))
+            request.times.finished = time.monotonic()
+        request.finish_reason, request.stop_reason = "stop", stop
+
+    def forget(self, stream: ResponseStream) -> None:
+        """Nobody reads this stream any more; what is unfinished is aborted."""
+        if self._streams.pop(stream.request_id, None) is None:
+            return
+        unfinished = [r.request_id for r in stream.requests if self._owners.pop(r.request_id, None) is not None]
+        if unfinished and self._death is None:
+            self._link.send(wire.FinishRequests(unfinished))
+
+    def die(self, reason: str) -> None:
+        """The engine is gone: every open stream ends with an error, and no new one starts."""
+        self._death = EngineDeadError(reason)
+        for stream in self._streams.values():
+            stream.fail(self._death)

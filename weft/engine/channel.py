@@ -1,0 +1,90 @@
+"""The two one-way sockets between the server process and the engine process.
+
+Job: ZeroMQ over Unix sockets in a private directory, on either side. Owns: the sockets.
+Does not know: what messages mean (``wire.py``).
+
+The server's side binds, so that the engine can connect whenever it is up. Nothing is limited here: the server bounds
+what it lets in, and the engine sends at most one message per step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from weft.engine import wire
+
+
+def _address(directory: Path, name: str) -> str:
+    return f"ipc://{directory / name}"
+
+
+class ServerChannel:
+    """The server's side: sends at once, receives in the event loop."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.asyncio.Context()
+        self._outputs = self._context.socket(zmq.PULL)
+        self._requests = zmq.Context(self._context).socket(zmq.PUSH)
+        for socket, name in ((self._outputs, "outputs"), (self._requests, "requests")):
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(_address(directory, name))
+
+    def send(self, message: wire.ToEngine) -> None:
+        self._requests.send(wire.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> wire.FromEngine:
+        return wire.decode_from_engine(await self._outputs.recv())
+
+    def close(self) -> None:
+        self._outputs.close()
+        self._requests.close()
+        self._context.term()
+
+
+class EngineChannel:
+    """The engine's side: blocks only when asked to."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PULL)
+        self._outputs = self._context.socket(zmq.PUSH)
+        for socket, name in ((self._requests, "requests"), (self._outputs, "outputs")):
+            socket.set_hwm(0)
+            socket.linger = 1000  # milliseconds to deliver the last words
+            socket.connect(_address(directory, name))
+
+    def receive(self, timeout_ms: int) -> list[wire.ToEngine]:
+        """Every message that is there; if there is none, wait up to ``timeout_ms`` for the first."""
+        messages: list[wire.ToEngine] = []
+        if not self._requests.poll(timeout_ms):
+            return messages
+        while True:
+            try:
+                messages.append(wire.decode_to_engine(self._requests.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: wire.FromEngine) -> None:
+        self._outputs.send(wire.encode(message))
+
+    def close(self) -> None:
+        self._requests.close()
+        self._outputs.close()
+        self._context.term()
+
+
+class EngineStart(msgspec.Struct, frozen=True):
+    """What the engine process reads from its standard input: where to connect and the user's settings.
+
+    ``parent_pid``: the engine leaves when this process is gone.
+    """
+
+    directory: str
+    parent_pid: int
+    settings: dict[str, Any]

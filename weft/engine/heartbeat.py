@@ -1,0 +1,95 @@
+"""Is the engine process alive? A few bytes that it keeps fresh, outside of any queue.
+
+Job: a small file, mapped by both processes: the engine's beat, its steps, and when the running step began.
+Owns: the layout of the file. Does not know: requests, sockets.
+
+The beat comes from a thread of its own, so a step may take as long as it likes: the engine is frozen only if the whole
+process stands still (stopped, swapped out, stuck in the kernel).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BEAT_S = 0.25
+"""Seconds between two beats."""
+
+_LAYOUT = struct.Struct("<dQd")  # time of the last beat, steps done, start of the running step (0.0: none runs)
+
+
+class Heartbeat:
+    """The engine's side. ``parent_pid``: the process exits at once when that parent is gone; 0: never."""
+
+    def __init__(self, path: Path, parent_pid: int = 0) -> None:
+        self._memory = _map(path)
+        self._parent_pid = parent_pid
+        self._num_steps = 0
+        self._step_start = 0.0
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._write()
+        self._thread.start()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the engine runs inside."""
+        self._step_start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._step_start = 0.0
+            self._num_steps += 1
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def _beat(self) -> None:
+        while True:
+            self._write()
+            if self._parent_pid and os.getppid() != self._parent_pid:
+                os._exit(1)  # nobody is left to serve; nothing here is worth saving
+            time.sleep(BEAT_S)
+
+    def _write(self) -> None:
+        self._memory[: _LAYOUT.size] = _LAYOUT.pack(time.monotonic(), self._num_steps, self._step_start)
+
+
+class Pulse:
+    """The server's side of a heartbeat."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_LAYOUT.size))
+        self._memory = _map(path)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last beat; infinite before the first."""
+        beat = self._read()[0]
+        return time.monotonic() - beat if beat else float("inf")
+
+    @property
+    def num_steps(self) -> int:
+        return self._read()[1]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the running step has taken as of the last beat; 0.0: none runs."""
+        beat, _, start = self._read()
+        return max(0.0, beat - start) if start else 0.0
+
+    def _read(self) -> tuple[float, int, float]:
+        return _LAYOUT.unpack(self._memory[: _LAYOUT.size])
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), _LAYOUT.size)

@@ -1,0 +1,112 @@
+"""Starts the engine process and notices its end.
+
+Job: spawn, hand over the settings, pass messages on, tell when the process has ended, stop it.
+Owns: the child process, its private directory and the server's side of its sockets. Does not know: requests, HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.engine import wire
+from weft.engine.channel import EngineStart, ServerChannel
+from weft.engine.heartbeat import Pulse
+
+ENGINE_MODULE = "weft.engine.process"
+
+_GRACE_S = 10.0
+"""Seconds that an engine gets to leave after ``Shutdown`` before it is killed."""
+
+
+class EngineProcess:
+    """One engine process, from its start to its end. Make it in the main thread, inside the running event loop.
+
+    Args:
+        settings: what the user set, keyword arguments of ``weft.config.resolve``.
+        on_message: called in the event loop with each message of the engine.
+        on_exit: called in the event loop, once, with the exit status when the process has ended (negative: a signal).
+        module: what ``python -m`` runs.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        on_message: Callable[[wire.FromEngine], None],
+        on_exit: Callable[[int], None],
+        module: str = ENGINE_MODULE,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._directory = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
+        self.pulse = Pulse(self._directory / "heartbeat")
+        self._channel = ServerChannel(self._directory)
+        self._process = self._spawn([sys.executable, "-m", module], settings)
+        self._reader = asyncio.create_task(self._read())
+        self._ended = asyncio.Event()
+        threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
+
+    def _spawn(self, command: Sequence[str], settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+        start = EngineStart(str(self._directory), os.getpid(), plain)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.msgpack.encode(start))
+        process.stdin.close()
+        return process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: wire.ToEngine) -> None:
+        self._channel.send(message)
+
+    async def _read(self) -> None:
+        while True:
+            self._on_message(await self._channel.receive())
+
+    def _watch(self) -> None:
+        """In a thread: wait for the end of the process, which no message can announce."""
+        status = self._process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._end, status)
+        except RuntimeError:  # the event loop is gone, so nobody waits for the news
+            return
+
+    def _end(self, status: int) -> None:
+        """The process is gone. What it sent before it went is read first."""
+        self._loop.create_task(self._settle(status))
+
+    async def _settle(self, status: int) -> None:
+        await asyncio.sleep(0.05)  # its last words may be on their way through the socket
+        self._reader.cancel()
+        self._channel.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._ended.set()
+        self._on_exit(status)
+
+    async def stop(self) -> None:
+        """Ask it to leave, kill it if it does not, and wait for its end."""
+        if not self._ended.is_set() and self._process.returncode is None:
+            self.send(wire.Shutdown())
+        try:
+            await asyncio.wait_for(self._ended.wait(), _GRACE_S)
+        except TimeoutError:
+            self.kill()
+            await self._ended.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()

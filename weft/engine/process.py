@@ -1,0 +1,196 @@
+"""The engine process: ``python -m weft.engine.process``, started by the server.
+
+Job: start the engine as told on standard input, then take requests from one socket, run steps, and send what changed
+through the other. Owns: this process's life. Does not know: text, HTTP.
+
+It outlives nobody: the kernel kills it when its parent dies, and its heartbeat checks once more. It ignores the signals
+that ask a service to end, because the server lets open requests finish first and then says ``Shutdown``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from weft.engine import wire
+from weft.engine.channel import EngineChannel, EngineStart
+from weft.engine.heartbeat import Heartbeat
+from weft.request import FinishReason, Request
+from weft.scheduler.scheduler import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+MAX_BROKEN_STEPS = 3
+"""So many broken steps in a row end the process: the device or the program is beyond recovery."""
+
+_IDLE_MS = 1000
+_PR_SET_PDEATHSIG = 1
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core; see ``weft.engine.core.EngineCore``."""
+
+    def add(self, request: Request) -> None: ...
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool: ...
+    def step(self) -> list[Request]: ...
+    def stats(self) -> SchedulerStats: ...
+    def shutdown(self) -> None: ...
+    @property
+    def has_work(self) -> bool: ...
+
+
+class EngineLoop:
+    """Messages in, steps, messages out."""
+
+    def __init__(self, core: Core, channel: EngineChannel, heartbeat: Heartbeat) -> None:
+        self._core = core
+        self._channel = channel
+        self._heartbeat = heartbeat
+        self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities told, by open request
+        self._broken_steps = 0
+
+    def run(self) -> None:
+        """Until ``Shutdown``. Raises what a step raised if ``MAX_BROKEN_STEPS`` of them broke in a row."""
+        while True:
+            for message in self._channel.receive(0 if self._core.has_work else _IDLE_MS):
+                if isinstance(message, wire.Shutdown):
+                    return
+                self._obey(message)
+            if self._core.has_work:
+                self._step()
+
+    def _obey(self, message: wire.AddRequest | wire.FinishRequests) -> None:
+        if isinstance(message, wire.AddRequest):
+            self._sent[message.request_id] = (0, 0)
+            self._core.add(message.to_request())
+            return
+        for request_id in message.request_ids:
+            self._sent.pop(request_id, None)
+            self._core.finish(request_id, message.reason)
+        self._channel.send(wire.Outputs([], self._stats()))  # so that the gauges fall even if no step follows
+
+    def _step(self) -> None:
+        try:
+            with self._heartbeat.step():
+                changed = self._core.step()
+        except Exception:
+            self._broken_steps += 1
+            logger.exception("a step broke; its requests end with an error")
+            if self._broken_steps >= MAX_BROKEN_STEPS:
+                raise
+            return
+        if changed:
+            self._broken_steps = 0
+        updates = [self._update(request) for request in changed if request.request_id in self._sent]
+        if updates:
+            self._channel.send(wire.Outputs(updates, self._stats()))
+
+    def _update(self, request: Request) -> wire.Update:
+        """What the server has not been told yet."""
+        num_tokens, num_prompt_logprobs = self._sent[request.request_id]
+        # A preempted request fills its prompt log probabilities again from the start, with the same values.
+        told = max(num_prompt_logprobs, len(request.prompt_logprobs))
+        if request.finish_reason is None:
+            self._sent[request.request_id] = (len(request.output_token_ids), told)
+        else:
+            del self._sent[request.request_id]
+        return wire.Update(
+            request_id=request.request_id,
+            token_ids=request.output_token_ids[num_tokens:],
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+            first_scheduled=request.times.first_scheduled,
+            first_token=request.times.first_token,
+            finished=request.times.finished,
+            num_preemptions=request.num_preemptions,
+            logprobs=request.logprobs[num_tokens:] if request.logprobs else [],
+            prompt_logprobs=request.prompt_logprobs[num_prompt_logprobs:],
+            cache_report=request.cache_report if num_tokens == 0 else None,
+        )
+
+    def _stats(self) -> wire.EngineStats:
+        stats = self._core.stats()
+        return wire.EngineStats(
+            num_waiting=stats.num_waiting,
+            num_running=stats.num_running,
+            num_free_pages=stats.num_free_pages,
+            num_free_slots=stats.num_free_slots,
+            num_preemptions=stats.num_preemptions,
+            num_steps=self._heartbeat.num_steps,
+        )
+
+
+Start = Callable[[EngineStart, EngineChannel], tuple[Core, wire.Capacity]]
+"""Makes the core and says what it holds, reporting stages on the way."""
+
+
+def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.Capacity]:
+    """The real engine."""
+    from weft.config import resolve
+
+    config = resolve(**start.settings)
+    channel.send(wire.Configured(config))
+    began = time.monotonic()
+    from weft.engine.core import EngineCore  # imports torch and the models
+
+    channel.send(wire.Stage("libraries", time.monotonic() - began, "torch and the model code"))
+    began = time.monotonic()
+    core = EngineCore(config)
+    plan = core.plan
+    channel.send(wire.Stage("engine", time.monotonic() - began, f"{config.dtype} on {config.device}"))
+    capacity = wire.Capacity(
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        num_pages=plan.num_pages,
+        page_size=config.page_size,
+        num_slots=plan.num_slots,
+    )
+    return core, capacity
+
+
+def main(make: Start = start_core) -> int:
+    """Run the engine process until it is told to leave. Returns its exit status."""
+    start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineStart)
+    _tie_to_parent(start.parent_pid)
+    logging.basicConfig(level=logging.WARNING, format="engine: %(name)s: %(message)s")
+    directory = Path(start.directory)
+    heartbeat = Heartbeat(directory / "heartbeat", start.parent_pid)
+    heartbeat.start()
+    channel = EngineChannel(directory)
+    try:
+        core, capacity = make(start, channel)
+        channel.send(wire.Ready(capacity))
+        EngineLoop(core, channel, heartbeat).run()
+    except Exception as error:
+        failed = wire.failure(error)
+        if not failed.user_error:
+            logger.exception("the engine ends")
+        channel.send(failed)
+        return 1
+    finally:
+        channel.close()
+    core.shutdown()
+    return 0
+
+
+def _tie_to_parent(parent_pid: int) -> None:
+    """Die with the parent, and leave the signals that end a service to it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it died before the line above
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

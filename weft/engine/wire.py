@@ -1,0 +1,199 @@
+"""What the server process and the engine process say to each other.
+
+Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
+Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
+
+Towards the engine: ``AddRequest``, ``FinishRequests``, ``Shutdown``. From the engine, in this order: ``Configured``,
+``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something; ``Failed`` if it cannot start
+or go on. Moments are seconds of ``time.monotonic()``, which all processes of a machine share on Linux.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.config import EngineConfig
+from weft.errors import WeftError
+from weft.messages import RowSampling, TokenLogprobs
+from weft.outputs import CacheReport
+from weft.request import FinishReason, Request
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    """A validated request; fields as in ``weft.request.Request``. ``arrival_time``: when the server accepted it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: RowSampling
+    max_tokens: int
+    arrival: int
+    arrival_time: float
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    cache_salt: str | None = None
+    checkpoint_positions: list[int] = []
+
+    @classmethod
+    def of(cls, request: Request) -> AddRequest:
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            arrival=request.arrival,
+            arrival_time=request.times.arrival,
+            stop_token_ids=request.stop_token_ids,
+            eos_token_ids=request.eos_token_ids,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            checkpoint_positions=request.checkpoint_positions,
+        )
+
+    def to_request(self) -> Request:
+        """A fresh request, for the engine's side."""
+        request = Request(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            arrival=self.arrival,
+            stop_token_ids=self.stop_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            checkpoint_positions=self.checkpoint_positions,
+        )
+        request.times.arrival = self.arrival_time
+        return request
+
+
+class FinishRequests(msgspec.Struct, frozen=True, tag="finish"):
+    """End these requests now; nothing more is said about them. ``reason``: ``"abort"``, or ``"stop"`` (stop string)."""
+
+    request_ids: list[str]
+    reason: FinishReason = "abort"
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave, with status 0."""
+
+
+ToEngine = AddRequest | FinishRequests | Shutdown
+
+
+class Configured(msgspec.Struct, frozen=True, tag="configured"):
+    """The settings are resolved; weights and caches follow."""
+
+    config: EngineConfig
+
+
+class Stage(msgspec.Struct, frozen=True, tag="stage"):
+    """A part of the start is done, after ``seconds``; ``note`` says what came of it."""
+
+    name: str
+    seconds: float
+    note: str = ""
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What the engine can hold, after clamping to memory."""
+
+    max_model_len: int
+    max_num_seqs: int
+    num_pages: int
+    page_size: int
+    num_slots: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine takes requests."""
+
+    capacity: Capacity
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine is about to exit. ``user_error``: the settings are to blame, and ``message`` says what to do."""
+
+    message: str
+    user_error: bool = False
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """News of one request since its last update; moments and counters as in ``Request``."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    cache_report: CacheReport | None = None
+
+    def apply(self, request: Request) -> None:
+        """Bring the server's copy of the request up to date."""
+        request.output_token_ids.extend(self.token_ids)
+        request.logprobs.extend(self.logprobs)
+        request.prompt_logprobs.extend(self.prompt_logprobs)
+        request.finish_reason, request.stop_reason = self.finish_reason, self.stop_reason
+        request.num_cached_tokens, request.num_preemptions = self.num_cached_tokens, self.num_preemptions
+        if self.cache_report is not None:
+            request.cache_report = self.cache_report
+        times = request.times
+        times.first_scheduled, times.first_token, times.finished = self.first_scheduled, self.first_token, self.finished
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges and counters of the engine, counters since its start."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_pages: int = 0
+    num_free_slots: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What one step changed."""
+
+    updates: list[Update]
+    stats: EngineStats
+
+
+FromEngine = Configured | Stage | Ready | Failed | Outputs
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} does not cross the process border")
+
+
+def _decode_other(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} does not cross the process border")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_other).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other).decode
+
+
+def failure(error: BaseException) -> Failed:
+    """How the end of the engine is told."""
+    if isinstance(error, WeftError):
+        return Failed(str(error), user_error=True)
+    return Failed(f"{type(error).__name__}: {error}")

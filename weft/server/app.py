@@ -1,0 +1,150 @@
+"""The ASGI application: which path is answered by what.
+
+Job: the table of routes, reading bodies within their limit, and errors in the OpenAI shape.
+Owns: the table. Does not know: what handlers do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from weft.server import utility
+from weft.server.calls import Context
+from weft.server.chat_completions import chat_completions
+from weft.server.completions import completions
+from weft.server.errors import ApiError, as_api_error, error_response
+from weft.server.gate import Gate
+from weft.server.metrics import CONTENT_TYPE, Metrics
+from weft.server.openapi import openapi_document
+from weft.server.protocol import (
+    BodyReader,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from weft.server.requestlog import RequestLog
+from weft.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+PostHandler = Callable[[Context, bytes], Awaitable[Any]]
+
+POSTS: dict[str, tuple[PostHandler, type[msgspec.Struct]]] = {
+    "/v1/chat/completions": (chat_completions, ChatCompletionRequest),
+    "/v1/completions": (completions, CompletionRequest),
+    "/tokenize": (utility.tokenize, TokenizeRequest),
+    "/detokenize": (utility.detokenize, DetokenizeRequest),
+}
+"""Path -> handler of the body, and the body's type. A handler gives a ``Response`` or a JSON value."""
+
+GETS: dict[str, Callable[[Context], Any]] = {
+    "/v1/models": utility.models,
+    "/tokenizer_info": utility.tokenizer_info,
+    "/health": utility.health,
+    "/ready": utility.ready,
+    "/load": utility.load,
+    "/version": utility.version,
+}
+"""Path -> what it gives: a JSON value, or a status and one."""
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The application over a service."""
+    settings = service.settings
+    context = Context(service, settings, BodyReader(settings.strict), Metrics(service), RequestLog())
+    document = msgspec.json.encode(openapi_document({path: kind for path, (_, kind) in POSTS.items()}, list(GETS)))
+
+    async def metrics(request: Request) -> Response:
+        return Response(context.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        return await _get(context, lambda context: utility.model(context, name))(request)
+
+    async def openapi(request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    routes = [
+        *(Route(path, _post(context, handler), methods=["POST"]) for path, (handler, _) in POSTS.items()),
+        *(Route(path, _get(context, handler), methods=["GET"]) for path, handler in GETS.items()),
+        Route("/v1/models/{name:path}", one_model, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
+    app.router.redirect_slashes = False
+    return Gate(app, settings, [*POSTS, *GETS, "/metrics", "/openapi.json"], context.metrics.responded)
+
+
+def _post(context: Context, handler: PostHandler) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        try:
+            result = await handler(context, await read_body(request, context.settings.max_body_bytes))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody is there to read it
+        except Exception as error:
+            return _failure(error)
+        return result if isinstance(result, Response) else _json(result)
+
+    return endpoint
+
+
+def _get(context: Context, handler: Callable[[Context], Any]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        try:
+            result = handler(context)
+        except Exception as error:
+            return _failure(error)
+        return _json(result[1], result[0]) if isinstance(result, tuple) else _json(result)
+
+    return endpoint
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises ApiError (413) as soon as it is known to be too large."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than this server takes: {limit:,} bytes", code="body_too_large")
+
+
+def _failure(error: Exception) -> Response:
+    if as_api_error(error).status == 500:
+        logger.error("a request failed", exc_info=error)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+    return error_response(ApiError(error.status_code, message.get(error.status_code, error.detail)))
+
+
+async def _any_error(request: Request, error: Exception) -> Response:
+    return _failure(error)

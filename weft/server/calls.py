@@ -1,0 +1,165 @@
+"""One API call from its acceptance to its end.
+
+Job: admit, submit, and let go; count the usage; the ``weft`` extension field. Owns: a call's bookkeeping, so that every
+endpoint does it alike. Does not know: the shape of requests and responses.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.engine.async_engine import ResponseStream
+from weft.engine.inputs import PreparedPrompt
+from weft.engine.outputs import OutputStream
+from weft.errors import RequestError
+from weft.sampling_params import SamplingParams
+from weft.server.errors import ApiError
+from weft.server.metrics import Metrics
+from weft.server.protocol import BodyReader
+from weft.server.requestlog import RequestLog
+from weft.server.service import Service
+from weft.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every handler works with."""
+
+    service: Service
+    settings: ServerSettings
+    bodies: BodyReader
+    metrics: Metrics
+    log: RequestLog
+
+
+@dataclass(slots=True)
+class Call:
+    """A running call.
+
+    Attributes:
+        id: of the response, such as ``chatcmpl-…``.
+        model: name of the model in the response.
+        stream: the completions.
+        prompts: as submitted.
+        created: Unix time.
+    """
+
+    id: str
+    model: str
+    stream: ResponseStream
+    prompts: Sequence[PreparedPrompt]
+    context: Context
+    leave: Callable[[], None]
+    created: int = field(default_factory=lambda: int(time.time()))
+    _is_closed: bool = False
+
+    def close(self) -> None:
+        """The response has ended, well or not."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.stream.close()
+        self.leave()
+        self.context.metrics.observe(self.stream)
+        self.context.log.ended(self.id, self.stream)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-Request-Id": self.id}
+
+    def check_error(self, finish_reason: str | None) -> None:
+        """Raises ApiError if a completion ended because the model or its step broke."""
+        if finish_reason == "error":
+            raise ApiError(500, "the model computed NaN or its step broke", type="server_error", code="model_error")
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far. Prompt tokens count once per prompt, whatever ``n`` is."""
+        prompt = sum(len(p.token_ids) for p in self.prompts)
+        completion = sum(output.num_output_tokens for output in self.stream.outputs)
+        cached = sum(output.requests[0].num_cached_tokens or 0 for output in self.stream.outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def extension(self) -> dict[str, Any]:
+        """The ``weft`` field: what the cache gave and why not more, and where the time went, per prompt."""
+        return {"prompts": [_prompt_report(output) for output in self.stream.outputs]}
+
+
+def _prompt_report(output: OutputStream) -> dict[str, Any]:
+    result = output.output()
+    report = result.cache_report
+    metrics = result.metrics
+    return {
+        "cache": None if report is None else str(report),
+        "cached_tokens": result.num_cached_tokens,
+        "num_preemptions": metrics.num_preemptions,
+        "time_in_queue_s": _rounded(metrics.time_in_queue),
+        "time_to_first_token_s": _rounded(metrics.time_to_first_token),
+        "e2e_latency_s": _rounded(metrics.e2e_latency),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def check_model(context: Context, name: str | None) -> str:
+    """The served model's name. Raises ApiError if another one was asked for."""
+    served = context.service.model_name
+    if name is not None and name != served:
+        raise ApiError(
+            404,
+            f"model {name[:200]!r} is not served here; this server has {served!r}",
+            type="invalid_request_error",
+            param="model",
+            code="model_not_found",
+        )
+    return served
+
+
+async def open_call(
+    context: Context,
+    prefix: str,
+    params: SamplingParams,
+    num_prompts: int,
+    prepare: Callable[[], Awaitable[Sequence[PreparedPrompt]]],
+    *,
+    model: str,
+    request_id: str | None = None,
+    priority: int | None = None,
+) -> Call:
+    """Admit a call, wait for its prompts and submit it.
+
+    ``prepare`` makes the prompts; it is called once the call is admitted.
+
+    Raises:
+        RequestError, ApiError: it is refused; then nothing of it is left.
+    """
+    service = context.service
+    _ = service.engine  # raises if there is none; it may be replaced while the prompts are prepared
+    leave = service.admission.enter(num_prompts * params.n)
+    try:
+        prompts = await prepare()
+        engine = service.engine
+        call_id = f"{prefix}-{_check_id(request_id)}"
+        stream = engine.submit(call_id, prompts, params, priority=priority or 0)
+    except BaseException:
+        leave()
+        raise
+    return Call(call_id, model, stream, prompts, context, leave)
+
+
+def _check_id(request_id: str | None) -> str:
+    if request_id is None:
+        return uuid.uuid4().hex
+    if not request_id or len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
+        raise RequestError("request_id must be 1 to 128 printable ASCII characters", "request_id")
+    return request_id

@@ -1,0 +1,218 @@
+"""``/v1/chat/completions``.
+
+Job: a conversation in, messages out, whole or streamed, with reasoning and tool calls told apart.
+Owns: the response's shape. Does not know: how the parts are found (``answers.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.engine.async_engine import PromptDelta
+from weft.engine.inputs import PreparedPrompt
+from weft.engine.outputs import CompletionDelta
+from weft.errors import RequestError
+from weft.outputs import CompletionOutput
+from weft.server.answers import AnswerParser, Parts, ToolCall
+from weft.server.calls import Call, Context, check_model, open_call
+from weft.server.chat import opens_reasoning, prepare_chat, tool_schemas
+from weft.server.logprobs import chat_logprobs
+from weft.server.protocol import ChatCompletionRequest
+from weft.server.sampling import chat_params
+from weft.server.sse import DONE, JsonResponse, StreamResponse, data_event
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a call may do with tools.
+
+    Attributes:
+        schemas: parameters by function name; None: tool calls are not looked for.
+        shown: the tools that the template sees.
+    """
+
+    schemas: dict[str, Any] | None
+    shown: list[dict[str, Any]] | None
+
+
+async def chat_completions(context: Context, body: bytes) -> JsonResponse | StreamResponse:
+    """Handle one request. Raises RequestError or ApiError."""
+    request = context.bodies.read(body, ChatCompletionRequest)
+    model = check_model(context, request.model)
+    params = chat_params(request, context.settings)
+    tools = tool_use(request, context.settings.tool_call_parser)
+    call = await open_call(
+        context,
+        "chatcmpl",
+        params,
+        1,
+        lambda: _prepare(context, request, tools),
+        model=model,
+        request_id=request.request_id,
+        priority=request.priority,
+    )
+    answer = ChatAnswer(call, request, params.n, tools)
+    timeout_s = context.settings.request_timeout_s
+    if request.stream:
+        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers)
+    return JsonResponse(answer.body, call.close, timeout_s, headers=call.headers)
+
+
+def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
+    """Which tools are shown and which calls are read. Raises RequestError."""
+    schemas = tool_schemas(request.tools)
+    choice = request.tool_choice if request.tool_choice is not None else ("auto" if schemas else "none")
+    if choice not in ("auto", "none"):
+        raise RequestError(f"tool_choice={choice!r} is not supported by this version; give auto or none", "tool_choice")
+    if choice == "none" or parser == "none":
+        return ToolUse(None, request.tools if choice != "none" else None)
+    if not schemas:
+        raise RequestError("tool_choice needs tools; give some or leave it out", "tool_choice")
+    return ToolUse(schemas, request.tools)
+
+
+async def _prepare(context: Context, request: ChatCompletionRequest, tools: ToolUse) -> Sequence[PreparedPrompt]:
+    continues = bool(request.continue_final_message)
+    adds = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
+    prompt = await prepare_chat(
+        context.service.render,
+        context.service.tokenizer,
+        context.service.engine.inputs,
+        request.messages,
+        tools=tools.shown,
+        template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=adds,
+        continue_final_message=continues,
+    )
+    return [prompt]
+
+
+class ChatAnswer:
+    """The response to one call."""
+
+    def __init__(self, call: Call, request: ChatCompletionRequest, n: int, tools: ToolUse) -> None:
+        self._call = call
+        self._request = request
+        self._tools = tools
+        self._parsers = [self._parser() for _ in range(n)]
+        self._has_begun = [False] * n
+        options = request.stream_options
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+
+    def _parser(self) -> AnswerParser:
+        reads = self._call.context.settings.reasoning_parser != "none"
+        return AnswerParser(
+            reasoning=reads,
+            in_reasoning=reads and opens_reasoning(self._call.prompts[0]),
+            tools=self._tools.schemas,
+        )
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}
+
+    # -- whole ---------------------------------------------------------------------------------------------------
+
+    async def body(self) -> dict[str, Any]:
+        output = (await self._call.stream.results())[0]
+        choices = [self._choice(completion) for completion in output.outputs]
+        return self._head("chat.completion") | {
+            "choices": choices,
+            "usage": self._call.usage(),
+            "weft": self._call.extension(),
+        }
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        self._call.check_error(completion.finish_reason)
+        parser = self._parsers[completion.index]
+        parts = parser.feed(completion.text)
+        parts.add(parser.finish())
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
+        if parts.reasoning:
+            message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
+        if parts.calls:
+            message["tool_calls"] = [_whole_call(call) for call in parts.calls]
+        choice = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs(completion.logprobs),
+            "finish_reason": _finish_reason(completion.finish_reason, parser),
+            "stop_reason": completion.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _logprobs(self, entries: Any) -> dict[str, Any] | None:
+        if not self._request.logprobs or entries is None:
+            return None
+        return chat_logprobs(entries, self._request.top_logprobs or 0)
+
+    # -- streamed ------------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[bytes]:
+        async for deltas in self._call.stream:
+            for delta in deltas:
+                choice = self._delta_choice(delta)
+                if choice is not None:
+                    yield data_event(self._chunk([choice]))
+        if self._usage_at_end:
+            last = self._head("chat.completion.chunk") | {"choices": [], "usage": self._call.usage()}
+            yield data_event(last | {"weft": self._call.extension()})
+        yield DONE
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._head("chat.completion.chunk") | {"choices": choices}
+        if self._usage_always:
+            chunk["usage"] = self._call.usage()
+        return chunk
+
+    def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
+        """A chunk's choice, or None if there is nothing to tell yet."""
+        delta = prompt_delta[1]
+        self._call.check_error(delta.finish_reason)
+        parser = self._parsers[delta.index]
+        num_calls = parser.num_calls
+        parts = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parts.add(parser.finish())
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        wants_ids = bool(self._request.return_token_ids)
+        if not (parts or delta.finish_reason or logprobs or wants_ids or self._usage_always):
+            return None
+        choice = {
+            "index": delta.index,
+            "delta": self._delta(delta, parts, num_calls),
+            "logprobs": logprobs,
+            "finish_reason": _finish_reason(delta.finish_reason, parser),
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if wants_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _delta(self, delta: CompletionDelta, parts: Parts, num_calls: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        if not self._has_begun[delta.index]:
+            self._has_begun[delta.index] = True
+            result["role"] = "assistant"
+            if not parts:
+                result["content"] = ""
+        if parts.reasoning:
+            result |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
+        if parts.content:
+            result["content"] = parts.content
+        if parts.calls:
+            result["tool_calls"] = [{"index": num_calls + i} | _whole_call(c) for i, c in enumerate(parts.calls)]
+        return result
+
+
+def _whole_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _finish_reason(reason: str | None, parser: AnswerParser) -> str | None:
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason

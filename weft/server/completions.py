@@ -1,0 +1,206 @@
+"""``/v1/completions``.
+
+Job: prompts in, texts out, whole or streamed. Owns: the response's shape. Does not know: how text comes about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from weft.engine.async_engine import PromptDelta
+from weft.engine.inputs import PreparedPrompt
+from weft.errors import RequestError
+from weft.outputs import CompletionOutput, RequestOutput
+from weft.server.calls import Call, Context, check_model, open_call
+from weft.server.logprobs import completion_logprobs
+from weft.server.protocol import CompletionRequest
+from weft.server.sampling import completion_params
+from weft.server.sse import DONE, JsonResponse, StreamResponse, data_event
+
+
+async def completions(context: Context, body: bytes) -> JsonResponse | StreamResponse:
+    """Handle one request. Raises RequestError or ApiError."""
+    request = context.bodies.read(body, CompletionRequest)
+    model = check_model(context, request.model)
+    params = completion_params(request, context.settings)
+    given = _prompt_list(request.prompt, context.settings.max_prompts)
+
+    async def prepare() -> Sequence[PreparedPrompt]:
+        return await context.service.render.run(_prepare, context, request, given)
+
+    call = await open_call(
+        context,
+        "cmpl",
+        params,
+        len(given),
+        prepare,
+        model=model,
+        request_id=request.request_id,
+        priority=request.priority,
+    )
+    answer = CompletionAnswer(call, request, params.n)
+    timeout_s = context.settings.request_timeout_s
+    if request.stream:
+        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers)
+    return JsonResponse(answer.body, call.close, timeout_s, headers=call.headers)
+
+
+def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[str | list[int]]:
+    """The prompts; a text or a list of token ids is one."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids and len(ids) == len(prompt):
+        return [ids]
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    if not prompts or ids:
+        raise RequestError("prompt must be a text, token ids, or a non-empty list of one of those", "prompt")
+    if len(prompts) > limit:
+        raise RequestError(f"prompt holds {len(prompts)} prompts; this server takes {limit} per call", "prompt")
+    return prompts
+
+
+def _prepare(context: Context, request: CompletionRequest, given: list[str | list[int]]) -> list[PreparedPrompt]:
+    engine = context.service.engine
+    prompts: list[PreparedPrompt] = []
+    for prompt in given:
+        if isinstance(prompt, str) and request.add_special_tokens is False and engine.tokenizer is not None:
+            ids = engine.tokenizer.encode(prompt, add_special_tokens=False)
+            prompts.append(engine.inputs.prepare_prompt({"prompt": prompt, "prompt_token_ids": ids}))
+        else:
+            prompts.append(engine.inputs.prepare_prompt(prompt))
+    return prompts
+
+
+class CompletionAnswer:
+    """The response to one call."""
+
+    def __init__(self, call: Call, request: CompletionRequest, n: int) -> None:
+        self._call = call
+        self._request = request
+        self._n = n
+        self._hides_output = request.max_tokens == 0
+        self._offsets: dict[int, int] = {}
+        options = request.stream_options
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+
+    # -- whole ---------------------------------------------------------------------------------------------------
+
+    async def body(self) -> dict[str, Any]:
+        outputs = await self._call.stream.results()
+        choices = [
+            self._choice(i, output, completion) for i, output in enumerate(outputs) for completion in output.outputs
+        ]
+        return self._head("text_completion") | {
+            "choices": choices,
+            "usage": self._usage(),
+            "weft": self._call.extension(),
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._call.usage()
+        if self._hides_output:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        self._call.check_error(completion.finish_reason)
+        text = "" if self._hides_output else completion.text
+        if self._request.echo:
+            text = self._prompt_text(index) + text
+        choice = {
+            "index": index * self._n + completion.index,
+            "text": text,
+            "logprobs": self._logprobs(output, completion),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
+        if self._request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _prompt_logprobs(output)
+        return choice
+
+    def _prompt_text(self, index: int) -> str:
+        """The prompt as text, decoded if it came as token ids."""
+        prompt, tokenizer = self._call.prompts[index], self._call.context.service.tokenizer
+        if prompt.text is not None:
+            return prompt.text
+        return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+    def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        entries: list[Any] = list(completion.logprobs or [])
+        if self._hides_output:
+            entries = []
+        if not self._request.echo:
+            return completion_logprobs(entries, self._request.logprobs)[0]
+        prompt = list(output.prompt_logprobs or [])
+        result, _ = completion_logprobs(prompt + entries, self._request.logprobs)
+        first = self._call.context.service.tokenizer.token_text(output.prompt_token_ids[0])
+        result["tokens"][0] = first  # it has no log probability, but it has a text
+        result["text_offset"][1:] = [offset + len(first) for offset in result["text_offset"][1:]]
+        return result
+
+    # -- streamed ------------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[bytes]:
+        if self._request.echo:
+            for i in range(len(self._call.prompts)):
+                for k in range(self._n):
+                    yield data_event(self._chunk({"index": i * self._n + k, "text": self._prompt_text(i)}))
+        async for deltas in self._call.stream:
+            for delta in deltas:
+                choice = self._delta_choice(delta)
+                if choice is not None:
+                    yield data_event(self._chunk(choice))
+        if self._usage_at_end:
+            last = self._head("text_completion") | {"choices": [], "usage": self._usage()}
+            yield data_event(last | {"weft": self._call.extension()})
+        yield DONE
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        full = {"logprobs": None, "finish_reason": None, "stop_reason": None} | choice
+        chunk = self._head("text_completion") | {"choices": [full]}
+        if self._usage_always:
+            chunk["usage"] = self._usage()
+        return chunk
+
+    def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
+        """A chunk's choice, or None if there is nothing to tell yet."""
+        prompt_index, delta = prompt_delta
+        self._call.check_error(delta.finish_reason)
+        index = prompt_index * self._n + delta.index
+        text = "" if self._hides_output else delta.text
+        choice: dict[str, Any] = {"index": index, "text": text}
+        if delta.finish_reason is not None:
+            choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if delta.logprobs is not None and self._request.logprobs is not None and delta.logprobs:
+            shown, offset = completion_logprobs(
+                list(delta.logprobs), self._request.logprobs, self._offsets.get(index, 0)
+            )
+            self._offsets[index] = offset
+            choice["logprobs"] = shown
+        if self._request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        tells = text or delta.finish_reason is not None or "logprobs" in choice or "token_ids" in choice
+        return choice if tells or self._usage_always else None
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """Per prompt token: token id (as text) -> log probability, rank, text."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {"logprob": max(v.logprob, -9999.0), "rank": v.rank, "decoded_token": v.decoded_token}
+            for token, v in entry.items()
+        }
+        for entry in output.prompt_logprobs or []
+    ]

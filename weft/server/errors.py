@@ -1,0 +1,66 @@
+"""Errors on the wire, in the shape of the OpenAI API.
+
+Job: from an exception to a status and a body. Owns: statuses and error types. Does not know: routes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from weft.errors import EngineDeadError, RequestError, WeftError
+
+
+class ApiError(WeftError):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP status.
+        message: what was given, what is allowed, what to do.
+        type: the OpenAI error type.
+        param: the request field to blame.
+        code: a word for programs.
+        retry_after_s: seconds after which the caller may try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as an ``ApiError``; what nobody foresaw is a 500 without details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), type="server_error", code="engine_dead")
+    return ApiError(500, "the server made a mistake; its log says more", type="server_error")
+
+
+def error_body(error: ApiError) -> dict[str, object]:
+    return {"error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: Exception) -> Response:
+    """The whole response to a request that failed before anything was sent."""
+    known = as_api_error(error)
+    headers = {} if known.retry_after_s is None else {"Retry-After": str(known.retry_after_s)}
+    if known.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = msgspec.json.encode(error_body(known))
+    return Response(body, known.status, headers, media_type="application/json")

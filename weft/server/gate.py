@@ -1,0 +1,106 @@
+"""The door: who may come in, and with how much.
+
+Job: a raw ASGI layer before everything else: Host check, API keys, trace ids, counting responses.
+Owns: which paths are open. Does not know: handlers.
+
+It decides on the raw ASGI path, by a list of open paths: what is not on the list needs a key, whatever the router makes
+of it later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Collection
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.server.errors import ApiError, error_response
+from weft.server.requestlog import read_traceparent, trace_id
+from weft.server.settings import ServerSettings
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/index.html"})
+
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+
+
+class Gate:
+    """Wraps the application.
+
+    Args:
+        routes: paths that are counted by name; all others are counted together.
+        responded: told of path and status of each response.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        routes: Collection[str],
+        responded: Callable[[str, int], None],
+    ) -> None:
+        self._app = app
+        self._routes = frozenset(routes)
+        self._responded = responded
+        keys = [*settings.api_keys, *([settings.admin_key] if settings.admin_key else [])]
+        self._keys = [_digest(key.encode()) for key in keys]
+        self._hosts = _LOOPBACK_NAMES | set(settings.allowed_hosts) if settings.is_loopback else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # no other protocol is spoken here; the server closes the connection
+        headers = dict(scope["headers"])
+        trace_id.set(read_traceparent(headers.get(b"traceparent")))
+        path = scope["path"] if scope["path"] in self._routes else "other"
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._responded(path, message["status"])
+            await send(message)
+
+        refusal = self._check_host(headers) or self._check_key(scope["path"], headers)
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, counting)
+            return
+        await self._app(scope, receive, counting)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        """On loopback only its own names are accepted, so that no web page can reach the server by DNS rebinding."""
+        if self._hosts is None:
+            return None
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+        if (name or host) in self._hosts:
+            return None
+        return ApiError(403, f"Host {host[:100]!r} is not served on loopback; use localhost, or set --allowed-host")
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if not self._keys or path in OPEN_PATHS:
+            return None
+        given = presented_key(headers)
+        if given is not None:
+            digest = _digest(given)
+            # Every key is compared, in constant time each, so that nothing is learned from how long it takes.
+            if sum([hmac.compare_digest(digest, key) for key in self._keys]):
+                return None
+        return ApiError(
+            401,
+            "no valid API key; send 'Authorization: Bearer KEY'",
+            type="authentication_error",
+            code="invalid_api_key",
+        )
+
+
+def presented_key(headers: dict[bytes, bytes]) -> bytes | None:
+    """The key that a caller sent, as a bearer token or in ``x-api-key``."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and token.strip():
+        return token.strip()
+    return headers.get(b"x-api-key")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

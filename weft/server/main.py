@@ -1,0 +1,149 @@
+"""``weft serve``, without the command line: sockets, signals, start and end.
+
+Job: listen, run the application and the service in one event loop, tell the start stage by stage, drain on SIGTERM.
+Owns: the process's exit status. Does not know: routes, flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import uvicorn
+import uvloop
+
+from weft import __version__
+from weft.engine.launcher import ENGINE_MODULE
+from weft.errors import ConfigError
+from weft.server.app import build_app
+from weft.server.requestlog import configure_logging
+from weft.server.service import Service, State
+from weft.server.settings import ServerSettings
+
+_FLUSH_S = 0.5
+"""How long streams get to send their last event after the engine has died."""
+
+
+def serve(
+    settings: ServerSettings,
+    engine_settings: dict[str, Any],
+    *,
+    verbose: bool = False,
+    engine_module: str = ENGINE_MODULE,
+) -> int:
+    """Serve until a signal ends it. Returns the exit status.
+
+    Raises:
+        ConfigError: the settings are not valid, or the address cannot be had.
+    """
+    settings.check()
+    listener = _listen(settings)
+    configure_logging(settings.log_format == "json", verbose)
+    return uvloop.run(_run(settings, engine_settings, listener, engine_module))
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    """The listening socket, made before the model is loaded: a port in use is told at once."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; "
+            "choose another --port or --host"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+class StartReport:
+    """Tells the stages of the start, on stderr."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def head(self, settings: ServerSettings, listener: socket.socket) -> None:
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self._say(f"weft {__version__}: http://{host}:{listener.getsockname()[1]}")
+
+    def stage(self, name: str, seconds: float, note: str) -> None:
+        self._say(f"  {name:<10} {seconds:6.2f} s  {note}")
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(
+    settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket, engine_module: str
+) -> int:
+    report = StartReport(sys.stderr)
+    report.head(settings, listener)
+    service = Service(settings, engine_settings, report.stage, engine_module)
+    config = uvicorn.Config(
+        build_app(service),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        http="httptools",
+        ws="none",
+        timeout_graceful_shutdown=2,
+        backlog=2048,
+    )
+    http = _HttpServer(config)
+    stop = _Stop(service)
+    stop.install(asyncio.get_running_loop())
+    service.start()
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection
+    await asyncio.wait((serving, asyncio.create_task(service.ended.wait())), return_when=asyncio.FIRST_COMPLETED)
+    if service.state is State.DEAD:
+        await asyncio.sleep(_FLUSH_S)
+    http.should_exit = True
+    await serving
+    await service.close()
+    return _status(service)
+
+
+def _status(service: Service) -> int:
+    if service.failure is None:
+        return 0
+    print(f"weft: error: {service.failure.message}", file=sys.stderr)
+    return 2 if service.failure.user_error else 1
+
+
+class _Stop:
+    """What SIGTERM and SIGINT do: the first drains, the second leaves at once."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._draining: asyncio.Task[None] | None = None
+
+    def install(self, loop: asyncio.AbstractEventLoop) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal)
+
+    def _signal(self) -> None:
+        if self._draining is not None:
+            self._service.ended.set()
+            return
+        num_open = self._service.admission.num_open if self._service.open_engine else 0
+        print(f"weft: shutting down; {num_open} open completions may finish", file=sys.stderr, flush=True)
+        self._draining = asyncio.create_task(self._service.drain())

@@ -1,0 +1,195 @@
+"""Prometheus metrics.
+
+Job: gauges, counters and histograms under the names that dashboards for vLLM use (``vllm:…``, same meaning and labels),
+and Weft's own (``weft:…``). Owns: the registry. Does not know: routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from weft.engine.async_engine import ResponseStream
+from weft.request import Request
+from weft.server.service import Service
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_LONG = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+)
+_TOKENS = tuple(float(10**e * m) for e in range(6) for m in (1, 2, 5))
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("time from arrival to the first token", _SECONDS),
+    "inter_token_latency_seconds": ("mean time between two tokens of a request", _SECONDS),
+    "time_per_output_token_seconds": ("mean time per token after the first", _SECONDS),
+    "request_queue_time_seconds": ("time until a request was first scheduled", _LONG),
+    "request_prefill_time_seconds": ("time from the first schedule to the first token", _LONG),
+    "request_decode_time_seconds": ("time from the first token to the last", _LONG),
+    "e2e_request_latency_seconds": ("time from arrival to the last token", _LONG),
+    "request_prompt_tokens": ("prompt tokens per request", _TOKENS),
+    "request_generation_tokens": ("generated tokens per request", _TOKENS),
+}
+_COUNTERS = {
+    "prompt_tokens": "prompt tokens of all requests",
+    "generation_tokens": "generated tokens",
+    "prefix_cache_queries": "prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits": "prompt tokens found in the prefix cache",
+}
+
+
+class Metrics:
+    """All metrics of one service. Request figures are taken when a call ends."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(service))
+        labels = ("model_name", "engine")
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", help, labels, buckets=buckets, registry=self._registry)
+            for name, (help, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(f"vllm:{name}", help, labels, registry=self._registry) for name, help in _COUNTERS.items()
+        }
+        self._success = Counter(
+            "vllm:request_success",
+            "requests that ended, by reason",
+            (*labels, "finished_reason"),
+            registry=self._registry,
+        )
+        self._responses = Counter(
+            "weft:http_responses", "responses by path and status", ("path", "status"), registry=self._registry
+        )
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+    def responded(self, path: str, status: int) -> None:
+        """``path`` is a route, never what a caller made up."""
+        self._responses.labels(path, str(status)).inc()
+
+    def observe(self, stream: ResponseStream) -> None:
+        """A call has ended."""
+        labels = (self._service.model_name, "0")
+        for output in stream.outputs:
+            for request in output.requests:
+                self._observe_request(request, labels)
+
+    def _observe_request(self, request: Request, labels: tuple[str, str]) -> None:
+        generated = len(request.output_token_ids)
+        self._counters["prompt_tokens"].labels(*labels).inc(request.num_prompt_tokens)
+        self._counters["generation_tokens"].labels(*labels).inc(generated)
+        self._success.labels(*labels, request.finish_reason or "abort").inc()
+        if request.num_cached_tokens is not None:
+            self._counters["prefix_cache_queries"].labels(*labels).inc(request.num_prompt_tokens)
+            self._counters["prefix_cache_hits"].labels(*labels).inc(request.num_cached_tokens)
+        for name, value in _figures(request):
+            self._histograms[name].labels(*labels).observe(value)
+
+
+def _figures(request: Request) -> Iterable[tuple[str, float]]:
+    times, generated = request.times, len(request.output_token_ids)
+    yield "request_prompt_tokens", request.num_prompt_tokens
+    yield "request_generation_tokens", generated
+    if times.first_scheduled is not None:
+        yield "request_queue_time_seconds", times.first_scheduled - times.arrival
+    if times.first_token is not None:
+        yield "time_to_first_token_seconds", times.first_token - times.arrival
+        if times.first_scheduled is not None:
+            yield "request_prefill_time_seconds", times.first_token - times.first_scheduled
+    if times.finished is not None:
+        yield "e2e_request_latency_seconds", times.finished - times.arrival
+        if times.first_token is not None:
+            decode = times.finished - times.first_token
+            yield "request_decode_time_seconds", decode
+            if generated > 1:
+                yield "time_per_output_token_seconds", decode / (generated - 1)
+                yield "inter_token_latency_seconds", decode / (generated - 1)
+
+
+class _EngineCollector(Collector):
+    """Gauges read from the engine's last report."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Any]:
+        service = self._service
+        yield _gauge("weft:engine_up", "1 while the engine takes requests", float(service.unhealthy_reason is None))
+        yield _counter("weft:engine_restarts", "engines started after one had died", service.num_restarts)
+        engine = service.open_engine
+        if engine is None:
+            return
+        stats, capacity = engine.stats, service.capacity
+        labels = {"model_name": service.model_name, "engine": "0"}
+        used = 1.0 - stats.num_free_pages / max(1, capacity.num_pages - 1) if stats.num_steps else 0.0
+        yield _gauge("vllm:num_requests_running", "requests in the batch", stats.num_running, labels)
+        yield _gauge("vllm:num_requests_waiting", "requests that wait for a place", stats.num_waiting, labels)
+        yield _gauge("vllm:kv_cache_usage_perc", "share of KV pages in use, 1 is all", used, labels)
+        yield _counter("vllm:num_preemptions", "requests that had to give way", stats.num_preemptions, labels)
+        yield _gauge("weft:kv_pages_free", "KV pages that nobody holds", stats.num_free_pages, labels)
+        yield _gauge("weft:kv_pages", "KV pages in all", capacity.num_pages - 1, labels)
+        yield _gauge("weft:state_slots_free", "recurrent-state slots that nobody holds", stats.num_free_slots, labels)
+        yield _gauge("weft:state_slots", "recurrent-state slots in all", max(0, capacity.num_slots - 1), labels)
+        yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
+        yield _gauge("weft:open_completions", "completions accepted and not ended", service.admission.num_open, labels)
+
+
+def _gauge(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help, labels=list(labels or ()))
+    family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def _counter(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help, labels=list(labels or ()))
+    family.add_metric(list((labels or {}).values()), value)
+    return family

@@ -1,0 +1,209 @@
+"""Requests of the OpenAI API as Weft reads them, and how a body becomes one.
+
+Job: the fields of each request with their types, and their validation (msgspec).
+Owns: names and types, including the fields of vLLM's API that go beyond OpenAI's. Does not know: the engine; what
+depends on the model (ranges, vocabulary, length) is checked where the request is accepted.
+
+Every field may be null, which means the same as leaving it out. ``NO_EFFECT`` are fields of OpenAI's API that do not
+bear on the answer (accounting, storage, caching hints): they are known and have no effect here.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from weft.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+NO_EFFECT = frozenset(
+    {
+        "client_metadata",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+
+
+class StreamOptions(msgspec.Struct):
+    """``include_usage``: a last chunk with the usage; ``continuous_usage_stats``: usage in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """``type``: text, json_object, json_schema, or regex, ebnf and the like are under ``structured_outputs``."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """One constraint on the form of the output."""
+
+    json: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What completions and chat completions share; see ``weft.sampling_params.SamplingParams``."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of ``/v1/completions``. ``prompt``: a text, token ids, a list of texts, or a list of lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(SamplingFields, kw_only=True):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``/tokenize``: a ``prompt``, or ``messages`` for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``/detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class BodyReader:
+    """Reads request bodies. ``strict``: an unknown field is an error; otherwise each is warned of once."""
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._warned: set[str] = set()
+
+    def read(self, body: bytes, kind: type[Body]) -> Body:
+        """``body`` as ``kind``.
+
+        Raises:
+            RequestError: not JSON, a field of the wrong type, or under ``strict`` one that is not known.
+        """
+        fields = parse_object(body)
+        self._check_names(fields, kind)
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            raise _type_error(error) from error
+        except RecursionError as error:
+            raise RequestError("the body is nested too deeply") from error
+
+    def _check_names(self, fields: Mapping[str, Any], kind: type[Body]) -> None:
+        unknown = [name for name in fields if name not in kind.__struct_fields__ and name not in NO_EFFECT]
+        if unknown and self._strict:
+            raise RequestError(f"unknown field {unknown[0]!r}; leave it out (this server is strict)", unknown[0])
+        for name in unknown:
+            # Callers choose the names, so what is remembered and what is logged have a bound.
+            if name not in self._warned and len(self._warned) < 100:
+                self._warned.add(name)
+                logger.warning("request field %.60r is not known and has no effect", name)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object. Raises RequestError for anything else."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise RequestError("the body must be a JSON object")
+    return fields
+
+
+def _type_error(error: msgspec.ValidationError) -> RequestError:
+    """msgspec's message (``Expected `int`, got `str` - at `$.max_tokens```) with the field's name in front."""
+    text = str(error)
+    path = re.search(r" - at `\$\.?(.*?)`$", text)
+    name = path.group(1) if path and path.group(1) else None
+    missing = re.search(r"required field `(\w+)`", text)
+    if missing:
+        name = missing.group(1)
+        return RequestError(f"{name} is missing; the request needs it", name)
+    text = text[: path.start()] if path else text
+    return RequestError(f"{name}: {text}" if name else text, re.split(r"[.\[]", name)[0] if name else None)

@@ -1,0 +1,96 @@
+"""From the fields of an API request to ``SamplingParams``.
+
+Job: names, units and limits of the API. Owns: the API's own defaults. Does not know: the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.errors import RequestError
+from weft.sampling_params import SamplingParams
+from weft.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from weft.server.settings import ServerSettings
+
+COMPLETION_MAX_TOKENS = 16
+"""What ``/v1/completions`` generates if the caller does not say (the OpenAI API's default)."""
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+def completion_params(request: CompletionRequest, settings: ServerSettings) -> SamplingParams:
+    """Raises RequestError, as does ``chat_params``."""
+    _check_completion(request)
+    given = _shared(request, settings)
+    max_tokens = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    # With echo, no new token at all may be asked for; the engine needs one, which is then not shown.
+    given["max_tokens"] = 1 if max_tokens == 0 and request.echo else max_tokens
+    if request.logprobs is not None:
+        given["logprobs"] = request.logprobs
+        if request.echo:
+            given["prompt_logprobs"] = request.logprobs
+    return SamplingParams(**given)
+
+
+def _check_completion(request: CompletionRequest) -> None:
+    if request.suffix:
+        raise RequestError("suffix is not supported; leave it out", "suffix")
+    if request.best_of not in (None, 1) and request.best_of != request.n:
+        raise RequestError(f"best_of={request.best_of} is not supported; use n and choose among the answers", "best_of")
+    if request.echo and request.stream and request.logprobs is not None:
+        raise RequestError("echo with logprobs cannot be streamed; set stream=false", "stream")
+
+
+def chat_params(request: ChatCompletionRequest, settings: ServerSettings) -> SamplingParams:
+    given = _shared(request, settings)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (value := getattr(request, name)) is not None:
+            given["max_tokens"] = value
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    if request.logprobs:
+        given["logprobs"] = _top_logprobs(request.top_logprobs or 0)
+    return SamplingParams(**given)
+
+
+def _top_logprobs(count: int) -> int:
+    if not 0 <= count <= 20:
+        raise RequestError(f"top_logprobs={count} is outside the allowed range: 0 to 20", "top_logprobs")
+    return count
+
+
+def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]:
+    given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.n is not None and request.n > settings.max_n:
+        raise RequestError(f"n={request.n} is more than this server allows: {settings.max_n}", "n")
+    if request.stop:
+        given["stop"] = request.stop
+    if request.logit_bias:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in request.logit_bias.items()}
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is for stream=true; leave it out", "stream_options")
+    return given
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 12):
+        raise RequestError(f'logit_bias has the key {key[:40]!r}; keys are token ids, such as "42"', "logit_bias")
+    return int(key)

@@ -1,0 +1,86 @@
+"""Settings of the HTTP server.
+
+Job: one frozen dataclass with defaults, and the checks between its fields. Owns: limits and their defaults.
+Does not know: flags, the engine's settings.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from weft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the server listens, whom it lets in, and how much it takes.
+
+    Attributes:
+        host, port: where to listen. Port 0: any free one (it is told at the start).
+        api_keys: callers must present one of them; empty: no keys.
+        admin_key: a further key, which may also look into the engine.
+        allow_unauthenticated: listen beyond loopback although there is no key.
+        allowed_hosts: names accepted in the Host header beside the loopback names, when listening on loopback.
+        strict: refuse request fields that are not known, instead of ignoring them with a warning.
+        restart_engine: start a new engine when it dies, instead of leaving.
+        max_queue_size: completions that may wait beyond those that run; more get 429.
+        request_timeout_s: longest life of one request, its streaming included.
+        drain_timeout_s: how long open requests may go on after SIGTERM.
+        max_body_bytes: largest request body.
+        max_n: most completions per prompt.
+        max_prompts: most prompts in one call.
+        max_schema_bytes: largest JSON schema, grammar or regular expression.
+        template_timeout_s: longest time to render a chat template.
+        tool_call_parser: how tool calls are read from the text: auto, hermes, qwen3_coder, none.
+        reasoning_parser: how reasoning is told from the answer: auto, qwen3, none.
+        log_format: text or json.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    allow_unauthenticated: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    strict: bool = False
+    restart_engine: bool = False
+    max_queue_size: int = 1024
+    request_timeout_s: float = 600.0
+    drain_timeout_s: float = 60.0
+    max_body_bytes: int = 8 << 20
+    max_n: int = 128
+    max_prompts: int = 1024
+    max_schema_bytes: int = 256 << 10
+    template_timeout_s: float = 2.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    log_format: str = "text"
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check(self) -> None:
+        """Raises ConfigError for values out of range and for an open door."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} is out of range; allowed: 0 (any free one) to 65535")
+        for name in ("request_timeout_s", "drain_timeout_s", "template_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        for name in ("max_queue_size", "max_body_bytes", "max_n", "max_prompts", "max_schema_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        if any(not key or not key.isascii() for key in (*self.api_keys, self.admin_key or "x")):
+            raise ConfigError("an API key is empty or not ASCII; give keys that fit into an HTTP header")
+        if not (self.is_loopback or self.api_keys or self.allow_unauthenticated):
+            raise ConfigError(
+                f"host={self.host!r} lets other machines in, but there is no API key; set --api-key, listen on "
+                "127.0.0.1, or say --allow-unauthenticated if something in front of the server checks callers"
+            )

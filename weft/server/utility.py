@@ -1,0 +1,127 @@
+"""Endpoints around generation: models, tokenization, and the state of the server.
+
+Job: answers that need no step of the engine. Owns: their shapes. Does not know: generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft import __version__
+from weft.errors import RequestError
+from weft.server.calls import Context, check_model
+from weft.server.chat import prepare_chat
+from weft.server.protocol import DetokenizeRequest, TokenizeRequest
+from weft.server.service import State
+
+
+def models(context: Context) -> dict[str, Any]:
+    """``/v1/models``."""
+    return {"object": "list", "data": [model(context, context.service.model_name)]}
+
+
+def model(context: Context, name: str) -> dict[str, Any]:
+    """``/v1/models/{name}``."""
+    _ = context.service.engine
+    return {
+        "id": check_model(context, name),
+        "object": "model",
+        "created": context.service.created,
+        "owned_by": "weft",
+        "max_model_len": context.service.capacity.max_model_len,
+    }
+
+
+async def tokenize(context: Context, body: bytes) -> dict[str, Any]:
+    """``/tokenize``."""
+    request = context.bodies.read(body, TokenizeRequest)
+    check_model(context, request.model)
+    ids = await _token_ids(context, request)
+    result: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": context.service.capacity.max_model_len,
+        "tokens": ids,
+    }
+    if request.return_token_strs:
+        tokenizer = context.service.tokenizer
+        result["token_strs"] = [tokenizer.token_text(token) for token in ids]
+    return result
+
+
+async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
+    service, tokenizer = context.service, context.service.tokenizer
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if request.prompt is not None:
+        special = request.add_special_tokens is not False
+        prompt = request.prompt
+        return await service.render.run(lambda: tokenizer.encode(prompt, add_special_tokens=special))
+    assert request.messages is not None
+    continues = bool(request.continue_final_message)
+    prepared = await prepare_chat(
+        service.render,
+        tokenizer,
+        service.engine.inputs,
+        request.messages,
+        tools=request.tools,
+        template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
+    )
+    return prepared.token_ids
+
+
+async def detokenize(context: Context, body: bytes) -> dict[str, Any]:
+    """``/detokenize``."""
+    request = context.bodies.read(body, DetokenizeRequest)
+    check_model(context, request.model)
+    tokenizer, limit = context.service.tokenizer, context.service.config.model_config.vocab_size
+    wrong = next((token for token in request.tokens if not 0 <= token < limit), None)
+    if wrong is not None:
+        raise RequestError(f"tokens holds {wrong}; the vocabulary has ids 0 to {limit - 1}", "tokens")
+    text = await context.service.render.run(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+    return {"prompt": text}
+
+
+def tokenizer_info(context: Context) -> dict[str, Any]:
+    """``/tokenizer_info``."""
+    tokenizer = context.service.tokenizer
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "special_token_ids": sorted(tokenizer.special_token_ids),
+        "has_chat_template": tokenizer.has_chat_template,
+        "max_model_len": context.service.capacity.max_model_len,
+    }
+
+
+def health(context: Context) -> tuple[int, dict[str, Any]]:
+    """``/health``: 200 while the engine lives and moves, also while the server drains."""
+    reason = context.service.unhealthy_reason
+    return (200, {"status": "ok"}) if reason is None else (503, {"status": reason})
+
+
+def ready(context: Context) -> tuple[int, dict[str, Any]]:
+    """``/ready``: 200 while new requests are taken."""
+    service = context.service
+    is_ready = service.state is State.READY and service.unhealthy_reason is None
+    status = "ready" if is_ready else service.unhealthy_reason or service.state.value
+    return (200 if is_ready else 503), {"status": status}
+
+
+def load(context: Context) -> dict[str, Any]:
+    """``/load``: completions accepted and not ended, and what the engine says."""
+    service = context.service
+    engine = service.engine
+    return {
+        "server_load": service.admission.num_open,
+        "num_running": engine.stats.num_running,
+        "num_waiting": engine.stats.num_waiting,
+        "limit": service.admission.limit,
+    }
+
+
+def version(context: Context) -> dict[str, Any]:
+    """``/version``."""
+    return {"version": __version__}
