@@ -57,12 +57,17 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """One rank: weights, caches, rows.
 
+    Attributes:
+        config, spec, plan: settings; the caches' geometry; their sizes.
+        graphs: of the decode step, or None.
+        startup: where the time of the start went.
+
     Raises:
         WeightsError, UnsupportedModelError, CapacityError: the model cannot be loaded, and why.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        self.config = config
         self.device = torch.device(config.device)
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
@@ -90,7 +95,7 @@ class ModelRunner:
 
     def _make_model(self) -> CausalLM:
         """The model with parameters that are not filled yet."""
-        config = self._config
+        config = self.config
         context = ModelContext(
             dtype=getattr(torch, config.dtype),
             device=self.device,
@@ -110,7 +115,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _walk_steps(self) -> None:
         """Every kind of step, on the smallest caches; with kernels that do not run, or with nonsense as results."""
-        config = self._config
+        config = self.config
         self.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
         self._attach(self.plan)
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
@@ -126,7 +131,7 @@ class ModelRunner:
         self.caches = {}
 
     def _plan(self) -> CachePlan:
-        config = self._config
+        config = self.config
         return plan_caches(
             self.spec,
             budget_bytes=self._cache_budget(),
@@ -140,15 +145,15 @@ class ModelRunner:
     def _cache_budget(self) -> int:
         """Bytes for caches: given on the CPU; on a GPU what is left of the share that Weft may use."""
         if self.device.type == "cpu":
-            return int(self._config.cpu_cache_gib * 2**30)
+            return int(self.config.cpu_cache_gib * 2**30)
         step_bytes = self._measure_step_bytes()
         free, total = torch.cuda.mem_get_info(self.device)
         budget = gpu_cache_budget(
             free_bytes=free,
             total_bytes=total,
-            utilization=self._config.gpu_memory_utilization,
+            utilization=self.config.gpu_memory_utilization,
             step_bytes=step_bytes,
-            graph_bytes=GRAPH_BYTES if self._config.cuda_graph_mode != "NONE" else 0,
+            graph_bytes=GRAPH_BYTES if self.config.cuda_graph_mode != "NONE" else 0,
         )
         logger.info("memory: step %.2f GiB, caches %.2f GiB", step_bytes / 2**30, budget / 2**30)
         return budget
@@ -158,7 +163,7 @@ class ModelRunner:
 
         Every sequence uses the same page and slot: what is computed is nonsense, but its size is right.
         """
-        config = self._config
+        config = self.config
         count = config.max_num_seqs
         length = max(1, min(config.max_num_batched_tokens // count, config.max_model_len))
         pages = self.spec.pages_for(length)
@@ -178,7 +183,7 @@ class ModelRunner:
 
     def _attach(self, plan: CachePlan) -> None:
         """Make caches, rows and buffers of the planned sizes."""
-        config = self._config
+        config = self.config
         names = (self._layers.names("full_attention"), self._layers.names("linear_attention"))
         self.caches = allocate_caches(self.spec, plan, *names, self.device)
         self._rows = RowTable(plan.max_num_seqs, self.spec.pages_for(plan.max_model_len), self.device)
@@ -194,7 +199,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_graphs(self) -> DecodeGraphs | None:
-        config = self._config
+        config = self.config
         if config.cuda_graph_mode == "NONE":
             return None
         sizes = decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs)
@@ -269,6 +274,27 @@ class ModelRunner:
         result = self._sampler(logits, self._sampling.any_row(inputs.samples))
         self._rows.set_last_tokens(inputs.samples.rows, result.token_ids)
         return logits, result
+
+    @torch.inference_mode()
+    def decode_both_ways(self, orders: SchedulerOutput) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """One decode step that fits a graph, run eagerly and then replayed, from the same states and last tokens.
+
+        Returns:
+            ``(logits [N, V], token_ids [N])`` of both, as copies. To verify graphs; serving has no use for it.
+        """
+        size = self._graph_size(orders)
+        assert self.graphs is not None and size is not None, "no graph fits the step"
+        count = self._builder.fill(orders, pad_to=size).num_seqs
+        slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
+        states = [t for c in self.caches.values() if isinstance(c, StateCache) for t in (c.conv, c.recurrent)]
+        before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
+        logits, result = self._padded_decode(size)
+        eager = logits[:count].clone(), result.token_ids[:count].clone()
+        for tensor, values in zip(states, before, strict=True):
+            tensor.index_copy_(0, slots, values)
+        self._rows.last_token.copy_(last_token)
+        logits, result = self.graphs.replay(size, count)
+        return eager, (logits.clone(), result.token_ids.clone())
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         with forward_context(ForwardContext(inputs.batch, self.caches, self._layer_modules)):

@@ -1,0 +1,52 @@
+"""Verification of graphs, on the emulator: it passes where they are right and tells where they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_checkpoint
+from weft.config import resolve
+from weft.errors import CapacityError
+from weft.graph.graph import Tape
+from weft.runner.model_runner import ModelRunner
+from weft.runner.verify import SizeCheck, verify_graphs
+
+SIZES = {"max_num_batched_tokens": 96, "max_num_seqs": 5, "max_model_len": 130, "page_size": 8}
+
+
+def make_runner(path: Path, arch: str = "Qwen3NextForCausalLM", **settings: object) -> ModelRunner:
+    folder = make_checkpoint(arch, path)
+    return ModelRunner(resolve(model=str(folder), device="cpu", **{"cuda_graph_mode": "FULL_DECODE_ONLY"} | settings))
+
+
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "LlamaForCausalLM"])
+def test_graphs_agree_with_eager_steps(arch: str, tmp_path: Path) -> None:
+    checks = list(verify_graphs(make_runner(tmp_path, arch, **SIZES)))
+    assert [(check.size, check.num_rows) for check in checks] == [(1, 1), (2, 1), (4, 3), (5, 4)]
+    assert all(check.agrees and check.max_abs_diff == 0 and check.max_abs_logit > 0.1 for check in checks)
+
+
+def test_a_graph_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(tmp_path, **SIZES)
+    monkeypatch.setattr(Tape, "replay", lambda self: None)
+    assert not any(check.agrees for check in verify_graphs(runner))
+
+
+def test_a_graph_of_advanced_states_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the same step: the states that the second one starts from are those of one token later."""
+    replay = Tape.replay
+    runner = make_runner(tmp_path, **SIZES)
+    monkeypatch.setattr(Tape, "replay", lambda self: (replay(self), replay(self)))
+    assert not any(check.agrees for check in verify_graphs(runner))
+
+
+def test_a_cache_too_small_is_refused(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, "LlamaForCausalLM", **SIZES | {"page_size": 1, "num_kv_pages": 6})
+    with pytest.raises(CapacityError, match="num_kv_pages"):
+        list(verify_graphs(runner))
+
+
+def test_nan_never_agrees() -> None:
+    assert not SizeCheck(1, 1, float("nan"), float("nan"), 0).agrees
