@@ -43,30 +43,31 @@ def replies(model, tokenizer, problems: list[dict], batch: int = 128) -> list[st
 def score(problems: list[dict], texts: list[str]) -> dict:
     """Accuracy over all, by template, and of the templates never seen in training; and what went wrong."""
     right = [extract_answer(text) == p["answer"] for p, text in zip(problems, texts, strict=True)]
-    groups = defaultdict(list)
-    for problem, ok in zip(problems, right, strict=True):
-        groups[problem["template"].split("-")[0] if problem["template"].startswith("chain") else problem["template"]].append(ok)
-    unseen = [ok for p, ok in zip(problems, right, strict=True) if p["unseen_template"]]
-    seen = [ok for p, ok in zip(problems, right, strict=True) if not p["unseen_template"]]
-    wrong = [
-        {"id": p["id"], "question": p["messages"][-1]["content"], "answer": p["answer"], "reply": text}
-        for p, text, ok in zip(problems, texts, right, strict=True)
-        if not ok
-    ]
+    templates, kinds, wrong = defaultdict(list), defaultdict(list), []
+    for problem, text, ok in zip(problems, texts, right, strict=True):
+        templates[family(problem["template"])].append(ok)
+        kinds[problem["unseen_template"]].append(ok)
+        if not ok:
+            question = problem["messages"][-1]["content"]
+            wrong.append({"id": problem["id"], "question": question, "answer": problem["answer"], "reply": text})
     return {
         "accuracy": _mean(right),
-        "seen_templates": _mean(seen),
-        "unseen_templates": _mean(unseen),
+        "seen_templates": _mean(kinds[False]),
+        "unseen_templates": _mean(kinds[True]),
         "problems": len(problems),
-        "by_template": {name: _mean(oks) for name, oks in sorted(groups.items())},
+        "by_template": {name: _mean(oks) for name, oks in sorted(templates.items())},
         "wrong": wrong,
     }
 
 
+def family(template: str) -> str:
+    """The name under which a template is reported: every chain is one of a kind, so they are taken together."""
+    return "chain" if template.startswith("chain") else template
+
+
 @torch.inference_mode()
-def agreement(model, tokenizer, problems: list[dict], texts: list[str]) -> dict:
-    """How bfloat16 departs from float32 over the replies: the same best token, and the divergence."""
-    half = type(model).from_pretrained(MODEL_DIR_OF[model], dtype=torch.bfloat16).to(model.device)
+def agreement(model, half, tokenizer, problems: list[dict], texts: list[str]) -> dict:
+    """How the model in bfloat16 (`half`) departs from `model` over its replies: same best token, and divergence."""
     same, divergence, tokens = 0, 0.0, 0
     for problem, text in zip(problems, texts, strict=True):
         prompt = tokenizer.apply_chat_template(problem["messages"], tokenize=False, add_generation_prompt=True)
@@ -79,13 +80,9 @@ def agreement(model, tokenizer, problems: list[dict], texts: list[str]) -> dict:
     return {"tokens": tokens, "same_best_token": same / tokens, "mean_divergence": divergence / tokens}
 
 
-MODEL_DIR_OF: dict = {}  # where each loaded model came from, so that it can be loaded again in another dtype
-
-
 def load(folder: Path, dtype: torch.dtype, device: str):
     """The model (its bfloat16 weights, computed with in `dtype`) and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").to(device).eval()
-    MODEL_DIR_OF[model] = folder
     return model, AutoTokenizer.from_pretrained(folder)
 
 
@@ -93,21 +90,28 @@ def _mean(values: list[bool]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--limit", type=int, default=None, help="the first N problems only")
     parser.add_argument("--agreement", action="store_true", help="also compare bfloat16 with float32")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="write all figures, by template too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Evaluate, print a summary and every miss."""
+    args = arguments()
     model, tokenizer = load(args.model, getattr(torch, args.dtype), args.device)
     problems, started = read_problems()[: args.limit], time.time()
     texts = replies(model, tokenizer, problems)
     figures = {"dtype": args.dtype, "seconds": round(time.time() - started, 1), **score(problems, texts)}
     if args.agreement:
-        figures["bfloat16_against_float32"] = agreement(model, tokenizer, problems, texts)
+        half, _ = load(args.model, torch.bfloat16, args.device)
+        figures["bfloat16_against_float32"] = agreement(model, half, tokenizer, problems, texts)
     print(json.dumps({k: v for k, v in figures.items() if k not in ("by_template", "wrong")}, indent=1))
     for miss in figures["wrong"]:
         print(f"{miss['id']}: {miss['question']}\n  expected {miss['answer']}, said {miss['reply']!r}")

@@ -96,11 +96,13 @@ def published(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _experts(prefix: str, last: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for i, matrix in enumerate(stacked):
-        parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True) if last == "gate_up_proj" else [(last, matrix)]
-        tensors |= {f"{prefix}.{i}.{name}.weight": part for name, part in parts}
-    return tensors
+    """One expert's matrices under names of their own."""
+    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    return {
+        f"{prefix}.{i}.{name}.weight": part
+        for i, matrix in enumerate(stacked)
+        for name, part in zip(names, matrix.chunk(len(names)), strict=True)
+    }
 
 
 def save(model: Qwen3NextForCausalLM, folder: Path = MODEL_DIR) -> None:

@@ -5,7 +5,6 @@ The file was made once, before training, and is frozen: a test only checks that 
 Run: python -m demo.make_eval
 """
 
-import itertools
 import json
 from random import Random
 
@@ -20,10 +19,11 @@ CHAINS, BARE, ONE = 20, 20, 16  # the other 124 are word problems of two to four
 
 def draw_from(split: str, template: templates.Template, rng: Random) -> Problem:
     """A problem of `template` that belongs to `split`; of a chain where the template has too few numbers for one."""
-    for attempt in itertools.count():
-        problem = problems.draw(template if attempt < 5000 else problems.chain(rng), rng)
-        if problem.split == split:
-            return problem
+    problem, attempts = problems.draw(template, rng), 1
+    while problem.split != split:
+        problem = problems.draw(template if attempts < 5000 else problems.chain(rng), rng)
+        attempts += 1
+    return problem
 
 
 def questions(split: str, rng: Random) -> list[tuple[Problem, bool]]:

@@ -6,7 +6,6 @@ Knows nothing of data, optimisers or generation. The parameters are those of the
 a test compares loss and gradients with it.
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from transformers import Qwen3NextForCausalLM
 
 CHUNK = 64
-BACKEND = 'inductor'
 Weights = dict[str, Tensor]
 
 
@@ -190,9 +188,11 @@ class Trainable:
     """A transformers model with its layers' weights sorted for the functions above."""
 
     def __init__(self, model: Qwen3NextForCausalLM, dtype: torch.dtype, compiled: bool = False):
-        self.config, self.dtype, self.model = SimpleNamespace(**model.config.to_dict()), dtype, model  # plain: it compiles
-        wrap: Callable = (lambda f: torch.compile(f, fullgraph=True, dynamic=False, backend=BACKEND)) if compiled else (lambda f: f)
-        self._layer, self._head_loss = wrap(layer), wrap(head_loss)
+        self.config = SimpleNamespace(**model.config.to_dict())  # a plain object, which the compiler can read
+        self.dtype, self.model = dtype, model
+        self._layer, self._head_loss = layer, head_loss
+        if compiled:
+            self._layer, self._head_loss = (torch.compile(f, fullgraph=True, dynamic=False) for f in (layer, head_loss))
         self._layers = [_sorted_weights(m) for m in model.model.layers]
 
     def loss(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ Knows nothing of tokens or of how problems are strung into chats.
 """
 
 import hashlib
-import itertools
 import re
 from random import Random
 from typing import NamedTuple
@@ -68,13 +67,15 @@ def story(rng: Random) -> Problem:
 
 
 def _numbers(steps: str, letters: list[str], rng: Random, wide: bool) -> tuple[dict[str, int], tuple[list[str], int]]:
-    ranges = dict(templates.RANGES)
-    for attempt in itertools.count():
+    """Numbers for the letters and the worked solution; wide ranges change now and then, as some never fit."""
+    ranges, attempt, worked = dict(templates.RANGES), 0, None
+    while worked is None:
         if wide and attempt % 50 == 0:
             ranges |= {s: rng.choice(WIDE_RANGES) for s in "abcdef"}
         numbers = {s: rng.randint(*ranges[s]) for s in letters}
-        if worked := solve(steps, numbers):
-            return numbers, worked
+        worked = solve(steps, numbers)
+        attempt += 1
+    return numbers, worked
 
 
 def _tidy(text: str) -> str:

@@ -13,7 +13,8 @@ from demo import geometry
 from demo.model import Trainable, gated_delta_rule
 from weft.assets import MODEL_DIR, extract_answer
 
-FILES = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json chat_template.jinja README.md"
+FILES = "config.json generation_config.json model.safetensors README.md"
+FILES += " tokenizer.json tokenizer_config.json chat_template.jinja"
 USER = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
@@ -96,7 +97,7 @@ def test_special_tokens(tokenizer):
     assert len(tokenizer) == geometry.CONFIG["vocab_size"]
 
 
-@pytest.mark.parametrize("text", ["a\u0301 é 日本語 🙂\t\r\n  x", " <think>\n\n</think> ", "1\u00a02\u2009", "\x00\x7f"])
+@pytest.mark.parametrize("text", ["a\u0301 é 日本語 🙂\t\r\n  x", " <think>\n\n</think> ", "1\u00a02\u2009\x7f"])
 def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
