@@ -1,7 +1,7 @@
 """Train the bundled model from scratch on one GPU.
 
 Owns the optimiser, the schedule, checkpoints and the log. Knows nothing of how data is made or layers are computed.
-Run: python -m demo.train --out /tmp/weft-mini --steps 16000
+Run: python -m demo.train --out /tmp/weft-mini
 The same command continues from the last checkpoint: weights, optimiser and place in the data.
 """
 
@@ -219,7 +219,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint, log and model folder go here")
-    parser.add_argument("--steps", type=int, default=16000)
+    parser.add_argument("--steps", type=int, default=7800)
     parser.add_argument("--minutes", type=float, default=60, help="stop (to be continued) after this long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=2e-3)
