@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from weft.cache.lease import CacheStats
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
@@ -111,6 +112,10 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def cache_stats(self) -> CacheStats:
+        """Free and evictable pages and slots, hits, evictions."""
+        return self.manager.stats()
 
     def shutdown(self) -> None:
         self._in_flight.clear()

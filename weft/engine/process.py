@@ -15,9 +15,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -25,7 +25,10 @@ from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.heartbeat import Heartbeat
 from weft.request import FinishReason, Request
-from weft.scheduler.scheduler import SchedulerStats
+
+if TYPE_CHECKING:
+    from weft.cache.lease import CacheStats
+    from weft.scheduler.scheduler import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class Core(Protocol):
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool: ...
     def step(self) -> list[Request]: ...
     def stats(self) -> SchedulerStats: ...
+    def cache_stats(self) -> CacheStats: ...
     def shutdown(self) -> None: ...
     @property
     def has_work(self) -> bool: ...
@@ -88,7 +92,7 @@ class EngineLoop:
             if self._broken_steps >= MAX_BROKEN_STEPS:
                 raise
             return
-        if changed:
+        if any(request.finish_reason != "error" for request in changed):
             self._broken_steps = 0
         updates = [self._update(request) for request in changed if request.request_id in self._sent]
         if updates:
@@ -119,7 +123,7 @@ class EngineLoop:
         )
 
     def _stats(self) -> wire.EngineStats:
-        stats = self._core.stats()
+        stats, cache = self._core.stats(), self._core.cache_stats()
         return wire.EngineStats(
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
@@ -127,6 +131,10 @@ class EngineLoop:
             num_free_slots=stats.num_free_slots,
             num_preemptions=stats.num_preemptions,
             num_steps=self._heartbeat.num_steps,
+            num_evictable_pages=cache.num_evictable_pages,
+            num_evictable_slots=cache.num_evictable_slots,
+            num_evicted_pages=cache.num_evicted_pages,
+            num_evicted_states=cache.num_evicted_states,
         )
 
 
@@ -147,7 +155,9 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
     began = time.monotonic()
     core = EngineCore(config)
     plan = core.plan
-    channel.send(wire.Stage("engine", time.monotonic() - began, f"{config.dtype} on {config.device}"))
+    channel.send(
+        wire.Stage("engine", time.monotonic() - began, f"{config.dtype} on {config.device}: {_stages(core.startup)}")
+    )
     capacity = wire.Capacity(
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
@@ -156,6 +166,10 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
         num_slots=plan.num_slots,
     )
     return core, capacity
+
+
+def _stages(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
 
 
 def main(make: Start = start_core) -> int:

@@ -161,6 +161,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_free_slots: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_evictable_pages: int = 0
+    num_evictable_slots: int = 0
+    num_evicted_pages: int = 0
+    num_evicted_states: int = 0
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

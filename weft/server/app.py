@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from weft.server import utility
+from weft.server.caller import Caller
 from weft.server.calls import Context
 from weft.server.chat_completions import chat_completions
 from weft.server.completions import completions
@@ -39,7 +40,7 @@ from weft.server.service import Service
 logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-PostHandler = Callable[[Context, bytes], Awaitable[Any]]
+PostHandler = Callable[[Context, bytes, Caller], Awaitable[Any]]
 
 POSTS: dict[str, tuple[PostHandler, type[msgspec.Struct]]] = {
     "/v1/chat/completions": (chat_completions, ChatCompletionRequest),
@@ -91,7 +92,8 @@ def build_app(service: Service) -> ASGIApp:
 def _post(context: Context, handler: PostHandler) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
-            result = await handler(context, await read_body(request, context.settings.max_body_bytes))
+            body = await read_body(request, context.settings.max_body_bytes)
+            result = await handler(context, body, request.scope["weft.caller"])
         except ClientDisconnect:
             return Response(status_code=499)  # nobody is there to read it
         except Exception as error:

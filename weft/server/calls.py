@@ -17,6 +17,7 @@ from weft.engine.inputs import PreparedPrompt
 from weft.engine.outputs import OutputStream
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
+from weft.server.caller import Caller
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.protocol import BodyReader
@@ -53,6 +54,7 @@ class Call:
     stream: ResponseStream
     prompts: Sequence[PreparedPrompt]
     context: Context
+    caller: Caller
     leave: Callable[[], None]
     created: int = field(default_factory=lambda: int(time.time()))
     _is_closed: bool = False
@@ -65,7 +67,7 @@ class Call:
         self.stream.close()
         self.leave()
         self.context.metrics.observe(self.stream)
-        self.context.log.ended(self.id, self.stream)
+        self.context.log.ended(self.id, self.stream, self.caller)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -127,6 +129,7 @@ def check_model(context: Context, name: str | None) -> str:
 
 async def open_call(
     context: Context,
+    caller: Caller,
     prefix: str,
     params: SamplingParams,
     num_prompts: int,
@@ -154,7 +157,7 @@ async def open_call(
     except BaseException:
         leave()
         raise
-    return Call(call_id, model, stream, prompts, context, leave)
+    return Call(call_id, model, stream, prompts, context, caller, leave)
 
 
 def _check_id(request_id: str | None) -> str:

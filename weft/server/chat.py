@@ -8,45 +8,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from weft.engine.inputs import InputProcessor, PreparedPrompt
+from weft.engine.borders import conversation_borders
+from weft.engine.inputs import PreparedPrompt
 from weft.errors import RequestError
 from weft.server.answers import THINK
-from weft.server.rendering import RenderPool
-from weft.tokenizer import Tokenizer
+from weft.server.service import Service
 
 _ROLES = {"developer": "system", "function": "tool"}
 
 
 async def prepare_chat(
-    pool: RenderPool,
-    tokenizer: Tokenizer,
-    inputs: InputProcessor,
+    service: Service,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    cache_salt: str | None = None,
 ) -> PreparedPrompt:
     """Render and tokenize a conversation, off the event loop. Raises RequestError."""
+    tokenizer, inputs = service.tokenizer, service.engine.inputs
     plain = [template_message(message, i) for i, message in enumerate(messages)]
+    render = partial(tokenizer.render_chat, tools=tools, chat_template_kwargs=template_kwargs)
+    wants_borders = service.keeps_states and not continue_final_message
 
-    def render() -> str:
-        return tokenizer.render_chat(
-            plain,
-            tools=tools,
-            chat_template_kwargs=template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-
-    def encode(text: str) -> PreparedPrompt:
+    def prepare() -> PreparedPrompt:
+        text = render(plain, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        return inputs.prepare_prompt({"prompt": text, "prompt_token_ids": ids})
+        fields: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": cache_salt}
+        prepared = inputs.prepare_prompt(fields)
+        if not wants_borders:
+            return prepared
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        borders = conversation_borders(plain, ids, lambda other: encode(render(other)))
+        return replace(prepared, checkpoint_positions=borders)
 
-    return await pool.run(encode, await pool.run_limited(render))
+    return await service.render.run_limited(prepare)
 
 
 def opens_reasoning(prompt: PreparedPrompt) -> bool:

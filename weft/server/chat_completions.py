@@ -16,6 +16,7 @@ from weft.engine.outputs import CompletionDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput
 from weft.server.answers import AnswerParser, Parts, ToolCall
+from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.chat import opens_reasoning, prepare_chat, tool_schemas
 from weft.server.logprobs import chat_logprobs
@@ -37,7 +38,7 @@ class ToolUse:
     shown: list[dict[str, Any]] | None
 
 
-async def chat_completions(context: Context, body: bytes) -> JsonResponse | StreamResponse:
+async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, ChatCompletionRequest)
     model = check_model(context, request.model)
@@ -45,10 +46,11 @@ async def chat_completions(context: Context, body: bytes) -> JsonResponse | Stre
     tools = tool_use(request, context.settings.tool_call_parser)
     call = await open_call(
         context,
+        caller,
         "chatcmpl",
         params,
         1,
-        lambda: _prepare(context, request, tools),
+        lambda: _prepare(context, request, tools, caller),
         model=model,
         request_id=request.request_id,
         priority=request.priority,
@@ -73,18 +75,19 @@ def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
     return ToolUse(schemas, request.tools)
 
 
-async def _prepare(context: Context, request: ChatCompletionRequest, tools: ToolUse) -> Sequence[PreparedPrompt]:
+async def _prepare(
+    context: Context, request: ChatCompletionRequest, tools: ToolUse, caller: Caller
+) -> Sequence[PreparedPrompt]:
     continues = bool(request.continue_final_message)
     adds = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     prompt = await prepare_chat(
-        context.service.render,
-        context.service.tokenizer,
-        context.service.engine.inputs,
+        context.service,
         request.messages,
         tools=tools.shown,
         template_kwargs=request.chat_template_kwargs,
         add_generation_prompt=adds,
         continue_final_message=continues,
+        cache_salt=caller.cache_salt(request.cache_salt),
     )
     return [prompt]
 

@@ -12,6 +12,7 @@ from weft.engine.async_engine import PromptDelta
 from weft.engine.inputs import PreparedPrompt
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
+from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.logprobs import completion_logprobs
 from weft.server.protocol import CompletionRequest
@@ -19,7 +20,7 @@ from weft.server.sampling import completion_params
 from weft.server.sse import DONE, JsonResponse, StreamResponse, data_event
 
 
-async def completions(context: Context, body: bytes) -> JsonResponse | StreamResponse:
+async def completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, CompletionRequest)
     model = check_model(context, request.model)
@@ -27,10 +28,11 @@ async def completions(context: Context, body: bytes) -> JsonResponse | StreamRes
     given = _prompt_list(request.prompt, context.settings.max_prompts)
 
     async def prepare() -> Sequence[PreparedPrompt]:
-        return await context.service.render.run(_prepare, context, request, given)
+        return await context.service.render.run(_prepare, context, request, given, caller)
 
     call = await open_call(
         context,
+        caller,
         "cmpl",
         params,
         len(given),
@@ -61,15 +63,21 @@ def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[
     return prompts
 
 
-def _prepare(context: Context, request: CompletionRequest, given: list[str | list[int]]) -> list[PreparedPrompt]:
-    engine = context.service.engine
+def _prepare(
+    context: Context, request: CompletionRequest, given: list[str | list[int]], caller: Caller
+) -> list[PreparedPrompt]:
+    engine, salt = context.service.engine, caller.cache_salt(request.cache_salt)
+    special = request.add_special_tokens is not False
     prompts: list[PreparedPrompt] = []
     for prompt in given:
-        if isinstance(prompt, str) and request.add_special_tokens is False and engine.tokenizer is not None:
-            ids = engine.tokenizer.encode(prompt, add_special_tokens=False)
-            prompts.append(engine.inputs.prepare_prompt({"prompt": prompt, "prompt_token_ids": ids}))
+        fields: dict[str, Any] = {"cache_salt": salt}
+        if isinstance(prompt, str):
+            fields["prompt"] = prompt
+            if not special and engine.tokenizer is not None:
+                fields["prompt_token_ids"] = engine.tokenizer.encode(prompt, add_special_tokens=False)
         else:
-            prompts.append(engine.inputs.prepare_prompt(prompt))
+            fields["prompt_token_ids"] = prompt
+        prompts.append(engine.inputs.prepare_prompt(fields))
     return prompts
 
 

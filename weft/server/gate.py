@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.server.caller import Caller, identity_of, read_traceparent
 from weft.server.errors import ApiError, error_response
-from weft.server.requestlog import read_traceparent, trace_id
 from weft.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/index.html"})
@@ -42,8 +42,8 @@ class Gate:
         self._app = app
         self._routes = frozenset(routes)
         self._responded = responded
-        keys = [*settings.api_keys, *([settings.admin_key] if settings.admin_key else [])]
-        self._keys = [_digest(key.encode()) for key in keys]
+        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._admin_key = _digest(settings.admin_key.encode()) if settings.admin_key else None
         self._hosts = _LOOPBACK_NAMES | set(settings.allowed_hosts) if settings.is_loopback else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +53,6 @@ class Gate:
         if scope["type"] != "http":
             return  # no other protocol is spoken here; the server closes the connection
         headers = dict(scope["headers"])
-        trace_id.set(read_traceparent(headers.get(b"traceparent")))
         path = scope["path"] if scope["path"] in self._routes else "other"
 
         async def counting(message: Message) -> None:
@@ -61,45 +60,48 @@ class Gate:
                 self._responded(path, message["status"])
             await send(message)
 
-        refusal = self._check_host(headers) or self._check_key(scope["path"], headers)
-        if refusal is not None:
+        try:
+            self._check_host(headers)
+            scope["weft.caller"] = self._identify(scope["path"], headers)
+        except ApiError as refusal:
             await error_response(refusal)(scope, receive, counting)
             return
         await self._app(scope, receive, counting)
 
-    def _check_host(self, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """On loopback only its own names are accepted, so that no web page can reach the server by DNS rebinding."""
         if self._hosts is None:
-            return None
+            return
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
-        if (name or host) in self._hosts:
-            return None
-        return ApiError(403, f"Host {host[:100]!r} is not served on loopback; use localhost, or set --allowed-host")
+        name, colon, port = host.rpartition(":")
+        if (name if colon and port.isdigit() else host) not in self._hosts:
+            raise ApiError(403, f"Host {host[:100]!r} is not served on loopback; use localhost, or set --allowed-host")
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        if not self._keys or path in OPEN_PATHS:
-            return None
+    def _identify(self, path: str, headers: dict[bytes, bytes]) -> Caller:
+        """Who calls. Raises ApiError (401) if a key is needed and none of ours was presented."""
+        trace_id = read_traceparent(headers.get(b"traceparent"))
         given = presented_key(headers)
-        if given is not None:
-            digest = _digest(given)
-            # Every key is compared, in constant time each, so that nothing is learned from how long it takes.
-            if sum([hmac.compare_digest(digest, key) for key in self._keys]):
-                return None
-        return ApiError(
-            401,
-            "no valid API key; send 'Authorization: Bearer KEY'",
-            type="authentication_error",
-            code="invalid_api_key",
-        )
+        digest = _digest(given or b"")
+        # Every key is compared, in constant time each, so that nothing is learned from how long it takes.
+        is_admin = self._admin_key is not None and hmac.compare_digest(digest, self._admin_key)
+        is_known = sum(hmac.compare_digest(digest, key) for key in self._keys) > 0 or is_admin
+        if self._keys and not is_known and path not in OPEN_PATHS:
+            raise ApiError(
+                401,
+                "no valid API key; send 'Authorization: Bearer KEY'",
+                type="authentication_error",
+                code="invalid_api_key",
+            )
+        identity = identity_of(given) if given is not None and is_known else None
+        return Caller(identity, is_admin, trace_id)
 
 
 def presented_key(headers: dict[bytes, bytes]) -> bytes | None:
-    """The key that a caller sent, as a bearer token or in ``x-api-key``."""
+    """The key that a caller sent, as a bearer token or in ``x-api-key``; never empty."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and token.strip():
         return token.strip()
-    return headers.get(b"x-api-key")
+    return headers.get(b"x-api-key") or None
 
 
 def _digest(key: bytes) -> bytes:

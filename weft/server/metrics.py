@@ -170,15 +170,21 @@ class _EngineCollector(Collector):
             return
         stats, capacity = engine.stats, service.capacity
         labels = {"model_name": service.model_name, "engine": "0"}
-        used = 1.0 - stats.num_free_pages / max(1, capacity.num_pages - 1) if stats.num_steps else 0.0
+        pages, slots = capacity.num_pages - 1, max(0, capacity.num_slots - 1)
+        idle_pages = stats.num_free_pages + stats.num_evictable_pages if stats.num_steps else pages
+        used = 1.0 - idle_pages / max(1, pages)
         yield _gauge("vllm:num_requests_running", "requests in the batch", stats.num_running, labels)
         yield _gauge("vllm:num_requests_waiting", "requests that wait for a place", stats.num_waiting, labels)
-        yield _gauge("vllm:kv_cache_usage_perc", "share of KV pages in use, 1 is all", used, labels)
+        yield _gauge("vllm:kv_cache_usage_perc", "share of KV pages that requests hold, 1 is all", used, labels)
         yield _counter("vllm:num_preemptions", "requests that had to give way", stats.num_preemptions, labels)
-        yield _gauge("weft:kv_pages_free", "KV pages that nobody holds", stats.num_free_pages, labels)
-        yield _gauge("weft:kv_pages", "KV pages in all", capacity.num_pages - 1, labels)
-        yield _gauge("weft:state_slots_free", "recurrent-state slots that nobody holds", stats.num_free_slots, labels)
-        yield _gauge("weft:state_slots", "recurrent-state slots in all", max(0, capacity.num_slots - 1), labels)
+        yield _gauge("weft:kv_pages", "KV pages in all", pages, labels)
+        yield _gauge("weft:kv_pages_free", "KV pages that hold nothing", stats.num_free_pages, labels)
+        yield _gauge("weft:kv_pages_cached", "KV pages kept for reuse only", stats.num_evictable_pages, labels)
+        yield _gauge("weft:state_slots", "recurrent-state slots in all", slots, labels)
+        yield _gauge("weft:state_slots_free", "recurrent-state slots that hold nothing", stats.num_free_slots, labels)
+        yield _gauge("weft:state_slots_cached", "states kept for reuse only", stats.num_evictable_slots, labels)
+        yield _counter("weft:evicted_pages", "KV pages given up for new requests", stats.num_evicted_pages, labels)
+        yield _counter("weft:evicted_states", "states given up for new requests", stats.num_evicted_states, labels)
         yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
         yield _gauge("weft:open_completions", "completions accepted and not ended", service.admission.num_open, labels)
 

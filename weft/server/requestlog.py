@@ -6,34 +6,22 @@ answers: neither is ever logged.
 
 from __future__ import annotations
 
-import contextvars
 import logging
-import re
 import sys
 import time
 
 import msgspec
 
 from weft.engine.async_engine import ResponseStream
+from weft.server.caller import Caller
 
 logger = logging.getLogger("weft.requests")
-
-trace_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("trace_id", default=None)
-"""Trace id of the call being handled, from the ``traceparent`` header (W3C Trace Context)."""
-
-_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-def read_traceparent(header: bytes | None) -> str | None:
-    """The trace id, or None if the header is absent or malformed."""
-    match = _TRACEPARENT.fullmatch(header) if header is not None else None
-    return match.group(1).decode() if match else None
 
 
 class RequestLog:
     """Writes the lines."""
 
-    def ended(self, call_id: str, stream: ResponseStream) -> None:
+    def ended(self, call_id: str, stream: ResponseStream, caller: Caller) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
         requests = stream.requests
@@ -41,7 +29,7 @@ class RequestLog:
         times = first.times
         fields = {
             "request_id": call_id,
-            "trace_id": trace_id.get(),
+            "trace_id": caller.trace_id,
             "prompt_tokens": sum(output.requests[0].num_prompt_tokens for output in stream.outputs),
             "cached_tokens": sum(output.requests[0].num_cached_tokens or 0 for output in stream.outputs),
             "completion_tokens": sum(len(r.output_token_ids) for r in requests),

@@ -141,6 +141,11 @@ class Service:
         return self.config.served_model_name
 
     @property
+    def keeps_states(self) -> bool:
+        """True if recurrent states are cached, so that it matters where a conversation's next prompts will leave it."""
+        return self.config.enable_prefix_caching and self.config.model_config.is_hybrid
+
+    @property
     def unhealthy_reason(self) -> str | None:
         """Why the service is not healthy; None if it is. A long step is healthy, a process that stands still is not."""
         if self.state in (State.STARTING, State.DEAD):

@@ -9,6 +9,7 @@ from typing import Any
 
 from weft import __version__
 from weft.errors import RequestError
+from weft.server.caller import Caller
 from weft.server.calls import Context, check_model
 from weft.server.chat import prepare_chat
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -32,7 +33,7 @@ def model(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-async def tokenize(context: Context, body: bytes) -> dict[str, Any]:
+async def tokenize(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
     """``/tokenize``."""
     request = context.bodies.read(body, TokenizeRequest)
     check_model(context, request.model)
@@ -59,9 +60,7 @@ async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
     assert request.messages is not None
     continues = bool(request.continue_final_message)
     prepared = await prepare_chat(
-        service.render,
-        tokenizer,
-        service.engine.inputs,
+        service,
         request.messages,
         tools=request.tools,
         template_kwargs=request.chat_template_kwargs,
@@ -71,7 +70,7 @@ async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
     return prepared.token_ids
 
 
-async def detokenize(context: Context, body: bytes) -> dict[str, Any]:
+async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
     """``/detokenize``."""
     request = context.bodies.read(body, DetokenizeRequest)
     check_model(context, request.model)

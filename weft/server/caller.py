@@ -1,0 +1,44 @@
+"""Who calls: what the door found out about a request, for those behind it.
+
+Job: one value per request. Owns: how callers are kept apart in the prefix cache. Does not know: keys themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Attributes:
+    identity: a text per API key, from which the key cannot be found; None: the server has no keys.
+    is_admin: the admin key was presented.
+    trace_id: from the ``traceparent`` header (W3C Trace Context).
+    """
+
+    identity: str | None = None
+    is_admin: bool = False
+    trace_id: str | None = None
+
+    def cache_salt(self, given: str | None) -> str | None:
+        """Callers with different keys share no cached prefixes, nor do calls of one key with different salts."""
+        if self.identity is None:
+            return given
+        return self.identity if given is None else f"{self.identity}:{given}"
+
+
+ANYONE = Caller()
+
+
+def identity_of(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=16, person=b"weft cache salt").hexdigest()
+
+
+def read_traceparent(header: bytes | None) -> str | None:
+    """The trace id, or None if the header is absent or malformed."""
+    match = _TRACEPARENT.fullmatch(header) if header is not None else None
+    return match.group(1).decode() if match else None
