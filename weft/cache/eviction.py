@@ -32,7 +32,7 @@ class LazyHeap(Generic[Item]):
     """
 
     def __init__(self, utility: Callable[[Item], float | None]) -> None:
-        self._utility = utility
+        self._utility: Callable[[Item], float | None] = utility
         self._heap: list[tuple[float, int, Item]] = []
         self._numbers = itertools.count()
         self._compact_at = 1024

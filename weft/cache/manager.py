@@ -28,90 +28,28 @@ read the stored KV and must not be written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from weft.cache.checkpoints import (
     MAX_PER_PREFILL,
-    CheckpointKind,
     CheckpointPolicy,
     is_decode_position,
     prefill_positions,
 )
 from weft.cache.eviction import Evictor
+from weft.cache.invariants import check_accounts
+from weft.cache.lease import CacheStats, Lease
 from weft.cache.match import Match, explain
 from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, make_policy
 from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens, common_prefix
 from weft.cache.spec import CacheSpec
 from weft.cache.state_pool import StatePool
-from weft.outputs import CacheReport
 
 NOTHING = Prefix(None, 0)
 
 Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
 """Is told of every request that has ended: the tokens fed, how many of them were prompt, salt, borders."""
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one running request holds.
-
-    Attributes:
-        pages: page ids in order; position ``p`` lives in ``pages[p // page_size]``.
-        state_slot: working slot, 0 if the model has no recurrent layers.
-        num_cached_tokens: tokens whose KV and state were reused.
-        num_committed_tokens: tokens fed by the launched steps: the position of the working state.
-        write_start: first position whose KV may be written; from ``num_cached_tokens`` to there it is read only.
-        state_fork: ``(src, dst)``: copy this slot before the first step; None: nothing to copy.
-        page_copy: ``(src, dst)``: copy this page before the first step; None: nothing to copy.
-        report: what the request found in the cache.
-        tokens: the tokens known when the lease was taken.
-        checkpoint_positions: where states are still to be stored, ascending.
-    """
-
-    pages: list[int] = field(default_factory=list)
-    state_slot: int = 0
-    num_cached_tokens: int = 0
-    num_committed_tokens: int = 0
-    write_start: int = 0
-    state_fork: tuple[int, int] | None = None
-    page_copy: tuple[int, int] | None = None
-    report: CacheReport | None = None
-    tokens: Tokens = field(default_factory=lambda: as_tokens([]))
-    checkpoint_positions: list[int] = field(default_factory=list)
-    _salt: str | None = None
-    _node: Node | None = None
-    _num_shared_pages: int = 0
-    _fork_source: Checkpoint | None = None
-    _stored: list[tuple[int, int]] = field(default_factory=list)
-    _snapshot: tuple[int, int] | None = None
-    _is_filed: bool = False
-    _lineage: int = 0
-    _num_prompt_tokens: int = 0
-    _kinds: dict[int, CheckpointKind] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Gauges and counters since the start, in tokens, pages and slots.
-
-    ``num_evictable_*`` hold something that no running request needs. Queries and hits count every admission of a
-    request, resumed ones too.
-    """
-
-    num_free_pages: int
-    num_evictable_pages: int
-    num_free_slots: int
-    num_evictable_slots: int
-    num_query_tokens: int
-    num_hit_tokens: int
-    num_evicted_pages: int
-    num_evicted_states: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the tokens looked up that were reused."""
-        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
 
 
 class Manager:
@@ -235,10 +173,10 @@ class Manager:
             return None
         pages = self.tree.page_list(Prefix(node, match.num_kv_tokens))
         lease = Lease(pages[:shared], slot, match.num_tokens, match.num_tokens, report=report, tokens=match.tokens)
-        lease._salt, lease._node, lease._num_shared_pages = match.salt, node, shared
+        lease.salt, lease.node, lease.num_shared_pages = match.salt, node, shared
         lease.write_start = max(match.num_tokens, shared * self.spec.page_size)
         if match.checkpoint is not None and slot != match.checkpoint.slot:
-            lease.state_fork, lease._fork_source = (match.checkpoint.slot, slot), match.checkpoint
+            lease.state_fork, lease.fork_source = (match.checkpoint.slot, slot), match.checkpoint
             self.tree.pin(match.checkpoint)
         if copied:
             self._take_pages(lease, 1)
@@ -246,7 +184,7 @@ class Manager:
         if match.checkpoint is not None:
             used = match.checkpoint
             self.evictor.odds.use(used.kind, used.lineage, used.num_uses)
-            lease._lineage = used.lineage + 1
+            lease.lineage = used.lineage + 1
         if node is not None:
             self._touch(match, node)
         return lease
@@ -287,10 +225,10 @@ class Manager:
         if not (self._needs_state and self.enable_prefix_caching):
             return
         stored = match.num_kv_tokens
-        lease._num_prompt_tokens = num_prompt_tokens
-        lease._kinds = dict.fromkeys(borders, "border")
+        lease.num_prompt_tokens = num_prompt_tokens
+        lease.kinds = dict.fromkeys(borders, "border")
         if lease.num_cached_tokens < stored:
-            lease._kinds[stored] = "divergence"
+            lease.kinds[stored] = "divergence"
         lease.checkpoint_positions = prefill_positions(
             self.checkpoint_policy,
             reused=lease.num_cached_tokens,
@@ -303,11 +241,11 @@ class Manager:
 
     def is_prefilled(self, lease: Lease) -> bool:
         """Is everything filed that the lease's first tokens have to give?"""
-        return lease._is_filed or lease._node is None
+        return lease.is_filed or lease.node is None
 
     def shareable(self, match: Match, lease: Lease) -> int:
         """How many tokens of ``match`` a running prefill makes reusable once it is confirmed. Changes nothing."""
-        if lease._is_filed or lease._node is None or lease._salt != match.salt or not match.reuse:
+        if lease.is_filed or lease.node is None or lease.salt != match.salt or not match.reuse:
             return 0
         shared = min(common_prefix(match.tokens, lease.tokens), len(match.tokens) - 1)
         if not self._needs_state:
@@ -320,10 +258,10 @@ class Manager:
         position = self.shareable(match, lease)
         if self._needs_state and position not in self._pending_positions(lease) and self._can_store(lease, position):
             lease.checkpoint_positions = sorted([*lease.checkpoint_positions, position])
-            lease._kinds[position] = "divergence"
+            lease.kinds[position] = "divergence"
 
     def _pending_positions(self, lease: Lease) -> list[int]:
-        return [position for position, _ in lease._stored] + lease.checkpoint_positions
+        return [position for position, _ in lease.stored] + lease.checkpoint_positions
 
     def _can_store(self, lease: Lease, position: int) -> bool:
         room = len(self._pending_positions(lease)) < MAX_PER_PREFILL
@@ -367,13 +305,13 @@ class Manager:
                 slot = self.evictor.take_slot()
                 if slot is not None:
                     orders.append((position, slot))
-            lease._stored.extend(orders)
+            lease.stored.extend(orders)
         elif start >= len(lease.tokens) and self._takes_snapshot(end):
             slot = self.evictor.take_slot()
             if slot is not None:
                 orders = [(end, slot)]
                 self._drop_snapshot(lease)
-                lease._snapshot = orders[0]
+                lease.snapshot = orders[0]
         return orders
 
     def _takes_snapshot(self, position: int) -> bool:
@@ -381,9 +319,9 @@ class Manager:
         return wanted and is_decode_position(self.checkpoint_policy, position)
 
     def _drop_snapshot(self, lease: Lease) -> None:
-        if lease._snapshot is not None:
-            self.slots.release(lease._snapshot[1])
-            lease._snapshot = None
+        if lease.snapshot is not None:
+            self.slots.release(lease.snapshot[1])
+            lease.snapshot = None
 
     def commit(self, lease: Lease, num_tokens: int) -> None:
         """The steps launched so far leave the request with exactly ``num_tokens`` tokens in pages and state.
@@ -399,36 +337,36 @@ class Manager:
 
         Files at checkpoints and at the end of the prefill; what is generated follows when the request goes.
         """
-        if lease._is_filed or lease._node is None:
+        if lease.is_filed or lease.node is None:
             return
-        if num_tokens >= len(lease.tokens) or any(position <= num_tokens for position, _ in lease._stored):
+        if num_tokens >= len(lease.tokens) or any(position <= num_tokens for position, _ in lease.stored):
             self._file(lease, lease.tokens[:num_tokens])
-            lease._is_filed = num_tokens >= len(lease.tokens)
+            lease.is_filed = num_tokens >= len(lease.tokens)
 
     def _unpin_source(self, lease: Lease) -> None:
-        if lease._fork_source is not None:
-            self.tree.unpin(lease._fork_source)
-            lease._fork_source = None
+        if lease.fork_source is not None:
+            self.tree.unpin(lease.fork_source)
+            lease.fork_source = None
 
     def _file(self, lease: Lease, tokens: Tokens) -> None:
         """Give the tree the KV of ``tokens`` and the stored states; the lease stays locked on what it uses."""
-        assert lease._node is not None
-        if len(tokens) > lease._node.end:
-            node = self.tree.extend(lease._node, tokens, lease.pages)
+        assert lease.node is not None
+        if len(tokens) > lease.node.end:
+            node = self.tree.extend(lease.node, tokens, lease.pages)
             self.tree.lock(node)
-            self.tree.unlock(lease._node)
-            lease._node = node
-        for position, slot in [entry for entry in lease._stored if entry[0] <= len(tokens)]:
+            self.tree.unlock(lease.node)
+            lease.node = node
+        for position, slot in [entry for entry in lease.stored if entry[0] <= len(tokens)]:
             self._file_state(lease, tokens, position, slot)
-        lease._stored = [entry for entry in lease._stored if entry[0] > len(tokens)]
+        lease.stored = [entry for entry in lease.stored if entry[0] > len(tokens)]
 
     def _file_state(self, lease: Lease, tokens: Tokens, position: int, slot: int) -> None:
         """Move a state into the tree; one that is there already is kept, and the slot freed."""
-        assert lease._node is not None
-        at = self.tree.locate(lease._node, tokens, position)
-        kind = lease._kinds.get(position, "inside")
-        if at is not None and self.tree.add_checkpoint(at, position, slot, kind, lease._lineage):
-            self.evictor.odds.add(kind, lease._lineage, 0)
+        assert lease.node is not None
+        at = self.tree.locate(lease.node, tokens, position)
+        kind = lease.kinds.get(position, "inside")
+        if at is not None and self.tree.add_checkpoint(at, position, slot, kind, lease.lineage):
+            self.evictor.odds.add(kind, lease.lineage, 0)
         else:
             self.slots.release(slot)
 
@@ -445,8 +383,8 @@ class Manager:
         tokens, fed = as_tokens(token_ids), lease.num_committed_tokens
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
         if self.observer is not None and fed >= len(lease.tokens):
-            borders = [position for position, kind in lease._kinds.items() if kind == "border"]
-            self.observer(tokens[:fed], lease._num_prompt_tokens, lease._salt, borders)
+            borders = [position for position, kind in lease.kinds.items() if kind == "border"]
+            self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, borders)
 
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
         """The request gives way and will come back; its last launched step is done. What it has moves to the tree."""
@@ -457,63 +395,32 @@ class Manager:
         self._leases.remove(lease)
         self._unpin_source(lease)
         fed = lease.num_committed_tokens
-        if lease._node is not None and keep:
+        if lease.node is not None and keep:
             self._hand_over(lease, tokens[:fed], moves_state and len(tokens) >= fed)
-        for slot in [slot for _, slot in lease._stored] + [lease.state_slot]:
+        for slot in [slot for _, slot in lease.stored] + [lease.state_slot]:
             if slot:
                 self.slots.release(slot)
         self._drop_snapshot(lease)
-        own = lease.pages[lease._num_shared_pages :]
+        own = lease.pages[lease.num_shared_pages :]
         self.pages.unpin(own)
         self.pages.release(own)
-        if lease._node is not None:
-            self.tree.unlock(lease._node)
-        lease.pages, lease.state_slot, lease._node, lease._stored = [], 0, None, []
+        if lease.node is not None:
+            self.tree.unlock(lease.node)
+        lease.pages, lease.state_slot, lease.node, lease.stored = [], 0, None, []
 
     def _hand_over(self, lease: Lease, tokens: Tokens, moves_state: bool) -> None:
         """File everything that was fed, the working state under exactly these tokens."""
         was_fed = lease.num_committed_tokens > lease.num_cached_tokens
         was_moved = lease.num_cached_tokens > 0 and lease.state_fork is None  # the slot still is the tree's own state
         if lease.state_slot and len(tokens) and moves_state and (was_fed or was_moved):
-            lease._stored.append((len(tokens), lease.state_slot))
-            lease._kinds.setdefault(len(tokens), "end")
+            lease.stored.append((len(tokens), lease.state_slot))
+            lease.kinds.setdefault(len(tokens), "end")
             lease.state_slot = 0
-        if lease._snapshot is not None and not moves_state:
-            lease._stored.append(lease._snapshot)
-            lease._snapshot = None
+        if lease.snapshot is not None and not moves_state:
+            lease.stored.append(lease.snapshot)
+            lease.snapshot = None
         self._file(lease, tokens)
-
-    # -- invariants ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert the invariants: every page and slot is accounted for, nothing leased can be evicted."""
-        self.pages.check()
-        self.slots.check()
-        self.tree.check()
-        references, pins = [0] * self.pages.num_pages, [0] * self.pages.num_pages
-        locks: dict[Node, int] = {}
-        for lease in self._leases:
-            own, shared = lease.pages[lease._num_shared_pages :], lease.pages[: lease._num_shared_pages]
-            assert len(lease.pages) == len(set(lease.pages)), "a lease lists a page twice"
-            assert all(self.pages.pins(page) for page in shared), "a shared page could be evicted"
-            for page in own:
-                references[page] += 1
-                pins[page] += 1
-                assert references[page] == 1, "two leases own the same page"
-            for node in lease._node.path() if lease._node is not None else ():
-                locks[node] = locks.get(node, 0) + 1
-        held = []
-        for node in self.tree.nodes():
-            assert node.locks == locks.get(node, 0), "a node's locks are not those of the leases below it"
-            held += [checkpoint.slot for checkpoint in node.checkpoints.values()]
-            for page in node.pages:
-                references[page] += 1
-                pins[page] += node.locks > 0
-        for page in range(1, self.pages.num_pages):
-            assert references[page] == self.pages.references(page), f"page {page} has lost or gained a reference"
-            assert pins[page] == self.pages.pins(page), f"page {page} has lost or gained a pin"
-        for lease in self._leases:
-            held += [slot for _, slot in lease._stored] + [lease.state_slot] * (lease.state_slot > 0)
-            held += [lease._snapshot[1]] if lease._snapshot is not None else []
-        assert len(held) == len(set(held)), "a slot has two owners"
-        assert len(held) + self.slots.num_free == self.slots.capacity, "slots leaked"
+        check_accounts(self.pages, self.slots, self.tree, self._leases)

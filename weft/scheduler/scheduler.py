@@ -28,7 +28,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from weft.cache.manager import Lease, Manager
+from weft.cache.lease import CacheStats, Lease
+from weft.cache.manager import Manager
 from weft.cache.match import Match
 from weft.cache.radix_tree import Tokens, as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
@@ -76,13 +77,14 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counters for metrics and progress bars, since the start."""
+    """Gauges and counters for metrics and progress bars; ``cache`` holds those of pages, slots and reuse."""
 
     num_waiting: int
     num_running: int
     num_free_pages: int
     num_free_slots: int
     num_preemptions: int
+    cache: CacheStats
 
 
 class Scheduler:
@@ -151,6 +153,7 @@ class Scheduler:
             num_free_pages=self.manager.pages.num_free,
             num_free_slots=self.manager.slots.num_free,
             num_preemptions=self._num_preemptions,
+            cache=self.manager.stats(),
         )
 
     # -- a step goes out -----------------------------------------------------------------------------------------

@@ -1,0 +1,144 @@
+"""What is evicted first: by recency, by FLOPs saved, by what became of others like it, and how the weight is found."""
+
+from __future__ import annotations
+
+import random
+
+from tests.cache.fake_memory import FakeMemory
+from tests.cache.test_manager import PROMPT, make, run
+from tests.cache.test_manager_fuzz import make_spec
+from weft.cache.checkpoints import prefill_positions
+from weft.cache.dump import dump_tree
+from weft.cache.manager import Manager
+from weft.cache.policy import FlopAware, ReuseOdds
+from weft.cache.replay import replay_request
+from weft.cache.tuning import AlphaTuner
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def survivors(manager: Manager, prompts: list[list[int]]) -> list[bool]:
+    return [manager.match([*p, 1]).num_tokens == len(p) for p in prompts]
+
+
+def test_lru_drops_the_oldest_state() -> None:
+    manager, memory = make(slots=5, checkpoint_policy="finish_only", eviction="lru")
+    prompts = [tokens(length, length) for length in (150, 20, 30)]
+    for prompt in prompts:
+        run(manager, memory, prompt)
+    manager.evictor.take_slot()
+    manager.evictor.take_slot()
+    assert survivors(manager, prompts) == [False, True, True]
+
+
+def test_flop_aware_keeps_the_state_that_saves_most() -> None:
+    manager, memory = make(slots=5, checkpoint_policy="finish_only", eviction=FlopAware(4.0))
+    prompts = [tokens(length, length) for length in (150, 20, 30)]
+    for prompt in prompts:
+        run(manager, memory, prompt)
+    manager.evictor.policy.observe_eviction(10)
+    manager.evictor.take_slot()
+    manager.evictor.take_slot()
+    assert survivors(manager, prompts) == [True, False, True]
+
+
+def test_value_is_marginal_to_the_nearest_state_above() -> None:
+    """100 tokens above a state at 90 save 10; 40 tokens on their own save 40."""
+    manager, memory = make(slots=6, checkpoint_policy="finish_only", eviction=FlopAware(4.0))
+    long, short = tokens(100, 0), tokens(40, 1)
+    run(manager, memory, long[:90])
+    run(manager, memory, short)
+    run(manager, memory, long)
+    manager.evictor.policy.observe_eviction(10)
+    for _ in range(3):
+        manager.evictor.take_slot()
+    assert survivors(manager, [long[:90], long, short]) == [True, False, True]
+
+
+def test_kv_and_states_are_evicted_independently() -> None:
+    manager, memory = make(slots=4, checkpoint_policy="finish_only", eviction="lru")
+    run(manager, memory, PROMPT)
+    while manager.tree.num_checkpoints:
+        manager.evictor.take_slot()
+    match = manager.match([*PROMPT, 1])
+    assert (match.num_kv_tokens, match.num_tokens) == (210, 0)
+    assert "lost states 210" in dump_tree(manager.tree)
+    assert manager.evictor.make_room(manager.pages.capacity)
+    assert manager.match(PROMPT).num_kv_tokens == 0 and manager.stats().num_evicted_pages == 14
+
+
+def test_only_what_was_consumed_is_refreshed() -> None:
+    manager, memory = make(checkpoint_policy="finish_only", eviction="lru")
+    run(manager, memory, PROMPT[:100])
+    run(manager, memory, PROMPT)
+    before = {p: c.last_used for n in manager.tree.nodes() for p, c in n.checkpoints.items()}
+    run(manager, memory, [*PROMPT, 5, 6])
+    after = {p: c.last_used for n in manager.tree.nodes() for p, c in n.checkpoints.items()}
+    assert after[100] == before[100] and after[210] > before[210]
+
+
+def test_odds_follow_what_became_of_others() -> None:
+    odds = ReuseOdds()
+    assert odds("end", 0, 0) == 1.0
+    for _ in range(96):
+        odds.add("end", 0, 0)
+    assert odds("end", 0, 0) == 0.04 and odds("border", 0, 0) == 1.0
+    for _ in range(48):
+        odds.use("end", 0, 0)
+    assert odds("end", 0, 0) == 0.52
+    assert odds("end", 0, 1) == 4 / 52
+
+
+def test_alpha_follows_the_load() -> None:
+    """Long conversations among short one-off prompts: efficiency must gain weight, and save more than recency does."""
+
+    def saved(tune: bool) -> tuple[float, int]:
+        spec = make_spec(hybrid=True, page_size=16)
+        policy = FlopAware(0.0)
+        manager = Manager(spec, num_pages=400, num_slots=12, enable_prefix_caching=True, eviction=policy)
+        if tune:
+            manager.observer = AlphaTuner(manager)
+        histories, reused = [tokens(200, c) for c in range(4)], 0
+        for turn in range(60):
+            for one_off in range(6):
+                replay_request(manager, tokens(20, 1000 * turn + one_off), 20)
+            conversation = histories[turn % 4]
+            conversation += tokens(20, 7 * turn)
+            reused += replay_request(manager, conversation[:], len(conversation))
+        manager.check()
+        return policy.alpha, reused
+
+    (alpha, tuned), (_, fixed) = saved(True), saved(False)
+    assert alpha > 0 and tuned > 1.15 * fixed
+
+
+def test_order_of_checkpoints_and_their_limit() -> None:
+    def positions(policy: str = "exact", **values: object) -> list[int]:
+        given = {"reused": 0, "divergence": None, "borders": [], "num_prompt_tokens": 20_000} | values
+        return prefill_positions(policy, **given)  # type: ignore[arg-type]
+
+    assert positions() == [8192, 12288, 16384, 19999]
+    assert positions(num_prompt_tokens=210) == [209]
+    assert positions(divergence=70, borders=[10, 300, 200]) == [70, 200, 300, 19999]
+    assert positions(reused=250, borders=[10, 300, 200], num_prompt_tokens=400) == [300, 399]
+    assert positions(reused=399, num_prompt_tokens=400) == []
+    assert positions("aligned", divergence=70, num_prompt_tokens=210) == [64, 192]
+    assert positions("aligned", num_prompt_tokens=64) == []
+    assert positions("finish_only", divergence=70) == []
+
+
+def test_dump_shows_spans_leases_and_states() -> None:
+    manager, memory = make()
+    assert dump_tree(manager.tree) == "the cache is empty"
+    run(manager, memory, PROMPT)
+    lease = manager.lease(manager.match([*PROMPT[:100], 7]))
+    assert lease is not None
+    assert dump_tree(manager.tree).splitlines() == [
+        "root",
+        "  [0, 100) 7 pages, 1 leases, used 1 ago",
+        "    [100, 210) 8 pages, states 209 210, used 1 ago",
+    ]
+    assert isinstance(memory, FakeMemory)

@@ -1,0 +1,47 @@
+"""The prefix tree as text, for people.
+
+Job: one line per node, indented by depth. Owns: the format. Does not know: how the tree changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.cache.radix_tree import Node, RadixTree
+
+
+def dump_tree(tree: RadixTree, max_nodes: int = 1000) -> str:
+    """The tree: spans, pages, leases, states (with lost ones as tombstones) and ticks since the last use.
+
+    ::
+
+        root
+          [0, 150) 10 pages, 2 leases, states 150, used 1 ago
+            [150, 211) 5 pages, lost states 210, used 3 ago
+    """
+    lines: list[str] = []
+    stack = [(root, 0) for _, root in sorted(tree.salts().items(), key=lambda item: item[0] or "", reverse=True)]
+    while stack and len(lines) < max_nodes:
+        node, depth = stack.pop()
+        lines.append("  " * depth + _describe(node, tree.clock))
+        stack.extend((child, depth + 1) for child in reversed(node.children.values()))
+    if stack:
+        lines.append(f"(only {max_nodes} nodes are shown)")
+    return "\n".join(lines) if lines else "the cache is empty"
+
+
+def _describe(node: Node, clock: int) -> str:
+    if node.parent is None:
+        return "root" if node.salt is None else f"root of salt {node.salt!r}"
+    parts = [f"[{node.start}, {node.end}) {len(node.pages)} pages"]
+    if node.locks:
+        parts.append(f"{node.locks} leases")
+    if node.checkpoints:
+        parts.append(f"states {_positions(node.checkpoints)}")
+    if node.lost_states:
+        parts.append(f"lost states {_positions(node.lost_states)}")
+    return ", ".join([*parts, f"used {clock - node.last_used} ago"])
+
+
+def _positions(states: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(states)))

@@ -1,0 +1,61 @@
+"""Every page and every slot has its owner: the books of the cache, done again from scratch.
+
+Job: compare the pools' counts with what tree and leases really hold. Owns: nothing. Does not know: how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.cache.lease import Lease
+from weft.cache.page_pool import PagePool
+from weft.cache.radix_tree import Node, RadixTree
+from weft.cache.state_pool import StatePool
+
+
+def check_accounts(pages: PagePool, slots: StatePool, tree: RadixTree, leases: Iterable[Lease]) -> None:
+    """Assert the invariants of pools, tree and leases, each alone and together."""
+    pages.check()
+    slots.check()
+    tree.check()
+    _check_pages(pages, tree, leases)
+    _check_locks(tree, leases)
+    _check_slots(slots, tree, leases)
+
+
+def _check_pages(pages: PagePool, tree: RadixTree, leases: Iterable[Lease]) -> None:
+    references, pins = [0] * pages.num_pages, [0] * pages.num_pages
+    for lease in leases:
+        own, shared = lease.pages[lease.num_shared_pages :], lease.pages[: lease.num_shared_pages]
+        assert len(lease.pages) == len(set(lease.pages)), "a lease lists a page twice"
+        assert all(pages.pins(page) for page in shared), "a shared page could be evicted"
+        for page in own:
+            references[page] += 1
+            pins[page] += 1
+            assert references[page] == 1, "two leases own the same page"
+    for node in tree.nodes():
+        for page in node.pages:
+            references[page] += 1
+            pins[page] += node.locks > 0
+    for page in range(1, pages.num_pages):
+        assert references[page] == pages.references(page), f"page {page} has lost or gained a reference"
+        assert pins[page] == pages.pins(page), f"page {page} has lost or gained a pin"
+
+
+def _check_locks(tree: RadixTree, leases: Iterable[Lease]) -> None:
+    locks: dict[Node, int] = {}
+    for lease in leases:
+        for node in lease.node.path() if lease.node is not None else ():
+            locks[node] = locks.get(node, 0) + 1
+    for node in tree.nodes():
+        assert node.locks == locks.pop(node, 0), "a node's locks are not those of the leases below it"
+    assert not locks, "a lease is locked on a node that is not in the tree"
+
+
+def _check_slots(slots: StatePool, tree: RadixTree, leases: Iterable[Lease]) -> None:
+    held = [checkpoint.slot for node in tree.nodes() for checkpoint in node.checkpoints.values()]
+    for lease in leases:
+        held += [slot for _, slot in lease.stored] + [lease.state_slot] * (lease.state_slot > 0)
+        held += [lease.snapshot[1]] if lease.snapshot is not None else []
+    assert len(held) == len(set(held)), "a slot has two owners"
+    assert len(held) + slots.num_free == slots.capacity, "slots leaked"
