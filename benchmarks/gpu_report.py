@@ -9,32 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 STARTED = time.perf_counter()
 
-from weft import LLM, SamplingParams, report  # noqa: E402
-from weft.bench import latency, throughput  # noqa: E402
+from weft import LLM, report  # noqa: E402
+from weft.bench import latency, prefill, throughput  # noqa: E402
+from weft.bench.roofline import ceilings_of  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs"
-
-
-def prefill_ms(llm: LLM, length: int, repeats: int) -> float:
-    """Median milliseconds from the call to the first token of one prompt."""
-    rng, times = random.Random(length), []
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-    for _ in range(repeats + 3):
-        prompt = [rng.randrange(10_000) for _ in range(length)]
-        start = time.perf_counter()
-        llm.generate([prompt], params, use_tqdm=False)
-        times.append(time.perf_counter() - start)
-    return round(median(times[3:]) * 1e3, 3)
 
 
 def main() -> None:
@@ -60,6 +47,8 @@ def main() -> None:
             "model": args.model,
             "ready_s": ready,
         }
+        result["startup"] = llm.startup
+        ceilings = ceilings_of(llm.config.device)
         result |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
         result["graphs"] = None if graphs is None else {
             "sizes": len(graphs.sizes), "seconds": graphs.counters.capture_seconds,
@@ -70,14 +59,14 @@ def main() -> None:
             workload = latency.LatencyWorkload(tuple(args.batches), temperature=args.temperature, repeats=args.repeats)
             result["decode"] = []
             for batch in args.batches:
-                row = latency._measure_batch(llm, workload, batch)
+                row = latency.measure_batch(llm, workload, batch)
                 result["decode"].append(row)
                 print(args.model, "decode", batch, row["step_ms"], "ms", row.get("interval_ms"), flush=True)
         if args.lengths:
-            result["prefill_ms"] = {}
-            for n in args.lengths:
-                result["prefill_ms"][n] = prefill_ms(llm, n, 15)
-                print(args.model, "prefill", n, result["prefill_ms"][n], flush=True)
+            result["prefill"] = prefill.measure(llm, prefill.PrefillWorkload(tuple(args.lengths)))
+            for row in result["prefill"]:
+                figures = (row["first_token_ms"], "ms, floor", row["floor_ms"])
+                print(args.model, "prefill", row["prompt_len"], *figures, flush=True)
         if args.throughput:
             result["throughput"] = throughput.measure(llm, throughput.ThroughputWorkload())
             print(args.model, "throughput", result["throughput"]["output_tokens_per_s"], flush=True)
