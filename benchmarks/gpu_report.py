@@ -37,6 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     settings: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": 256,
+        "enable_prefix_caching": False,
     } | json.loads(args.settings)  # fmt: skip
     with LLM(str(CONFIGS / args.model), **settings) as llm:
         ready = round(time.perf_counter() - STARTED, 2)
@@ -59,9 +60,9 @@ def main() -> None:
             workload = latency.LatencyWorkload(tuple(args.batches), temperature=args.temperature, repeats=args.repeats)
             result["decode"] = []
             for batch in args.batches:
-                row = latency.measure_batch(llm, workload, batch)
+                row = latency.measure_batch(llm, workload, batch, ceilings)
                 result["decode"].append(row)
-                print(args.model, "decode", batch, row["step_ms"], "ms", row.get("interval_ms"), flush=True)
+                print(args.model, "decode", batch, row["step_ms"], "ms, floor", row["floor_ms"], flush=True)
         if args.lengths:
             result["prefill"] = prefill.measure(llm, prefill.PrefillWorkload(tuple(args.lengths)))
             for row in result["prefill"]:

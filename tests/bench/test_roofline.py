@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.bench.roofline import H200, Ceilings, Roofline, Work, ceilings_of, floor_columns
+from weft.bench.throughput import ThroughputWorkload
 from weft.config.checkpoint import read_checkpoint_config
 
 CONFIGS = Path(__file__).parent.parent.parent / "benchmarks" / "configs"
@@ -40,6 +41,14 @@ def test_floor_of_a_prefill(name: str) -> None:
     for num_tokens, want in PREFILL_MS[name].items():
         got = roofline(name).prefill(num_tokens).floor_s(H200) * 1e3
         assert got == pytest.approx(want, rel=0.03), num_tokens
+
+
+def test_floor_of_a_queue() -> None:
+    """The published workload on the small model: about 36,000 output tokens a second."""
+    workload = ThroughputWorkload()
+    prompts, lengths = workload.requests(vocab_size=151_936)
+    seconds = roofline("qwen3-0.6b").queue_s([len(p) for p in prompts], lengths, H200)
+    assert sum(lengths) / seconds == pytest.approx(36_000, rel=0.05)
 
 
 def test_a_float32_state_costs_more_bytes_and_no_more_arithmetic() -> None:

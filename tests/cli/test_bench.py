@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import RunWeft
+from weft.assets import MODEL_DIR
+from weft.bench.roofline import Ceilings
 
 
 def test_latency(run_weft: RunWeft, tmp_path: Path) -> None:
@@ -35,12 +39,46 @@ def test_throughput(run_weft: RunWeft, tmp_path: Path) -> None:
     assert 10 <= results["num_output_tokens"] <= 30
 
 
+def test_prefill(run_weft: RunWeft, tmp_path: Path) -> None:
+    target = tmp_path / "prefill.json"
+    result = run_weft("bench", "prefill", "--prompt-lens", 1, 65, "--repeats", 2, "--json", target)
+    assert result.status == 0 and "No roofline" in result.out and "ms to first token" in result.out
+    rows = json.loads(target.read_text())["results"]
+    assert [row["prompt_len"] for row in rows] == [1, 65]
+    assert all(len(row["repeats"]["first_token_ms"]) == 2 and row["floor_ms"] is None for row in rows)
+
+
+def test_distance_from_the_roofline(run_weft: RunWeft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ceilings of a device that moves a megabyte per second, every benchmark of speed tells its share of them."""
+    slow = Ceilings(1e6, 1e18, "made up")
+    for module in ("latency", "prefill", "throughput"):
+        monkeypatch.setattr(f"weft.bench.{module}.ceilings_of", lambda device: slow)
+    weights = MODEL_DIR.joinpath("model.safetensors").stat().st_size * 2  # bfloat16 on disk, float32 here
+    target = tmp_path / "figures.json"
+    small = ["--repeats", 1, "--json", target]
+    for argv in (
+        ("latency", "--batch-sizes", 1, "--prompt-len", 9, "--output-len", 5),
+        ("prefill", "--prompt-lens", 9),
+    ):
+        result = run_weft("bench", *argv, *small)
+        assert result.status == 0 and "roofline" in result.out
+        (row,) = json.loads(target.read_text())["results"]
+        assert weights * 0.2 < row["floor_ms"] * 1e3 < weights * 1.5 and row["floor_share"] > 1
+    result = run_weft(
+        "bench", "throughput", "--num-prompts", 2, "--prompt-len", 3, 9, "--output-len", 2, 6, *small, "--warmups", 0
+    )
+    row = json.loads(target.read_text())["results"]
+    assert row["roofline_share"] > 1 and row["roofline_tokens_per_s"] < row["output_tokens_per_s"]
+
+
 def test_bad_workloads(run_weft: RunWeft) -> None:
     for argv, message in {
         ("latency", "--output-len", 1): "--output-len 1: give 2 or more",
         ("latency", "--batch-sizes", 0): "--batch-sizes 0",
         ("latency", "--repeats", 0): "--repeats 0",
         ("throughput", "--prompt-len", 9, 3): "--prompt-len 9 3",
+        ("prefill", "--prompt-lens", 16, 0): "--prompt-lens 0",
+        ("startup", "--cold-repeats", 0): "--cold-repeats 0",
         ("latency", "--json", "/proc/nowhere/x.json"): "cannot be written",
     }.items():
         result = run_weft("bench", *argv)

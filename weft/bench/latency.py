@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.roofline import Ceilings, Roofline, ceilings_of, floor_columns
 from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ class LatencyWorkload:
 
 def measure(llm: LLM, workload: LatencyWorkload) -> list[dict[str, Any]]:
     """Figures per batch size, in milliseconds: medians, and every repeat."""
-    return [_measure_batch(llm, workload, batch_size) for batch_size in workload.batch_sizes]
+    ceilings = ceilings_of(llm.config.device)
+    return [measure_batch(llm, workload, batch_size, ceilings) for batch_size in workload.batch_sizes]
 
 
-def _measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int) -> dict[str, Any]:
+def measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int, ceilings: Ceilings | None) -> dict[str, Any]:
+    """Figures of one batch size; the floor is that of the sequences' mean length while they decode."""
     rng = random.Random(workload.seed)
     top = llm.config.model_config.vocab_size - 1
     prompts = [[rng.randint(0, top) for _ in range(workload.prompt_len)] for _ in range(batch_size)]
@@ -50,9 +53,11 @@ def _measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int) -> dict
     long = [run_batch(llm, prompts, all_tokens) for _ in range(workload.repeats)]
     step_s = (median(long) - median(short)) / (workload.output_len - 1)
     intervals = step_intervals(llm, prompts, all_tokens)
+    work = Roofline.of(llm.config).decode(batch_size, workload.prompt_len + workload.output_len / 2)
     return {
         "batch_size": batch_size,
         "step_ms": _ms(step_s),
+        **floor_columns(work, step_s, ceilings),
         "interval_ms": _ms(median(intervals)) if intervals else None,
         "tokens_per_s": round(batch_size / step_s, 1),
         "one_token_ms": _ms(median(short)),

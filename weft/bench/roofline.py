@@ -11,6 +11,7 @@ are left out: they could stay on the chip.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,23 @@ class Roofline:
         return Work(
             self._weights_read(num_tokens) + written, spec.prefill_flops(0, num_tokens) + 2.0 * self._head_weights
         )
+
+    def queue_s(self, prompt_lens: Sequence[int], output_lens: Sequence[int], ceilings: Ceilings) -> float:
+        """Seconds for a queue of requests that all run at once.
+
+        The prompts are computed as one batch, which samples the first tokens; then step t decodes every request that
+        wants more than t tokens. Limits on the batch are left out: they could only make it slower.
+        """
+        spec = self._spec
+        total = sum(prompt_lens)
+        flops = sum(spec.prefill_flops(0, n) for n in prompt_lens) + 2.0 * self._head_weights * len(prompt_lens)
+        written = total * spec.kv_bytes_per_token + len(prompt_lens) * spec.slot_bytes
+        seconds = Work(self._weights_read(total) + written, flops).floor_s(ceilings)
+        for step in range(1, max(output_lens)):
+            running = [n for n, wanted in zip(prompt_lens, output_lens, strict=True) if wanted > step]
+            context = sum(running) / len(running) + step
+            seconds += self.decode(len(running), context).floor_s(ceilings)
+        return seconds
 
     def _weights_read(self, num_tokens: int) -> float:
         """Bytes of the weights that ``num_tokens`` tokens touch, the output head included."""

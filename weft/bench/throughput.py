@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.roofline import Roofline, ceilings_of
 from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,9 +54,11 @@ def measure(llm: LLM, workload: ThroughputWorkload) -> dict[str, Any]:
         _run(llm, prompts, params)
     before = llm.stats().num_preemptions
     seconds = [_run(llm, prompts, params) for _ in range(workload.repeats)]
-    total = median(seconds)
+    total, best = median(seconds), _best_seconds(llm, prompts, lengths)
     return {
         "output_tokens_per_s": round(sum(lengths) / total, 1),
+        "roofline_tokens_per_s": None if best is None else round(sum(lengths) / best, 1),
+        "roofline_share": None if best is None else round(best / total, 3),
         "total_tokens_per_s": round((sum(lengths) + sum(map(len, prompts))) / total, 1),
         "requests_per_s": round(len(prompts) / total, 3),
         "seconds": round(total, 3),
@@ -64,6 +67,12 @@ def measure(llm: LLM, workload: ThroughputWorkload) -> dict[str, Any]:
         "num_preemptions": llm.stats().num_preemptions - before,
         "repeats": {"seconds": [round(s, 3) for s in seconds]},
     }
+
+
+def _best_seconds(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float | None:
+    """What the queue would take on a device that reaches its ceilings; None where those are not known."""
+    ceilings = ceilings_of(llm.config.device)
+    return None if ceilings is None else Roofline.of(llm.config).queue_s([len(p) for p in prompts], lengths, ceilings)
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:

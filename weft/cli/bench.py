@@ -1,4 +1,4 @@
-"""``weft bench latency``, ``weft bench throughput`` and ``weft bench prefix``.
+"""``weft bench latency | throughput | prefill | startup | prefix``.
 
 Job: flags of the benchmarks' workloads, and their figures as a table and as JSON. Owns: the verb's output.
 Does not know: how things are measured.
@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from weft import report
-from weft.bench import latency, prefix, throughput
+from weft.bench import latency, prefill, startup, throughput
 from weft.bench.prefix_workloads import WORKLOADS
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import Parser, add_verb
@@ -20,14 +20,20 @@ from weft.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from weft.bench.prefix import PrefixWorkload
     from weft.engine.llm import LLM
 
 
+_KINDS = "{latency,throughput,prefill,startup,prefix}"
+
+
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "bench", _missing, "measure speed", usage="bench {latency,throughput,prefix} [flags]")
+    parser = add_verb(verbs, "bench", _missing, "measure speed", usage=f"bench {_KINDS} [flags]")
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True)
     _add_latency(kinds)
     _add_throughput(kinds)
+    _add_prefill(kinds)
+    _add_startup(kinds)
     _add_prefix(kinds)
 
 
@@ -67,6 +73,32 @@ def _add_throughput(kinds: Any) -> None:
     _add_common(parser, group, default.repeats)
 
 
+def _add_prefill(kinds: Any) -> None:
+    default = prefill.PrefillWorkload()
+    parser = add_verb(kinds, "prefill", run_prefill, "milliseconds to the first token", usage="bench prefill [flags]")
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--prompt-lens", type=int, nargs="+", default=default.prompt_lens, metavar="N", help="tokens per prompt"
+    )
+    _add_common(parser, group, default.repeats)
+
+
+def _add_startup(kinds: Any) -> None:
+    default = startup.StartupWorkload()
+    parser = add_verb(
+        kinds, "startup", run_startup, "seconds from process start to a ready engine", usage="bench startup [flags]"
+    )
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--cold-repeats", type=int, default=default.cold_repeats, metavar="N", help="starts with an empty kernel cache"
+    )
+    group.add_argument(
+        "--warm-repeats", type=int, default=default.warm_repeats, metavar="N", help="starts after each of those"
+    )
+    group.add_argument("--json", metavar="FILE", help="write the figures there")
+    add_engine_flags(parser)
+
+
 def _add_prefix(kinds: Any) -> None:
     parser = add_verb(kinds, "prefix", run_prefix, "reuse of shared prompt prefixes", usage="bench prefix [flags]")
     group = parser.add_argument_group("workload")
@@ -100,10 +132,54 @@ def run_latency(args: argparse.Namespace) -> int:
         results = latency.measure(llm, workload)
         report.write_json(json_path, _figures("latency", llm, workload) | {"results": results})
         name = report.device_name(llm.config.device)
-    columns = ("batch", "ms per step", "ms between steps", "tokens/s", "ms to one token")
-    keys = ("batch_size", "step_ms", "interval_ms", "tokens_per_s", "one_token_ms")
-    report.table(f"Decode latency on {name}", columns, [[str(row[key]) for key in keys] for row in results])
+    columns = {
+        "batch": "batch_size",
+        "ms per step": "step_ms",
+        "ms between steps": "interval_ms",
+        "tokens/s": "tokens_per_s",
+        "ms to one token": "one_token_ms",
+    }
+    _table(f"Decode latency on {name}", columns, results)
     return 0
+
+
+def run_prefill(args: argparse.Namespace) -> int:
+    _check(args, repeats=1)
+    if min(args.prompt_lens) < 1:
+        raise ConfigError(f"--prompt-lens {min(args.prompt_lens)}: give 1 or more")
+    workload = prefill.PrefillWorkload(tuple(args.prompt_lens), args.repeats)
+    json_path = report.open_json(args.json)
+    with _engine(args) as llm:
+        results = prefill.measure(llm, workload)
+        report.write_json(json_path, _figures("prefill", llm, workload) | {"results": results})
+        name = report.device_name(llm.config.device)
+    columns = {"prompt tokens": "prompt_len", "ms to first token": "first_token_ms", "tokens/s": "tokens_per_s"}
+    _table(f"Prefill on {name}", columns, results)
+    return 0
+
+
+def run_startup(args: argparse.Namespace) -> int:
+    _check(args, cold_repeats=1, warm_repeats=0)
+    workload = startup.StartupWorkload(args.cold_repeats, args.warm_repeats)
+    json_path = report.open_json(args.json)
+    figures = startup.measure({"skip_tokenizer_init": True} | engine_settings(args), workload)
+    head = {"benchmark": "startup"} | report.provenance("cpu") | {"workload": dataclasses.asdict(workload)}
+    report.write_json(json_path, head | figures)
+    found = figures["results"]
+    flat = {kind: {**row, **{f"  {k}": v for k, v in row["stages"].items()}} for kind, row in found.items()}
+    rows = [[key, *(str(flat[kind][key]) for kind in flat)] for key in flat["cold"] if key not in ("stages", "repeats")]
+    report.table(f"Start-up in seconds on {figures['device']}", ("", *flat), rows)
+    return 0
+
+
+def _table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """``columns``: heading -> key; the distance from the roofline follows, where the device's ceilings are known."""
+    known = rows[0]["floor_ms"] is not None
+    if known:
+        columns = columns | {"roofline ms": "floor_ms", "of roofline": "floor_share"}
+    report.table(title, tuple(columns), [[str(row[key]) for key in columns.values()] for row in rows])
+    if not known:
+        print("No roofline: the ceilings of this device are not known.")
 
 
 def run_throughput(args: argparse.Namespace) -> int:
@@ -120,12 +196,14 @@ def run_throughput(args: argparse.Namespace) -> int:
         results = throughput.measure(llm, workload)
         report.write_json(json_path, _figures("throughput", llm, workload) | {"results": results})
         name = report.device_name(llm.config.device)
-    rows = [[key, f"{value:,}"] for key, value in results.items() if key != "repeats"]
+    rows = [[key, f"{value:,}"] for key, value in results.items() if key != "repeats" and value is not None]
     report.table(f"Throughput on {name}", ("", ""), rows)
     return 0
 
 
 def run_prefix(args: argparse.Namespace) -> int:
+    from weft.bench import prefix
+
     workload = prefix.PrefixWorkload(args.workload, args.workload_seed)
     json_path = report.open_json(args.json)
     if args.replay:
@@ -138,8 +216,9 @@ def run_prefix(args: argparse.Namespace) -> int:
     return 0
 
 
-def _replay_prefix(args: argparse.Namespace, workload: prefix.PrefixWorkload, json_path: Path | None) -> int:
+def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload, json_path: Path | None) -> int:
     """Only the model's geometry is read."""
+    from weft.bench import prefix
     from weft.cache.spec import CacheSpec
     from weft.config import resolve
 

@@ -1,0 +1,38 @@
+"""Start-up: fresh processes are timed, their failures are told, and nothing is imported that is not needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from weft.bench.startup import StartupWorkload, measure
+from weft.errors import EngineDeadError
+
+SMALL = {"device": "cpu", "skip_tokenizer_init": True, "cpu_cache_gib": 0.05, "max_num_seqs": 2}
+
+
+def test_cold_and_warm_processes() -> None:
+    figures = measure(SMALL, StartupWorkload(cold_repeats=1, warm_repeats=1))
+    assert figures["config"]["max_num_seqs"] == 2 and figures["device"]
+    for kind in ("cold", "warm"):
+        row = figures["results"][kind]
+        assert 0 < row["llm_s"] < row["total_s"] and row["import_s"] + row["llm_s"] < row["total_s"]
+        assert row["stages"]["weights"] > 0 and len(row["repeats"]["total_s"]) == 1
+
+
+def test_a_process_that_fails_tells_why() -> None:
+    with pytest.raises(EngineDeadError, match="no_such_setting"):
+        measure(SMALL | {"no_such_setting": 1}, StartupWorkload(1, 0))
+
+
+def test_an_engine_without_a_tokenizer_imports_only_what_it_runs() -> None:
+    code = (
+        "import sys; from weft import LLM, SamplingParams\n"
+        f"with LLM(**{SMALL!r}) as llm: llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"transformers", "tokenizers", "huggingface_hub", "triton", "rich", "scipy", "torch._inductor"}
+    assert not heavy & set(done.stdout.split())

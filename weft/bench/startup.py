@@ -1,0 +1,102 @@
+"""Start-up: seconds from the start of a process to an engine that is ready.
+
+Job: start fresh processes, with an empty Triton cache (cold) and with the one that the process before left (warm).
+Owns: the method below, and the program that the processes run. Does not know: flags, files.
+
+The clock starts before the process does. ``total_s`` ends when ``LLM()`` returns; ``import_s`` and ``llm_s`` are its
+two parts beside the start of Python itself; ``stages`` are ``LLM.startup``. ``first_token_s`` is the time of one short
+request after that: large, if something was left for later. The files of the checkpoint and of the libraries are in the
+page cache of the operating system, but for the very first process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from weft.errors import EngineDeadError
+
+
+@dataclass(frozen=True, slots=True)
+class StartupWorkload:
+    """What is run: so many cold starts, each followed by so many warm ones."""
+
+    cold_repeats: int = 1
+    warm_repeats: int = 3
+
+
+def measure(settings: Mapping[str, Any], workload: StartupWorkload) -> dict[str, Any]:
+    """Figures of cold and warm starts of ``LLM(**settings)``: medians, and every repeat.
+
+    Returns:
+        ``cold`` and ``warm``; beside them ``device`` in words and the ``config``, as the processes saw them.
+
+    Raises:
+        EngineDeadError: a process did not come up; with what it said last.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+    for _ in range(workload.cold_repeats):
+        with tempfile.TemporaryDirectory(prefix="weft-triton-") as cache:
+            runs["cold"].append(_start(settings, cache))
+            runs["warm"] += [_start(settings, cache) for _ in range(workload.warm_repeats)]
+    last = runs["cold"][-1]
+    return {
+        "device": last["device"],
+        "config": last["config"],
+        "results": {kind: _summary(found) for kind, found in runs.items() if found},
+    }
+
+
+def _start(settings: Mapping[str, Any], triton_cache: str) -> dict[str, Any]:
+    """One process from beginning to end."""
+    command = [sys.executable, "-m", "weft.bench.startup", repr(time.monotonic()), json.dumps(dict(settings))]
+    environment = os.environ | {"TRITON_CACHE_DIR": triton_cache}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise EngineDeadError(f"the engine did not start (exit status {done.returncode}); it said last:\n{said}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("total_s", "import_s", "llm_s", "first_token_s")
+    stages = {name: round(median(run["stages"][name] for run in runs), 3) for name in runs[0]["stages"]}
+    figures: dict[str, Any] = {name: round(median(run[name] for run in runs), 3) for name in names}
+    return figures | {"stages": stages, "repeats": {name: [round(run[name], 3) for run in runs] for name in names}}
+
+
+def _child(began: float, settings: dict[str, Any]) -> None:
+    """The measured process: start the engine, run one request, print a line of JSON."""
+    start = time.monotonic()
+    from weft.engine.llm import LLM
+
+    imported = time.monotonic()
+    with LLM(**settings) as llm:
+        ready = time.monotonic()
+        from weft import report
+        from weft.sampling_params import SamplingParams
+
+        asked = time.monotonic()
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False)
+        figures = {
+            "total_s": ready - began,
+            "import_s": imported - start,
+            "llm_s": ready - imported,
+            "first_token_s": time.monotonic() - asked,
+            "stages": llm.startup,
+            "device": report.device_name(llm.config.device),
+            "config": report.settings(llm.config),
+        }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    _child(float(sys.argv[1]), json.loads(sys.argv[2]))
