@@ -19,7 +19,6 @@ if not ON_GPU:
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention import (
-    DECODE_PROGRAMS,
     Tile,
     decode_tile,
     launch_decode,
@@ -34,13 +33,9 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 # (split, programs aimed at, tile)
 DECODE_TILES = {
-    "A": [(split, aim, Tile(16, *t)) for split, aim, t in (
-        (256, 2048, (64, 4, 3)), (256, 2048, (64, 4, 4)), (256, 8192, (64, 4, 3)), (256, 2048, (32, 4, 4)),
-        (256, 2048, (64, 2, 3)), (512, 2048, (64, 4, 3)))],
-    "B": [(split, aim, Tile(16, *t)) for split, aim, t in (
-        (256, 2048, (64, 4, 3)), (256, 2048, (32, 4, 3)), (256, 8192, (32, 4, 4)), (256, 2048, (64, 8, 3)),
-        (512, 2048, (32, 4, 4)))],
-}  # fmt: skip
+    "A": [(256, 8192, Tile(16, 64, 4, 2, False)), (256, 2048, Tile(16, 64, 4, 3, True))],
+    "B": [(256, 8192, Tile(16, 64, 4, 2, False)), (256, 2048, Tile(16, 64, 4, 3, True))],
+}
 PREFILL_TILES = {
     "A": [Tile(*t) for t in ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2))],
     "B": [Tile(*t) for t in ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 4, 3))],
@@ -106,13 +101,13 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
     kv_bytes = sum(lens) * hkv * dim * 2 * DTYPE.itemsize
     # As many cache sets as it takes to leave the L2 cache behind.
     sets = [make_case(model, [1] * size, lens, max_len) for _ in range(max(1, min(12, (200 << 20) // kv_bytes)))]
-    tiles = [(split_size(max_len), DECODE_PROGRAMS, decode_tile(dim, hq // hkv, DTYPE.itemsize))]
+    tiles = [(split_size(max_len), None, decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize))]
     rows = []
     for split, aim, tile in [*tiles, *(DECODE_TILES[model] if sweep else [])]:
         outs = [torch.full_like(s[0], torch.nan) for s in sets]
 
         def call(
-            i: int, tile: Tile = tile, outs: list[Tensor] = outs, split: int = split, aim: int = aim
+            i: int, tile: Tile = tile, outs: list[Tensor] = outs, split: int = split, aim: int | None = aim
         ) -> Callable[[], None]:
             q, k, v, batch = sets[i]
             return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], tile, split=split, aim=aim)

@@ -14,6 +14,7 @@ from weft.forward_context import Batch
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
+from weft.ops.triton.attention import Tile, launch_decode  # isort: skip
 
 ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -102,6 +103,20 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         out = paged_attention(q, cache, cache, on_device(batch), scale=0.2, backend=Backend.TRITON)
         results.append(out[0].clone())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("aim", [1, 8192])
+def test_every_decode_schedule_gives_the_same_bits(ahead: bool, stages: int, aim: int) -> None:
+    """How the loads are scheduled, and how many splits a program takes, leaves the arithmetic alone."""
+    batch = on_device(make_batch([1, 1, 1], [700, 255, 3], num_decodes=3))
+    cache = torch.randn(int(batch.page_table.max()) + 1, PAGE_SIZE, 2, 16, device=DEVICE)
+    q = torch.randn(3, 4, 16, device=DEVICE)
+    want = paged_attention(q, cache, cache, batch, scale=0.2, backend=Backend.TRITON)
+    out = torch.full_like(q, torch.nan)
+    launch_decode(q, cache, cache, batch, 0.2, out, Tile(16, 64, 4, stages, ahead), aim=aim)
+    assert torch.equal(out, want)
 
 
 def test_lengths_are_read_on_the_device() -> None:

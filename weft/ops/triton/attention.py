@@ -31,11 +31,17 @@ _SHORT_SPLIT, _LONG_SPLIT = 256, 1024
 _SHORT_TABLE = 32768
 """Page tables of up to so many tokens have short splits; longer ones would need much workspace."""
 
-DECODE_PROGRAMS = 2048
-"""Programs that the decode grid aims at: enough to fill the device, few enough that idle ones cost nothing."""
+_FEW_PROGRAMS, _MANY_PROGRAMS = 2048, 8192
+"""Programs that the decode grid aims at, for few and for many sequences: idle ones cost more where few work."""
+
+_FEW_SEQUENCES = 64
+"""Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
 
 _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
+
+_LONG_ROWS = 131072
+"""From so many (token, head) rows on, larger tiles pay for heads of up to 128."""
 
 _SHORT_ROWS = 24576
 """Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
@@ -47,12 +53,16 @@ _METADATA = ["page_table", "seq_lens", "cu_seqlens_q"]
 
 
 class Tile(NamedTuple):
-    """Rows (query token, head) and keys of one tile, warps and pipeline stages."""
+    """Rows (query token, head) and keys of one tile, warps and pipeline stages.
+
+    ``ahead``: the decode kernel loads page ids a step before the keys that need them (shorter waits, more registers).
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    ahead: bool = True
 
 
 @triton.jit
@@ -100,7 +110,7 @@ def _decode_kernel(
     stride_q, stride_out, stride_slot, stride_table,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     if SPLITS_LAST:
@@ -136,13 +146,16 @@ def _decode_kernel(
                 row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
                 end = tl.minimum(kv_len, split * SPLIT + SPLIT)
                 ahead = split * SPLIT + tl.arange(0, KEYS)
-                next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
                 for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
                     tokens = start + tl.arange(0, KEYS)
                     valid = tokens < end
-                    page = next_page  # loaded a step ahead: keys wait for their pages' ids
-                    ahead = tokens + KEYS
-                    next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                    if AHEAD:
+                        page = next_page
+                        ahead = tokens + KEYS
+                        next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                    else:
+                        page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
                     k, v = _load_keys_values(
                         k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
                     )
@@ -283,10 +296,11 @@ def split_size(table_tokens: int) -> int:
     return _SHORT_SPLIT if table_tokens <= _SHORT_TABLE else _LONG_SPLIT
 
 
-def decode_tile(head_dim: int, group: int, element_size: int) -> Tile:
+def decode_tile(num_seqs: int, num_kv_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
     """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
     keys = max(16, min(64, 32768 // (triton.next_power_of_2(head_dim) * element_size)))
-    return Tile(rows=max(16, triton.next_power_of_2(group)), keys=keys, warps=4, stages=2)
+    few = num_seqs * num_kv_heads < _FEW_SEQUENCES and element_size == 2
+    return Tile(max(16, triton.next_power_of_2(group)), keys, warps=4, stages=3 if few else 2, ahead=few)
 
 
 def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
@@ -294,6 +308,8 @@ def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, eleme
     at_least = triton.next_power_of_2(group)
     if element_size == 4:
         return Tile(rows=max(32, at_least), keys=32, warps=4, stages=1)
+    if head_dim <= 128 and num_rows * num_heads >= _LONG_ROWS:
+        return Tile(rows=max(128, at_least), keys=64, warps=8, stages=3)
     if head_dim <= 128:
         return Tile(rows=max(64, at_least), keys=64, warps=4, stages=3)
     if num_rows * num_heads < _SHORT_ROWS:
@@ -329,13 +345,15 @@ def _precision(q: Tensor) -> str:
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
-    tile = decode_tile(q.shape[2], q.shape[1] // k_cache.shape[2], q.element_size())
+    num_kv_heads = k_cache.shape[2]
+    group = q.shape[1] // num_kv_heads
+    tile = decode_tile(batch.seq_lens.shape[0], num_kv_heads, q.shape[2], group, q.element_size())
     launch_decode(q, k_cache, v_cache, batch, scale, out, tile)
 
 
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, split: int | None = None, aim: int = DECODE_PROGRAMS,
+    *, split: int | None = None, aim: int | None = None,
 ) -> None:  # fmt: skip
     """Sequences with one query token, and padding rows below the number of sequences, with a given tile."""
     _check(q, k_cache, v_cache, out)
@@ -344,6 +362,8 @@ def launch_decode(
     table_tokens = batch.page_table.shape[1] * page_size
     split = split_size(table_tokens) if split is None else split
     max_splits = max(1, triton.cdiv(table_tokens, split))
+    splits_last = num_seqs * num_kv_heads < _MANY_SEQUENCES
+    aim = (_FEW_PROGRAMS if splits_last else _MANY_PROGRAMS) if aim is None else aim
     programs = min(max_splits, triton.next_power_of_2(triton.cdiv(aim, num_seqs * num_kv_heads)))
     merges = max_splits > 1
     shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
@@ -351,7 +371,6 @@ def launch_decode(
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(head_dim))
     # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits together.
-    splits_last = num_seqs * num_kv_heads < _MANY_SEQUENCES
     grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
@@ -359,7 +378,8 @@ def launch_decode(
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
         SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
-        PRECISION=_precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, num_warps=tile.warps,
+        PRECISION=_precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
+        num_warps=tile.warps,
     )  # fmt: skip
     if merges:
         _merge_kernel[(num_heads, num_seqs)](
