@@ -29,18 +29,20 @@ from weft.ops.gdn_decode import gdn_decode_reference
 from weft.ops.triton import gated_delta_rule as gdr
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.gated_norm import gated_rms_norm_triton
-from weft.ops.triton.gdn_decode import gdn_decode_triton
+from weft.ops.triton.gdn_decode import Shape, gdn_decode_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)
 CONV_DIM = 2 * HK * K + HV * V
 PEAK_BYTES_PER_S = 4.25e12
-TILES = [
-    *(gdr.Tile(*t) for t in ((16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 3))),
-    *(gdr.Tile(*t, False) for t in ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2))),
-]
-REGISTERS = (None, 168, 128)
-DECODE_SHAPES = ((128, 4), (64, 4), (32, 4), (64, 8), (128, 8), (32, 2))
+TILES = [gdr.Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 3))]
+DECODE_SHAPES = [
+    Shape(*s)
+    for s in (
+        (64, 4, True, None), (64, 4, True, 168), (64, 4, False, None), (64, 4, False, 128),
+        (128, 4, False, None), (128, 4, False, 168),
+    )
+]  # fmt: skip
 
 
 def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Batch:
@@ -139,7 +141,7 @@ def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: tor
 GEOMETRY = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
 
 
-def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: tuple[int, int]) -> dict[str, float]:
+def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape) -> dict[str, float]:
     arguments = decode_arguments(5, 12, state_dtype, dtype)
     arguments["projected"][4] = torch.nan
     slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
@@ -149,7 +151,7 @@ def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: tuple[int,
     out = torch.full_like(expected, torch.nan).to(dtype)
     gdn_decode_triton(
         **arguments, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints, out=out,
-        block_v=shape[0], num_warps=shape[1],
+        shape=shape,
     )  # fmt: skip
     assert (out[4] == 0).all(), "padding rows must be zero"
     return {
@@ -185,9 +187,8 @@ def time_chunk(lens: list[int], tiles: list[gdr.Tile]) -> dict[str, float]:
     state = torch.zeros(len(lens) + 2, HV, K, V, device=DEVICE)
     sets = [make_inputs(batch.num_tokens, torch.bfloat16) for _ in range(3)]
     times = {}
-    for r in REGISTERS:
-        calls = [lambda x=x, r=r: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks, r) for x in sets]
-        times[f"prepare {r}"] = time_us(calls)
+    calls = [lambda x=x: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks) for x in sets]
+    times["prepare"] = time_us(calls)
     for tile in tiles:
         calls = [lambda x=x, t=tile: gdr.chunk_gated_delta_rule_triton(*x, state, batch, tile=t) for x in sets]
         times[f"total {tuple(tile)}"] = time_us(calls)
@@ -226,17 +227,7 @@ def time_layer_ops(lens: list[int]) -> dict[str, float]:
     }
 
 
-def check_registers(registers: int | None) -> dict[str, float]:
-    """The state-free kernel under a register limit against the same kernel without one."""
-    batch = make_batch([1, 63, 64, 65, 130])
-    x = make_inputs(batch.num_tokens, torch.bfloat16)
-    assert batch.chunks is not None
-    expected = gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks)
-    actual = gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks, registers)
-    return {str(i): relative(a, e.double()) for i, (a, e) in enumerate(zip(actual, expected, strict=True))}
-
-
-def time_decode(rows: int, state_dtype: torch.dtype, shapes: tuple[tuple[int, int], ...]) -> dict[str, float]:
+def time_decode(rows: int, state_dtype: torch.dtype, shapes: list[Shape]) -> dict[str, float]:
     sets = max(2, -(-256 // rows)) if rows < 256 else 2
     sets = min(sets, 24)
     arguments = decode_arguments(rows, rows * sets + 1, state_dtype, torch.bfloat16)
@@ -245,11 +236,10 @@ def time_decode(rows: int, state_dtype: torch.dtype, shapes: tuple[tuple[int, in
     state_bytes = 2 * rows * HV * K * V * state_dtype.itemsize
     other = rows * (CONV_DIM * (2 * W - 1) + HV * V * 2) * 2
     times = {"floor": (state_bytes + other) / PEAK_BYTES_PER_S * 1e6}
-    for block_v, warps in shapes:
-        shape = {"block_v": block_v, "num_warps": warps}
-        run = partial(gdn_decode_triton, **arguments, **GEOMETRY, **shape)
+    for shape in shapes:
+        run = partial(gdn_decode_triton, **arguments, **GEOMETRY, shape=shape)
         calls = [partial(run, state_slots=s) for s in slots]
-        times[f"{block_v} x {warps} warps"] = time_us(calls)
+        times[str(tuple(shape))] = time_us(calls)
     return times
 
 
@@ -267,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--decode-only", action="store_true", help="time the decode step alone")
     options = parser.parse_args()
     on_gpu = DEVICE == "cuda"
     results: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "interpreter"}
@@ -277,22 +268,20 @@ def main() -> None:
         attempt(results, f"check {half} {tuple(tile)} seed {seed}", lambda t=tile: check_chunk(half, t, lens))
     for tile in (gdr.Tile(32, 4, 1), gdr.Tile(16, 4, 1)):
         attempt(results, f"check float32 {tuple(tile)}", lambda t=tile: check_chunk(torch.float32, t, lens))
-    for shape in DECODE_SHAPES if on_gpu else DECODE_SHAPES[2:3]:
+    for shape in DECODE_SHAPES if on_gpu else DECODE_SHAPES[:1]:
         for dtype, state_dtype in ((half, torch.float32), (half, half), (torch.float32, torch.float32)):
             attempt(
-                results, f"check decode {dtype} state {state_dtype} {shape}",
+                results, f"check decode {dtype} state {state_dtype} {tuple(shape)}",
                 lambda d=dtype, s=state_dtype, shape=shape: check_decode(d, s, shape),
             )  # fmt: skip
-    if on_gpu:
-        for registers in REGISTERS[1:]:
-            attempt(results, f"check prepare with {registers} registers", lambda r=registers: check_registers(r))
     if on_gpu and not options.check_only:
-        for lens in ([64], [1024], [4096], [8192], [2048] * 2, [2048] * 4, [256] * 32, [1024] * 16):
-            attempt(results, f"chunk {len(lens)} x {lens[0]} us", lambda n=lens: time_chunk(n, TILES))
-        for lens in ([4096], [8192], [2048] * 4):
-            attempt(results, f"fla {len(lens)} x {lens[0]} us", lambda n=lens: time_fla(n))
-        for lens in ([64], [4096], [2048] * 4):
-            attempt(results, f"conv and norm {len(lens)} x {lens[0]} us", lambda n=lens: time_layer_ops(n))
+        if not options.decode_only:
+            for lens in ([64], [1024], [4096], [8192], [2048] * 2, [2048] * 4, [256] * 32, [1024] * 16):
+                attempt(results, f"chunk {len(lens)} x {lens[0]} us", lambda n=lens: time_chunk(n, TILES))
+            for lens in ([4096], [8192], [2048] * 4):
+                attempt(results, f"fla {len(lens)} x {lens[0]} us", lambda n=lens: time_fla(n))
+            for lens in ([64], [4096], [2048] * 4):
+                attempt(results, f"conv and norm {len(lens)} x {lens[0]} us", lambda n=lens: time_layer_ops(n))
         for rows, dtype in itertools.product((1, 8, 32, 64, 128, 256), (torch.float32, torch.bfloat16)):
             attempt(results, f"decode {rows} {dtype} us", lambda n=rows, d=dtype: time_decode(n, d, DECODE_SHAPES))
     if options.json:

@@ -6,6 +6,8 @@ projection, ``q | k | v | z | b | a``, on the reading side. Does not know: the p
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from weft.ops.backend import Backend, missing_kernel
@@ -94,7 +96,7 @@ def gdn_decode(
     Returns:
         ``[N, HV * V]`` in projected's dtype, ready for the output projection.
     """
-    geometry = {
+    geometry: dict[str, Any] = {
         "num_k_heads": num_k_heads,
         "num_v_heads": num_v_heads,
         "head_k_dim": head_k_dim,

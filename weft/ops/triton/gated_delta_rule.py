@@ -38,7 +38,9 @@ from weft.forward_context import Batch, ChunkTable
 CHUNK_SIZE = 64
 _L2_EPS = tl.constexpr(1e-6)
 _VECTORS = 4
-_MULTIPROCESSORS = 132  # of an H200: up to as many programs, each has one for itself
+
+MULTIPROCESSORS = 132
+"""Of an H200. As many programs have one each, with all its shared memory for their pipeline."""
 
 # Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
 _METADATA = [
@@ -47,16 +49,11 @@ _METADATA = [
 
 
 class Tile(NamedTuple):
-    """The scan's shape: columns of the state per program, warps, pipeline stages.
-
-    With ``stage_queries``, queries and the attention inside the chunk are loaded stages ahead too; without, they pass
-    through registers within their chunk, and the shared memory saved lets two programs share a multiprocessor.
-    """
+    """The scan's shape: columns of the state per program, warps, pipeline stages."""
 
     block_v: int
     warps: int
     stages: int
-    stage_queries: bool = True
 
 
 @triton.jit(do_not_specialize_on_alignment=_METADATA)
@@ -78,34 +75,31 @@ def _prepare_kernel(
     mask = valid[:, None] & (o_k < K)[None, :]
     columns = (i_head // (HV // HK)) * K + o_k
     b_k = tl.load(k + rows[:, None] * stride_k + columns[None, :], mask=mask, other=0.0)
+    b_q = tl.load(q + rows[:, None] * stride_q + columns[None, :], mask=mask, other=0.0)
     b_g = tl.load(g + rows * HV + i_head, mask=valid, other=0.0)
     b_beta = tl.load(beta + rows * HV + i_head, mask=valid, other=0.0)
-    k_float = b_k.to(tl.float32)
+
+    k_float, q_float = b_k.to(tl.float32), b_q.to(tl.float32)
     k_norm = tl.rsqrt(tl.sum(k_float * k_float, 1) + _L2_EPS)
+    q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS) * (K**-0.5)
     decay = tl.cumsum(b_g, 0)
     to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for the tokens that still count there
+
     i, j = o_row[:, None], o_row[None, :]
-    square = ((i_chunk * HV + i_head).to(tl.int64) * CHUNK * CHUNK) + i * CHUNK + j
-
-    # Queries first: of what they need, only the keys and the decays are kept for the inverse.
-    b_q = tl.load(q + rows[:, None] * stride_q + columns[None, :], mask=mask, other=0.0)
-    q_float = b_q.to(tl.float32)
-    q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS) * (K**-0.5)
+    between = tl.exp(tl.where(i >= j, decay[:, None] - decay[None, :], float("-inf"))) * k_norm[None, :]
     keys = tl.trans(b_k)
-    between = tl.exp(tl.minimum(decay[:, None] - decay[None, :], 0.0)) * k_norm[None, :]
-    qk = tl.dot(b_q, keys, input_precision=PRECISION) * between * q_norm[:, None]
-    tl.store(attention + square, tl.where(i >= j, qk, 0.0).to(attention.dtype.element_ty))
-
     kk = tl.dot(b_k, keys, input_precision=PRECISION) * between * (b_beta * k_norm)[:, None]
     kk = tl.where(i > j, kk, 0.0)
-    # At each level, L is where the row's block follows the column's within a pair. (Written so that the compiler cannot
-    # keep a table of it in registers, which are what limits the programs in flight.)
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i == j ^ 1, kk, 0.0)
-    strict = kk.to(INVERSE)
-    for level in tl.range(1, LEVELS, num_stages=1):
-        below = tl.where(i >> level == (j >> level) ^ 1, strict, 0.0)
+    qk = tl.dot(b_q, keys, input_precision=PRECISION) * between * q_norm[:, None]
+
+    square = ((i_chunk * HV + i_head).to(tl.int64) * CHUNK * CHUNK) + i * CHUNK + j
+    tl.store(attention + square, qk.to(attention.dtype.element_ty))
+
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, kk, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), kk, 0.0)
         operand = inverse.to(INVERSE)
-        product = tl.dot(operand, below, input_precision=PRECISION)
+        product = tl.dot(operand, below.to(INVERSE), input_precision=PRECISION)
         inverse -= tl.dot(product.to(INVERSE), operand, input_precision=PRECISION)
     tl.store(solve + square, (inverse * b_beta[None, :]).to(solve.dtype.element_ty))
 
@@ -134,7 +128,7 @@ def _scan_kernel(
     num_rows, num_seqs, stride_q, stride_k, stride_v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, STAGE_QUERIES: tl.constexpr,
+    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and slice of V: the chunks in order, the state's columns in registers."""
     i_v, i_head, i_seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -174,17 +168,11 @@ def _scan_kernel(
         tile = (i_chunk * HV + i_head).to(tl.int64)
         mask = valid[:, None] & k_mask[None, :]
         b_k = tl.load(k + rows * stride_k + key_columns[None, :], mask=mask, other=0.0)
-        if STAGE_QUERIES:
-            b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
-            b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
-        else:
-            b_q, b_attention = tl.zeros([CHUNK, BLOCK_K], operand), tl.zeros([CHUNK, CHUNK], operand)
-            if length > 0:  # always so; but the compiler leaves a conditional load out of its pipeline
-                b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
-                b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
+        b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
         mask = valid[:, None] & v_mask[None, :]
         b_v = tl.load(v + rows * stride_v + value_columns[None, :], mask=mask, other=0.0)
         b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
+        b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
         p_vectors = vectors + tile * 4 * CHUNK + o_row
         k_scale, q_scale, k_to_end = tl.load(p_vectors), tl.load(p_vectors + CHUNK), tl.load(p_vectors + 2 * CHUNK)
         chunk_decay = tl.load(vectors + tile * 4 * CHUNK + 3 * CHUNK)
@@ -291,8 +279,9 @@ def choose_tile(num_rows: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
     widest = max(16, triton.next_power_of_2(head_v_dim))
     if dtype == torch.float32:
         return Tile(min(32, widest), 4, 1)
-    if num_rows * triton.cdiv(head_v_dim, 32) <= _MULTIPROCESSORS:
-        return Tile(min(32, widest), 4, 3)
+    for block_v in (32, 64):
+        if num_rows * triton.cdiv(head_v_dim, block_v) <= MULTIPROCESSORS:
+            return Tile(min(block_v, widest), 4, 3)
     return Tile(min(64, widest), 4, 1)
 
 
@@ -331,7 +320,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, max_registers: int | None = None
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``solve``, ``attention`` ``[chunks, HV, 64, 64]`` in q's dtype and ``vectors [chunks, HV, 4, 64]`` float32."""
     num_chunks, num_heads, (_, num_k_heads, head_dim) = chunks.start.shape[0], g.shape[1], k.shape
@@ -344,7 +333,7 @@ def _prepare(
         HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, triton.next_power_of_2(head_dim)),
         CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
         INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
-        num_warps=4, num_stages=1, maxnreg=max_registers,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return solve, attention, vectors
 
@@ -372,7 +361,6 @@ def _scan(
         num_rows, num_seqs, q.stride(0), k.stride(0), v.stride(0),
         HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
         BLOCK_K=max(16, triton.next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
-        ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype),
-        STAGES=tile.stages, STAGE_QUERIES=tile.stage_queries,
+        ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -6,22 +6,41 @@ layers.
 A program serves one row and one *key* head with all value heads of its group. It alone reads and shifts the convolution
 states of that head's queries and keys and of those value heads, so the shift in place races with nobody, and it holds
 whole value heads, so the output norm needs no second launch. The recurrent state is read once and written once: its
-tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes, the next one loading meanwhile.
+tiles, ``[K, BLOCK_V]``, pass through float32 registers with V along the lanes.
 
-The convolved and normalised vectors go through a small float32 buffer (it stays in the L1 cache): read back, they have
-the layout that the state's tile asks for, where recomputing them in that layout would repeat every load in every warp.
+Queries, keys, values, gates and decays are computed first, all their loads in flight together, and go through a small
+float32 buffer that stays in the L1 cache: read back, they have the layout that the state's tile asks for, where
+computing them in that layout would repeat every load in every warp.
 
 Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros and leave.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
+from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
+
+
+class Shape(NamedTuple):
+    """Columns of the state per step, warps, whether the next step's columns load meanwhile, and a register limit."""
+
+    block_v: int
+    warps: int
+    prefetch: bool
+    max_registers: int | None
+
+
+def choose_shape(num_programs: int) -> Shape:
+    """With few programs each must hide its own latency; with many, four to a multiprocessor hide each other's."""
+    if num_programs <= 2 * MULTIPROCESSORS:
+        return Shape(64, 4, True, None)
+    return Shape(64, 4, False, 128)
 
 
 @triton.jit
@@ -37,40 +56,40 @@ def _softplus(x):
 def _convolve(
     row, weight, bias, p_state, channels, mask, W: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
-    """``silu(conv)`` of some channels, ``[len(channels)]`` float32. ``p_state``: the row's ``[C, W - 1]`` states."""
-    y = tl.load(row + channels, mask=mask, other=0.0).to(tl.float32)
-    y *= tl.load(weight + channels * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
+    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their next states, oldest input first.
+
+    ``p_state``: the row's states ``[C, W - 1]``.
+    """
+    newest = tl.load(row + channels, mask=mask, other=0.0)
+    y = newest.to(tl.float32) * tl.load(weight + channels * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
+    kept = ()
     for j in tl.static_range(W - 1):
-        tap = tl.load(weight + channels * W + j, mask=mask, other=0.0).to(tl.float32)
-        y += tap * tl.load(p_state + channels * (W - 1) + j, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(p_state + channels * (W - 1) + j, mask=mask, other=0.0)
+        y += value.to(tl.float32) * tl.load(weight + channels * W + j, mask=mask, other=0.0).to(tl.float32)
+        if j > 0:
+            kept = kept + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    kept = kept + (newest.to(p_state.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
     if HAS_BIAS:
         y += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
-    return y * tl.sigmoid(y)
+    return y * tl.sigmoid(y), kept
 
 
 @triton.jit
-def _shift(
-    row, p_state, p_checkpoint, checkpoint, channels, mask, W: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr
-):  # fmt: skip
-    """Move some channels' states by one input, in place, and copy them to the checkpoint's slot."""
+def _store_inputs(p_state, p_checkpoint, checkpoint, kept, channels, mask, W: tl.constexpr, CHECKPOINT: tl.constexpr):
+    """Write some channels' states, and copy them to the checkpoint's slot."""
     for j in tl.static_range(W - 1):
-        if j < W - 2:
-            x = tl.load(p_state + channels * (W - 1) + j + 1, mask=mask)
-        else:
-            x = tl.load(row + channels, mask=mask).to(p_state.dtype.element_ty)
-        tl.debug_barrier()  # every thread has loaded what another one overwrites
-        tl.store(p_state + channels * (W - 1) + j, x, mask=mask)
-        if HAS_CHECKPOINTS:
-            tl.store(p_checkpoint + channels * (W - 1) + j, x, mask=mask & (checkpoint >= 0))
+        tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
+        if CHECKPOINT:
+            tl.store(p_checkpoint + channels * (W - 1) + j, kept[j], mask=mask & (checkpoint >= 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["state_slots", "checkpoint_slots"])
 def _gdn_decode_kernel(
     projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, state_slots, checkpoint_slots,
-    mixed, out, stride_row, eps,
+    vectors, out, stride_row, eps,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One row and key head."""
     i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -78,6 +97,7 @@ def _gdn_decode_kernel(
     KEY_DIM: tl.constexpr = HK * K
     VALUE_DIM: tl.constexpr = HV * V
     C: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
+    VECTORS: tl.constexpr = 2 * K + 2 * GROUP * V + 2 * GROUP
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     k_mask = o_k < K
@@ -95,64 +115,72 @@ def _gdn_decode_kernel(
 
     inside = (i_key_head * GROUP) * K * V + o_k[:, None] * V + o_v[None, :]
     p_state = state + slot * HV * K * V + inside
-    b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)  # under way during the convolution
+    b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)  # under way during all of this
     row = projected + i_row * stride_row
     p_conv = conv_state + slot * C * (W - 1)
-    o_g = tl.arange(0, BLOCK_G)
-    g_mask = o_g < GROUP * V
+    o_g, o_h = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
+    g_mask, h_mask = o_g < GROUP * V, o_h < GROUP
     q_channels = i_key_head * K + o_k
     k_channels = KEY_DIM + q_channels
     v_channels = 2 * KEY_DIM + i_key_head * GROUP * V + o_g
-    p_mixed = mixed + i_row * C
-    b_q = _convolve(row, conv_weight, conv_bias, p_conv, q_channels, k_mask, W, HAS_BIAS)
-    b_k = _convolve(row, conv_weight, conv_bias, p_conv, k_channels, k_mask, W, HAS_BIAS)
-    b_v = _convolve(row, conv_weight, conv_bias, p_conv, v_channels, g_mask, W, HAS_BIAS)
-    tl.store(p_mixed + q_channels, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
-    tl.store(p_mixed + k_channels, l2_normalize(b_k), mask=k_mask)
-    tl.store(p_mixed + v_channels, b_v, mask=g_mask)
+    b_q, q_kept = _convolve(row, conv_weight, conv_bias, p_conv, q_channels, k_mask, W, HAS_BIAS)
+    b_k, k_kept = _convolve(row, conv_weight, conv_bias, p_conv, k_channels, k_mask, W, HAS_BIAS)
+    b_v, v_kept = _convolve(row, conv_weight, conv_bias, p_conv, v_channels, g_mask, W, HAS_BIAS)
+    heads = i_key_head * GROUP + o_h
+    b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
+    b_a = tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
+    b_a += tl.load(dt_bias + heads, mask=h_mask, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + heads, mask=h_mask, other=0.0).to(tl.float32))
+    gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
+    gate *= tl.sigmoid(gate) * tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
+
+    p_vectors = vectors + (i_row * HK + i_key_head) * VECTORS
+    tl.store(p_vectors + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
+    tl.store(p_vectors + K + o_k, l2_normalize(b_k), mask=k_mask)
+    tl.store(p_vectors + 2 * K + o_g, b_v, mask=g_mask)
+    tl.store(p_vectors + 2 * K + GROUP * V + o_g, gate, mask=g_mask)
+    tl.store(p_vectors + 2 * K + 2 * GROUP * V + o_h, tl.exp(-rate * _softplus(b_a)), mask=h_mask)
+    tl.store(p_vectors + 2 * K + 2 * GROUP * V + GROUP + o_h, tl.sigmoid(b_beta), mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
     p_copy = conv_state + checkpoint * C * (W - 1)
-    _shift(row, p_conv, p_copy, checkpoint, q_channels, k_mask, W, HAS_CHECKPOINTS)
-    _shift(row, p_conv, p_copy, checkpoint, k_channels, k_mask, W, HAS_CHECKPOINTS)
-    _shift(row, p_conv, p_copy, checkpoint, v_channels, g_mask, W, HAS_CHECKPOINTS)
+    _store_inputs(p_conv, p_copy, checkpoint, q_kept, q_channels, k_mask, W, HAS_CHECKPOINTS)
+    _store_inputs(p_conv, p_copy, checkpoint, k_kept, k_channels, k_mask, W, HAS_CHECKPOINTS)
+    _store_inputs(p_conv, p_copy, checkpoint, v_kept, v_channels, g_mask, W, HAS_CHECKPOINTS)
 
-    b_q = tl.load(p_mixed + q_channels, mask=k_mask, other=0.0)
-    b_k = tl.load(p_mixed + k_channels, mask=k_mask, other=0.0)
-    p_value = p_mixed + 2 * KEY_DIM + i_key_head * GROUP * V
+    b_q = tl.load(p_vectors + o_k, mask=k_mask, other=0.0)
+    b_k = tl.load(p_vectors + K + o_k, mask=k_mask, other=0.0)
+    p_value = p_vectors + 2 * K
+    p_gate, p_decay = p_value + GROUP * V, p_value + 2 * GROUP * V
     for i in tl.static_range(GROUP):
-        head = i_key_head * GROUP + i
-        p_gates = row + C + VALUE_DIM + head
-        beta = tl.sigmoid(tl.load(p_gates).to(tl.float32))
-        a = tl.load(p_gates + HV).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-        decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * _softplus(a))
+        decay, beta = tl.load(p_decay + i), tl.load(p_decay + GROUP + i)
         outputs = ()
         square_sum = 0.0
         for j in tl.static_range(TILES):
             columns = j * BLOCK_V + o_v
             v_mask = columns < V
             tile = i * K * V + j * BLOCK_V
+            state_mask = k_mask[:, None] & v_mask[None, :]
             b_state = b_next
-            if i * TILES + j + 1 < GROUP * TILES:
+            if not PREFETCH and i + j > 0:
+                b_state = tl.load(p_state + tile, mask=state_mask, other=0.0)
+            if PREFETCH and i * TILES + j + 1 < GROUP * TILES:
                 ahead = (j + 1) % TILES * BLOCK_V
                 mask = k_mask[:, None] & (ahead + o_v < V)[None, :]
                 b_next = tl.load(p_state + (i + (j + 1) // TILES) * K * V + ahead, mask=mask, other=0.0)
             b_v = tl.load(p_value + i * V + columns, mask=v_mask, other=0.0)
             b_out, new_state = delta_rule_step(b_state.to(tl.float32), b_q, b_k, b_v, decay, beta)
             stored = new_state.to(state.dtype.element_ty)
-            state_mask = k_mask[:, None] & v_mask[None, :]
             tl.store(p_state + tile, stored, mask=state_mask)
             if HAS_CHECKPOINTS:
                 p_checkpoint = state + checkpoint * HV * K * V + inside + tile
                 tl.store(p_checkpoint, stored, mask=state_mask & (checkpoint >= 0))
             square_sum += tl.sum(b_out * b_out, 0)
-            outputs = outputs + (b_out,)  # noqa: RUF005 (no unpacking in kernels)
+            outputs = outputs + (b_out,)  # type: ignore[assignment]  # noqa: RUF005
         scale = tl.rsqrt(square_sum / V + eps)
         for j in tl.static_range(TILES):
             columns = j * BLOCK_V + o_v
             v_mask = columns < V
-            weight = tl.load(norm_weight + columns, mask=v_mask, other=0.0).to(tl.float32)
-            gate = tl.load(row + C + head * V + columns, mask=v_mask, other=0.0).to(tl.float32)
-            normed = outputs[j] * scale * weight * gate * tl.sigmoid(gate)
+            normed = outputs[j] * scale * tl.load(p_gate + i * V + columns, mask=v_mask, other=0.0)
             tl.store(p_out + i * V + j * BLOCK_V, normed.to(out.dtype.element_ty), mask=v_mask)
 
 
@@ -174,27 +202,29 @@ def gdn_decode_triton(
     head_v_dim: int,
     checkpoint_slots: Tensor | None = None,
     out: Tensor | None = None,
-    block_v: int = 64,
-    num_warps: int = 4,
+    shape: Shape | None = None,
 ) -> Tensor:
     """Triton kernel of ``gdn_decode``; all arithmetic in float32, rounded at the stores only.
 
-    ``block_v`` columns of the state are in flight while as many are worked on.
+    ``shape`` overrides the choice of ``choose_shape`` (tests and measurements).
     """
     num_rows, kernel = projected.shape[0], conv_weight.shape[1]
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
     out = projected.new_empty(num_rows, num_v_heads * head_v_dim) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    mixed = torch.empty(num_rows, conv_weight.shape[0], dtype=torch.float32, device=projected.device)
+    shape = shape or choose_shape(num_rows * num_k_heads)
+    group = num_v_heads // num_k_heads
+    width = 2 * head_k_dim + 2 * group * head_v_dim + 2 * group
+    vectors = torch.empty(num_rows, num_k_heads, width, dtype=torch.float32, device=projected.device)
     if num_rows:
         _gdn_decode_kernel[(num_k_heads, num_rows)](
             projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, state_slots,
-            checkpoint_slots, mixed, out, projected.stride(0), eps,
+            checkpoint_slots, vectors, out, projected.stride(0), eps,
             HK=num_k_heads, HV=num_v_heads, K=head_k_dim, V=head_v_dim, W=kernel,
-            BLOCK_K=triton.next_power_of_2(head_k_dim), BLOCK_V=min(block_v, triton.next_power_of_2(head_v_dim)),
-            BLOCK_G=triton.next_power_of_2(num_v_heads // num_k_heads * head_v_dim),
+            BLOCK_K=triton.next_power_of_2(head_k_dim), BLOCK_V=min(shape.block_v, triton.next_power_of_2(head_v_dim)),
+            BLOCK_G=triton.next_power_of_2(group * head_v_dim), BLOCK_H=triton.next_power_of_2(group),
             HAS_BIAS=conv_bias is not None, HAS_CHECKPOINTS=checkpoint_slots is not None,
-            num_warps=num_warps,
+            PREFETCH=shape.prefetch, num_warps=shape.warps, maxnreg=shape.max_registers,
         )  # fmt: skip
     return out
