@@ -68,14 +68,14 @@ class CacheStats:
     request, resumed ones too.
     """
 
-    num_free_pages: int
-    num_evictable_pages: int
-    num_free_slots: int
-    num_evictable_slots: int
-    num_query_tokens: int
-    num_hit_tokens: int
-    num_evicted_pages: int
-    num_evicted_states: int
+    num_free_pages: int = 0
+    num_evictable_pages: int = 0
+    num_free_slots: int = 0
+    num_evictable_slots: int = 0
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted_pages: int = 0
+    num_evicted_states: int = 0
 
     @property
     def hit_rate(self) -> float:

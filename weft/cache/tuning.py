@@ -20,7 +20,7 @@ from weft.cache.replay import ReplayCounts, replay_request
 
 logger = logging.getLogger(__name__)
 
-CANDIDATES = (0.0, 1.0, 4.0, 16.0)
+CANDIDATES = (0.0, 1.0, 4.0, 16.0, 64.0)
 INTERVAL = 16
 """Requests between two decisions."""
 MEMORY = 0.9

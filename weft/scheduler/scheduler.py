@@ -84,7 +84,7 @@ class SchedulerStats:
     num_free_pages: int
     num_free_slots: int
     num_preemptions: int
-    cache: CacheStats
+    cache: CacheStats = CacheStats()
 
 
 class Scheduler:
