@@ -139,11 +139,14 @@ class Rank:
 def test_shards_hold_half_the_rows_and_no_more(arch: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(arch, tmp_path, num_hidden_layers=4)
     whole, report = load(checkpoint)
+    moe = read_checkpoint_config(checkpoint).moe
+    router_rows = moe.num_experts + (moe.shared_expert_intermediate_size is not None) if moe is not None else None
     for rank in range(2):
         shard, shard_report = load(checkpoint, tp=Rank(rank))
         vocab_rows = 106 - rank  # of 211; the second shard has a padding row
         for name, parameter in shard.named_parameters():
             rows = vocab_rows if name in ("model.embed_tokens.weight", "lm_head.weight") else None
+            rows = router_rows if name.endswith("mlp.router.weight") else rows
             assert parameter[:rows].isfinite().all(), name
         assert shard_report.num_tensors == report.num_tensors
         full = parameters(whole)["model.layers.3.self_attn.o_proj.weight"]

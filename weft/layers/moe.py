@@ -98,7 +98,7 @@ class SparseMoe(nn.Module):
             weights,
             ids,
             shared=self.shared_expert(x) if self.shared_expert is not None else None,
-            shared_gate=logits[:, self._num_experts :] if self.shared_expert is not None else None,
+            shared_gate=logits[:, self._num_experts : self._num_experts + 1] if self.shared_expert is not None else None,
             backend=self._backend,
         )
         return self._tp.all_reduce(out)
