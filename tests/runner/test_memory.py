@@ -61,3 +61,14 @@ def test_too_little_is_refused_with_the_remedy() -> None:
         plan_caches(make_spec(), budget_bytes=100, max_num_seqs=1, max_model_len=64)
     with pytest.raises(CapacityError, match="KV pages"):
         plan_caches(make_spec(hybrid=False), budget_bytes=100, max_num_seqs=1, max_model_len=64)
+
+
+def test_prefix_cache_gets_room_of_its_own() -> None:
+    sizes = {"budget_bytes": 2**30, "max_num_seqs": 100, "max_model_len": 128}
+    spec = make_spec()
+    plain, keeping = plan_caches(spec, **sizes), plan_caches(spec, **sizes, keeps_prefixes=True)
+    assert plain.num_slots - 1 == plain.max_num_seqs == keeping.max_num_seqs == 100
+    assert keeping.num_slots - 1 == 100 + 400 and "400 for the prefix cache" in keeping.reasons["num_state_slots"]
+    assert keeping.num_pages - 1 == 4 * (plain.num_pages - 1)
+    small = plan_caches(spec, **(sizes | {"max_num_seqs": 1}), keeps_prefixes=True)
+    assert small.num_slots - 1 == 1 + 256

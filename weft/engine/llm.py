@@ -177,11 +177,12 @@ class LLM:
         text = render(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
-        prompt = {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
         if self.config.enable_prefix_caching and self.config.model_config.is_hybrid and not continue_final_message:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             prompt["checkpoint_positions"] = conversation_borders(
-                messages, prompt["prompt_token_ids"], lambda other: encode(render(other))
+                messages, token_ids, lambda other: encode(render(other))
             )
         return prompt
 
