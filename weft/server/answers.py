@@ -151,7 +151,7 @@ class AnswerParser:
         """A call is complete. What cannot be read as one is content, without the markup."""
         call = parse_call(body, self._tools or {})
         if call is None:
-            parts.content += body.strip()
+            parts.content += body.replace(CALL, "").replace(END_CALL, "").strip()
         else:
             parts.calls = [*(parts.calls or []), call]
             self.num_calls += 1

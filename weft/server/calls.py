@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.engine.async_engine import ResponseStream
+from weft.engine.async_engine import AsyncEngine, ResponseStream
 from weft.engine.inputs import PreparedPrompt
 from weft.engine.outputs import OutputStream
 from weft.errors import RequestError
@@ -44,6 +44,7 @@ class Call:
     Attributes:
         id: of the response, such as ``chatcmpl-…``.
         model: name of the model in the response.
+        engine: the one that serves it.
         stream: the completions.
         prompts: as submitted.
         created: Unix time.
@@ -51,6 +52,7 @@ class Call:
 
     id: str
     model: str
+    engine: AsyncEngine
     stream: ResponseStream
     prompts: Sequence[PreparedPrompt]
     context: Context
@@ -133,7 +135,7 @@ async def open_call(
     prefix: str,
     params: SamplingParams,
     num_prompts: int,
-    prepare: Callable[[], Awaitable[Sequence[PreparedPrompt]]],
+    prepare: Callable[[AsyncEngine], Awaitable[Sequence[PreparedPrompt]]],
     *,
     model: str,
     request_id: str | None = None,
@@ -147,17 +149,16 @@ async def open_call(
         RequestError, ApiError: it is refused; then nothing of it is left.
     """
     service = context.service
-    _ = service.engine  # raises if there is none; it may be replaced while the prompts are prepared
+    engine = service.engine  # from here on the call belongs to this engine, also if the server begins to drain
     leave = service.admission.enter(num_prompts * params.n)
     try:
-        prompts = await prepare()
-        engine = service.engine
+        prompts = await prepare(engine)
         call_id = f"{prefix}-{_check_id(request_id)}"
         stream = engine.submit(call_id, prompts, params, priority=priority or 0)
     except BaseException:
         leave()
         raise
-    return Call(call_id, model, stream, prompts, context, caller, leave)
+    return Call(call_id, model, engine, stream, prompts, context, caller, leave)
 
 
 def _check_id(request_id: str | None) -> str:

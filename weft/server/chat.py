@@ -12,17 +12,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from weft.engine.async_engine import AsyncEngine
 from weft.engine.borders import conversation_borders
 from weft.engine.inputs import PreparedPrompt
 from weft.errors import RequestError
 from weft.server.answers import THINK
+from weft.server.errors import ApiError
 from weft.server.service import Service
+from weft.tokenizer import Tokenizer
 
 _ROLES = {"developer": "system", "function": "tool"}
 
 
+def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
+    """Raises ApiError if the engine runs without one."""
+    if engine.tokenizer is None:
+        raise ApiError(400, "this server runs without a tokenizer; use /v1/completions with token ids")
+    return engine.tokenizer
+
+
 async def prepare_chat(
     service: Service,
+    engine: AsyncEngine,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -32,7 +43,7 @@ async def prepare_chat(
     cache_salt: str | None = None,
 ) -> PreparedPrompt:
     """Render and tokenize a conversation, off the event loop. Raises RequestError."""
-    tokenizer, inputs = service.tokenizer, service.engine.inputs
+    tokenizer, inputs = need_tokenizer(engine), engine.inputs
     plain = [template_message(message, i) for i, message in enumerate(messages)]
     render = partial(tokenizer.render_chat, tools=tools, chat_template_kwargs=template_kwargs)
     wants_borders = service.keeps_states and not continue_final_message

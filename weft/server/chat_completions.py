@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.engine.async_engine import PromptDelta
+from weft.engine.async_engine import AsyncEngine, PromptDelta
 from weft.engine.inputs import PreparedPrompt
 from weft.engine.outputs import CompletionDelta
 from weft.errors import RequestError
@@ -50,7 +50,7 @@ async def chat_completions(context: Context, body: bytes, caller: Caller) -> Jso
         "chatcmpl",
         params,
         1,
-        lambda: _prepare(context, request, tools, caller),
+        lambda engine: _prepare(context, engine, request, tools, caller),
         model=model,
         request_id=request.request_id,
         priority=request.priority,
@@ -76,12 +76,13 @@ def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
 
 
 async def _prepare(
-    context: Context, request: ChatCompletionRequest, tools: ToolUse, caller: Caller
+    context: Context, engine: AsyncEngine, request: ChatCompletionRequest, tools: ToolUse, caller: Caller
 ) -> Sequence[PreparedPrompt]:
     continues = bool(request.continue_final_message)
     adds = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     prompt = await prepare_chat(
         context.service,
+        engine,
         request.messages,
         tools=tools.shown,
         template_kwargs=request.chat_template_kwargs,

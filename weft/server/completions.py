@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from weft.engine.async_engine import PromptDelta
+from weft.engine.async_engine import AsyncEngine, PromptDelta
 from weft.engine.inputs import PreparedPrompt
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
+from weft.server.chat import need_tokenizer
 from weft.server.logprobs import completion_logprobs
 from weft.server.protocol import CompletionRequest
 from weft.server.sampling import completion_params
@@ -27,8 +28,8 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
     params = completion_params(request, context.settings)
     given = _prompt_list(request.prompt, context.settings.max_prompts)
 
-    async def prepare() -> Sequence[PreparedPrompt]:
-        return await context.service.render.run(_prepare, context, request, given, caller)
+    async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
+        return await context.service.render.run(_prepare, engine, request, given, caller)
 
     call = await open_call(
         context,
@@ -64,9 +65,9 @@ def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[
 
 
 def _prepare(
-    context: Context, request: CompletionRequest, given: list[str | list[int]], caller: Caller
+    engine: AsyncEngine, request: CompletionRequest, given: list[str | list[int]], caller: Caller
 ) -> list[PreparedPrompt]:
-    engine, salt = context.service.engine, caller.cache_salt(request.cache_salt)
+    salt = caller.cache_salt(request.cache_salt)
     special = request.add_special_tokens is not False
     prompts: list[PreparedPrompt] = []
     for prompt in given:
@@ -136,10 +137,10 @@ class CompletionAnswer:
 
     def _prompt_text(self, index: int) -> str:
         """The prompt as text, decoded if it came as token ids."""
-        prompt, tokenizer = self._call.prompts[index], self._call.context.service.tokenizer
+        prompt = self._call.prompts[index]
         if prompt.text is not None:
             return prompt.text
-        return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return need_tokenizer(self._call.engine).decode(prompt.token_ids, skip_special_tokens=False)
 
     def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         if self._request.logprobs is None:
@@ -151,7 +152,7 @@ class CompletionAnswer:
             return completion_logprobs(entries, self._request.logprobs)[0]
         prompt = list(output.prompt_logprobs or [])
         result, _ = completion_logprobs(prompt + entries, self._request.logprobs)
-        first = self._call.context.service.tokenizer.token_text(output.prompt_token_ids[0])
+        first = need_tokenizer(self._call.engine).token_text(output.prompt_token_ids[0])
         result["tokens"][0] = first  # it has no log probability, but it has a text
         result["text_offset"][1:] = [offset + len(first) for offset in result["text_offset"][1:]]
         return result

@@ -81,6 +81,8 @@ def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.n is not None and request.n > settings.max_n:
         raise RequestError(f"n={request.n} is more than this server allows: {settings.max_n}", "n")
+    for name in ("priority", "min_tokens", "top_k"):
+        _check_size(name, getattr(request, name))
     if request.stop:
         given["stop"] = request.stop
     if request.logit_bias:
@@ -88,6 +90,12 @@ def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is for stream=true; leave it out", "stream_options")
     return given
+
+
+def _check_size(name: str, value: int | None) -> None:
+    """Numbers without a range of their own must fit into 32 bits, so that they can be sent to the engine."""
+    if value is not None and not -(2**31) <= value < 2**31:
+        raise RequestError(f"{name}={str(value)[:30]} is out of range; allowed are 32-bit integers", name)
 
 
 def _token_id(key: str) -> int:

@@ -129,14 +129,6 @@ class Service:
         return self._capacity
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises ApiError if the engine runs without one."""
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise ApiError(400, "this server runs without a tokenizer; use /v1/completions with token ids")
-        return tokenizer
-
-    @property
     def model_name(self) -> str:
         return self.config.served_model_name
 

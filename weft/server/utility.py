@@ -11,7 +11,7 @@ from weft import __version__
 from weft.errors import RequestError
 from weft.server.caller import Caller
 from weft.server.calls import Context, check_model
-from weft.server.chat import prepare_chat
+from weft.server.chat import need_tokenizer, prepare_chat
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
 
@@ -44,13 +44,14 @@ async def tokenize(context: Context, body: bytes, caller: Caller) -> dict[str, A
         "tokens": ids,
     }
     if request.return_token_strs:
-        tokenizer = context.service.tokenizer
+        tokenizer = need_tokenizer(context.service.engine)
         result["token_strs"] = [tokenizer.token_text(token) for token in ids]
     return result
 
 
 async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
-    service, tokenizer = context.service, context.service.tokenizer
+    service, engine = context.service, context.service.engine
+    tokenizer = need_tokenizer(engine)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.prompt is not None:
@@ -61,6 +62,7 @@ async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
     continues = bool(request.continue_final_message)
     prepared = await prepare_chat(
         service,
+        engine,
         request.messages,
         tools=request.tools,
         template_kwargs=request.chat_template_kwargs,
@@ -74,7 +76,7 @@ async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str,
     """``/detokenize``."""
     request = context.bodies.read(body, DetokenizeRequest)
     check_model(context, request.model)
-    tokenizer, limit = context.service.tokenizer, context.service.config.model_config.vocab_size
+    tokenizer, limit = need_tokenizer(context.service.engine), context.service.config.model_config.vocab_size
     wrong = next((token for token in request.tokens if not 0 <= token < limit), None)
     if wrong is not None:
         raise RequestError(f"tokens holds {wrong}; the vocabulary has ids 0 to {limit - 1}", "tokens")
@@ -84,7 +86,7 @@ async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str,
 
 def tokenizer_info(context: Context) -> dict[str, Any]:
     """``/tokenizer_info``."""
-    tokenizer = context.service.tokenizer
+    tokenizer = need_tokenizer(context.service.engine)
     return {
         "vocab_size": tokenizer.vocab_size,
         "bos_token_id": tokenizer.bos_token_id,

@@ -1,0 +1,89 @@
+"""Real server processes for tests: started on a free port, watched, and ended."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parent.parent.parent
+START_LIMIT_S = 60.0
+
+
+class RunningServer:
+    """A server process. ``module``: what ``python -m`` runs, with the flags of ``weft serve``."""
+
+    def __init__(self, *flags: str, module: str = "tests.server.fake_server", **environment: str) -> None:
+        command = [sys.executable, "-m", module, *flags, "--port", "0"]
+        if module == "weft":
+            command.insert(3, "serve")
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+        self.log: list[str] = []
+        self._urls: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = self._urls.get(timeout=START_LIMIT_S)
+        self.client = httpx.Client(base_url=self.url, timeout=20)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            found = re.search(r"weft \S+: (http://\S+)", line)
+            if found:
+                self._urls.put(found.group(1))
+
+    def wait_ready(self) -> RunningServer:
+        wait_until(lambda: self.client.get("/ready").status_code == 200, START_LIMIT_S)
+        return self
+
+    @property
+    def engine_pid(self) -> int:
+        """The child that is the engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1
+        return int(children[0])
+
+    def chat(self, text: str, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/chat/completions", json=chat_body(text, **fields))
+
+    def stop(self) -> int:
+        """SIGTERM and wait. Returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(15)
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(5)
+
+
+def chat_body(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def wait_until(condition: Any, limit_s: float) -> float:
+    """Poll until ``condition()`` holds. Returns the seconds it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s, f"not within {limit_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def is_alive(pid: int) -> bool:
+    """True if the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,285 @@
+"""The API over real sockets, with the fake engine: shapes, streaming, limits, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, BadRequestError, NotFoundError, OpenAI
+
+from tests.server.fake_engine import BREAK, CUT, NAN
+from tests.server.running import RunningServer, chat_body
+
+UNICODE = "Grüße aus 東京 😀👩‍👩‍👧 ok"
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream; it must end with [DONE]."""
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""], lines[-3:]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def say(client: OpenAI, text: str, **fields: Any) -> Any:
+    return client.chat.completions.create(model="weft-mini", messages=[{"role": "user", "content": text}], **fields)
+
+
+# -- chat ------------------------------------------------------------------------------------------------------------
+
+
+def test_chat(client: OpenAI) -> None:
+    answer = say(client, UNICODE)
+    assert answer.choices[0].message.content == UNICODE and answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.model_extra["weft"]["prompts"][0]["time_to_first_token_s"] >= 0
+
+
+@pytest.mark.parametrize("stop", [None, "京", ["zzz", "ok"]])
+@pytest.mark.parametrize("n", [1, 3])
+def test_deltas_add_up_to_the_whole(client: OpenAI, stop: Any, n: int) -> None:
+    whole = say(client, UNICODE, stop=stop, n=n)
+    texts, reasons = [""] * n, [None] * n
+    for chunk in say(client, UNICODE, stop=stop, n=n, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [c.message.content for c in whole.choices]
+    assert reasons == [c.finish_reason for c in whole.choices] == ["stop"] * n
+    if stop == "京":
+        assert texts[0] == "Grüße aus 東" and whole.choices[0].model_extra["stop_reason"] == "京"
+
+
+def test_stream_shape(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(server.chat("one two three four", stream=True, stream_options=options))
+    first = chunks[0]["choices"][0]["delta"]
+    assert first["role"] == "assistant" and first["content"]
+    assert all("role" not in c["choices"][0]["delta"] for c in chunks[1:-1])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 0
+    assert all(c["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"] for c in chunks)
+    plain = events(server.chat("one two", stream=True))
+    assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
+    assert [c["choices"][0]["finish_reason"] for c in plain][-1] == "stop"
+
+
+def test_length_and_token_ids(server: RunningServer) -> None:
+    choice = server.chat("one two three", max_completion_tokens=2, return_token_ids=True).json()["choices"][0]
+    assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 2
+
+
+def test_chat_logprobs(client: OpenAI) -> None:
+    answer = say(client, "abc", logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content).startswith("abc")
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.5, -1.0, -9999.0]
+    assert content[0].logprob == -1.0 and content[0].bytes == list(content[0].token.encode())
+    streamed = [
+        e for c in say(client, "abc", logprobs=True, top_logprobs=3, stream=True) for e in c.choices[0].logprobs.content
+    ]
+    assert streamed == content
+
+
+def test_reasoning_is_told_apart(server: RunningServer) -> None:
+    text = "<think>\nhm, hm\n</think>\n\nyes"
+    message = server.chat(text).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("hm, hm", "hm, hm", "yes")
+    deltas = [c["choices"][0]["delta"] for c in events(server.chat(text, stream=True))]
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "hm, hm"
+    assert "".join(d.get("content") or "" for d in deltas) == "yes"
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n' * 2
+
+
+def test_tool_calls(client: OpenAI) -> None:
+    answer = say(client, CALLS, tools=[TOOL])
+    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+    assert [c.function.arguments for c in answer.choices[0].message.tool_calls] == ['{"a": 1}'] * 2
+    calls = [
+        c for chunk in say(client, CALLS, tools=[TOOL], stream=True) for c in chunk.choices[0].delta.tool_calls or []
+    ]
+    assert [(c.index, c.function.name) for c in calls] == [(0, "add"), (1, "add")]
+    untold = say(client, CALLS, tools=[TOOL], tool_choice="none")
+    assert untold.choices[0].finish_reason == "stop" and "<tool_call>" in untold.choices[0].message.content
+
+
+def test_a_conversation_with_tools_comes_back(server: RunningServer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "user", "content": [{"type": "text", "text": "th"}, {"type": "text", "text": "anks"}]},
+    ]
+    body = {"messages": messages, "tools": [TOOL]}
+    assert server.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == "thanks"
+
+
+# -- completions -----------------------------------------------------------------------------------------------------
+
+
+def test_completions(client: OpenAI) -> None:
+    answer = client.completions.create(model="weft-mini", prompt="abcdef ghi", temperature=0)
+    assert answer.choices[0].text == "abcdef ghi" and answer.choices[0].finish_reason == "stop"
+    assert (
+        client.completions.create(
+            model="weft-mini", prompt="ab", extra_body={"ignore_eos": True}
+        ).usage.completion_tokens
+        == 16
+    )
+
+
+def test_batched_prompts_and_token_ids(server: RunningServer) -> None:
+    body = {"prompt": ["hello there", "you"], "n": 2, "echo": True}
+    choices = server.client.post("/v1/completions", json=body).json()["choices"]
+    assert [c["index"] for c in choices] == [0, 1, 2, 3]
+    assert [c["text"] for c in choices] == ["hello therehello there"] * 2 + ["youyou"] * 2
+    streamed = [""] * 4
+    for chunk in events(server.client.post("/v1/completions", json=body | {"stream": True})):
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert streamed == [c["text"] for c in choices]
+    ids = server.client.post("/tokenize", json={"prompt": "you"}).json()["tokens"]
+    for prompt in (ids, [ids, ids]):
+        choices = server.client.post("/v1/completions", json={"prompt": prompt, "echo": True}).json()["choices"]
+        assert {c["text"] for c in choices} == {"youyou"}
+
+
+def test_echo_with_logprobs_and_no_new_tokens(server: RunningServer) -> None:
+    body = {"prompt": "abc def", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = server.client.post("/v1/completions", json=body).json()
+    choice, logprobs = answer["choices"][0], answer["choices"][0]["logprobs"]
+    assert choice["text"] == "abc def" and "".join(logprobs["tokens"]) == "abc def"
+    assert logprobs["token_logprobs"][0] is None and set(logprobs["token_logprobs"][1:]) == {-1.0}
+    assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:i])) for i in range(len(logprobs["tokens"]))]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": 17}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 30000}]}, "prompt"),
+        ({"tools": [{"type": "web"}]}, "tools"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"request_id": "a\nb"}, "request_id"),
+        ({"priority": 2**40}, "priority"),
+        ({"min_tokens": 2**70}, "min_tokens"),
+        ({"seed": 2**64}, "seed"),
+    ],
+)
+def test_bad_chat_fields(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        response = server.client.post("/v1/chat/completions", json={**chat_body("x"), **fields, "stream": stream})
+        if stream and param == "stream_options":
+            continue
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (
+            error["param"] == param and error["type"] == "invalid_request_error" and param in error["message"] + param
+        )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "x", "temperature": Infinity}',
+        b"[" * 100_000, b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"prompt": []}', b'{"prompt": [1, "x"]}',
+        b'{"prompt": [[]]}', b'{"prompt": [-1]}', b'{"prompt": [2048]}', b'{"prompt": ""}', b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "min_tokens": 99999999999999999999999}', b'{"prompt": [99999999999999999999]}',
+    ],
+)  # fmt: skip
+def test_bad_bodies(server: RunningServer, body: bytes) -> None:
+    response = server.client.post("/v1/completions", content=body)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_other_refusals(server: RunningServer, client: OpenAI) -> None:
+    with pytest.raises(NotFoundError, match="other"):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(BadRequestError, match="temperature"):
+        say(client, "x", temperature=1000)
+    assert server.client.get("/nothing").status_code == 404
+    assert server.client.get("/v1/completions").status_code == 405
+    assert server.client.post("/v1/completions", content=b"x" * (9 << 20)).status_code == 413
+    assert server.client.get("/health", headers={"Host": "evil.example"}).status_code == 403
+    too_many = server.client.post("/v1/completions", json={"prompt": ["x"] * 10, "n": 5})
+    assert too_many.status_code == 400 and "48" in too_many.json()["error"]["message"]
+    assert say(client, "still here").choices[0].message.content == "still here"
+
+
+def test_unknown_fields_are_ignored_with_one_warning(server: RunningServer) -> None:
+    for _ in range(2):
+        assert server.chat("x", surprise_field=1, user="me", metadata={}).status_code == 200
+    assert sum("surprise_field" in line for line in server.log) == 1
+
+
+@pytest.mark.parametrize("priority", [NAN, BREAK])
+def test_a_broken_request_fails_alone(server: RunningServer, client: OpenAI, priority: int) -> None:
+    assert server.chat("x", priority=priority).status_code == 500
+    with pytest.raises(APIError, match="NaN"):
+        list(say(client, "x", stream=True, extra_body={"priority": priority}))
+    assert say(client, "fine").choices[0].message.content == "fine"
+
+
+# -- around generation -----------------------------------------------------------------------------------------------
+
+
+def test_models_and_state(server: RunningServer, client: OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["weft-mini"]
+    assert client.models.retrieve("weft-mini").model_extra["max_model_len"] == 4096
+    for path in ("/health", "/ready", "/load", "/version", "/tokenizer_info", "/openapi.json"):
+        assert server.client.get(path).status_code == 200, path
+    assert server.client.get("/load").json()["limit"] == 48
+
+
+def test_tokenize_there_and_back(server: RunningServer) -> None:
+    answer = server.client.post("/tokenize", json={"prompt": UNICODE, "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert server.client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": UNICODE}
+    chat = server.client.post("/tokenize", json=chat_body("x")).json()["count"]
+    assert chat == server.chat("x").json()["usage"]["prompt_tokens"]
+    assert server.client.post("/detokenize", json={"tokens": [2048]}).json()["error"]["param"] == "tokens"
+
+
+def test_metrics(server: RunningServer) -> None:
+    server.chat("count me", priority=CUT, max_tokens=3)
+    text = server.client.get("/metrics").text
+    for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:time_to_first_token_seconds_bucket"):
+        assert f'{name}{{engine="0",' in text
+    assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="weft-mini"}' in text
+    assert 'weft:http_responses_total{path="/v1/chat/completions",status="200"}' in text
+    assert "weft:engine_up 1.0" in text
+
+
+def test_nothing_is_left_open(server: RunningServer) -> None:
+    assert server.client.get("/load").json()["server_load"] == 0

@@ -1,0 +1,192 @@
+"""Streams over a fake link: text and stop strings, aborts, slow readers, and the engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.server.fake_engine import FakeCore
+from weft.config import resolve
+from weft.engine import wire
+from weft.engine.async_engine import AsyncEngine, ResponseStream
+from weft.engine.heartbeat import Heartbeat
+from weft.engine.inputs import InputProcessor
+from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop
+from weft.errors import EngineDeadError, RequestError
+from weft.sampling_params import SamplingParams
+from weft.tokenizer import Tokenizer
+
+TEXT = "Grüße, 東京 😀 and so on"
+
+
+@pytest.fixture(scope="module")
+def inputs() -> InputProcessor:
+    config = resolve(device="cpu")
+    return InputProcessor(config, Tokenizer.load(config.tokenizer_path), 4096)
+
+
+class Link:
+    """An engine in this process that runs when it is told to; messages cross as bytes."""
+
+    def __init__(self) -> None:
+        self.core = FakeCore(per_step=1)
+        self.engine: AsyncEngine | None = None
+        self.inbox: list[wire.ToEngine] = []
+        self.loop = EngineLoop(self.core, self, FakeHeartbeat())  # type: ignore[arg-type]
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, wire.Outputs):
+            assert self.engine is not None
+            self.engine.receive(wire.decode_from_engine(wire.encode(message)))
+        else:
+            self.inbox.append(wire.decode_to_engine(wire.encode(message)))
+
+    def run(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            messages, self.inbox = self.inbox, []
+            for message in messages:
+                self.loop._obey(message)  # type: ignore[arg-type]
+            if self.core.has_work:
+                self.loop._step()
+
+
+class FakeHeartbeat:
+    num_steps = 0
+    step = Heartbeat.step
+    _step_start = 0.0
+    _num_steps = 0
+
+
+Body = Callable[[AsyncEngine, Link], Awaitable[None]]
+
+
+def run(inputs: InputProcessor, body: Body) -> None:
+    async def main() -> None:
+        link = Link()
+        link.engine = AsyncEngine(link, inputs, inputs._tokenizer)
+        await asyncio.wait_for(body(link.engine, link), 10)
+
+    asyncio.run(main())
+
+
+def submit(engine: AsyncEngine, text: str = TEXT, name: str = "r", **params: Any) -> ResponseStream:
+    return engine.submit(name, [engine.inputs.prepare_prompt(text)], SamplingParams(**params))
+
+
+@pytest.mark.parametrize("stop", [None, "東", ["京 😀", "zz"], ["G"]])
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+def test_deltas_add_up_to_the_result(inputs: InputProcessor, stop: Any, burst: int) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream, text, tokens = submit(engine, stop=stop, n=2), "", []
+        done = asyncio.create_task(_collect(stream))
+        while not done.done():
+            link.run(burst)
+            await asyncio.sleep(0)
+        for _, delta in done.result():
+            if delta.index == 1:
+                text, tokens = text + delta.text, tokens + delta.token_ids
+        output = stream.snapshot()[0].outputs[1]
+        found = [s for s in ([stop] if isinstance(stop, str) else stop or []) if s in TEXT]
+        assert text == output.text == (TEXT.split(found[0])[0] if found else TEXT)
+        assert tokens == output.token_ids and output.finish_reason == "stop"
+        assert output.stop_reason == (found[0] if found else None)
+        link.run()
+        assert not link.core.requests and engine.num_open_completions == 0
+        stream.close()
+        assert engine.num_open == 0
+
+    run(inputs, body)
+
+
+async def _collect(stream: ResponseStream) -> list[Any]:
+    return [delta async for deltas in stream for delta in deltas]
+
+
+def test_a_reader_that_leaves_aborts_what_runs(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        async with submit(engine) as stream:
+            link.run(2)
+            assert len(link.core.requests) == 1
+        assert link.inbox == [wire.FinishRequests([stream.requests[0].request_id])]
+        link.run()
+        assert not link.core.requests and link.core.num_aborts == 1
+        stream.close()
+        assert not link.inbox
+
+    run(inputs, body)
+
+
+def test_a_slow_reader_gets_everything_at_once(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream = submit(engine)
+        link.run(1000)
+        collected = await _collect(stream)
+        assert len(collected) == 1 and collected[0][1].text == TEXT
+
+    run(inputs, body)
+
+
+def test_the_death_of_the_engine_ends_every_stream(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        waiting, ended = submit(engine), submit(engine, "ab", name="s", max_tokens=1)
+        reader = asyncio.create_task(_collect(waiting))
+        await asyncio.sleep(0)
+        link.run()
+        engine.die("it was killed")
+        with pytest.raises(EngineDeadError, match="killed"):
+            await reader
+        with pytest.raises(EngineDeadError):
+            await waiting.results()
+        assert (await ended.results())[0].finished  # it had all its tokens before
+        assert len(await _collect(ended)) == 1
+        with pytest.raises(EngineDeadError):
+            submit(engine, name="t")
+        waiting.close()
+        assert not link.inbox
+
+    run(inputs, body)
+
+
+def test_all_prompts_or_none(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream = engine.submit("r", [inputs.prepare_prompt(t) for t in ("ab", "cde")], SamplingParams())
+        with pytest.raises(RequestError, match="in use"):
+            submit(engine)
+        with pytest.raises(RequestError):
+            submit(engine, name="s", stop_token_ids=[10**6])
+        link.run(20)
+        assert [o.outputs[0].text for o in await stream.results()] == ["ab", "cde"]
+        assert engine.num_open == 1
+
+    run(inputs, body)
+
+
+def test_prompt_logprobs_and_figures_arrive(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream = submit(engine, "abcd", prompt_logprobs=1, logprobs=1, max_tokens=3)
+        link.run(10)
+        output = (await stream.results())[0]
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        assert output.outputs[0].cumulative_logprob == -3.0 and output.metrics.e2e_latency is not None
+
+    run(inputs, body)
+
+
+def test_the_loop_gives_up_after_broken_steps_in_a_row() -> None:
+    class Broken(FakeCore):
+        has_work = True  # type: ignore[assignment]
+
+        def step(self) -> list[Any]:
+            raise RuntimeError("no")
+
+    class Silent:
+        def receive(self, timeout_ms: int) -> list[Any]:
+            return []
+
+    loop = EngineLoop(Broken(), Silent(), FakeHeartbeat())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no"):
+        loop.run()
+    assert loop._broken_steps == MAX_BROKEN_STEPS

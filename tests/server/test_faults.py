@@ -1,0 +1,193 @@
+"""Processes that die, freeze or are told to leave; callers that vanish; more calls than fit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_engine import CRASH, SLOW
+from tests.server.running import RunningServer, chat_body, is_alive, wait_until
+
+Start = Callable[..., RunningServer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[RunningServer] = []
+
+    def begin(*flags: str, **environment: str) -> RunningServer:
+        servers.append(RunningServer(*flags, **environment))
+        return servers[-1].wait_ready()
+
+    yield begin
+    for running in servers:
+        running.close()
+
+
+class Reader(threading.Thread):
+    """Reads one stream; ``seconds`` is when it ended, measured from ``since``."""
+
+    def __init__(self, server: RunningServer) -> None:
+        super().__init__(daemon=True)
+        self.url = server.url
+        self.lines: list[str] = []
+        self.begun = threading.Event()
+        self.ended_at = 0.0
+        self.start()
+        assert self.begun.wait(10)
+
+    def run(self) -> None:
+        body = chat_body("on and on", stream=True, priority=SLOW, ignore_eos=True)
+        with contextlib.suppress(httpx.RemoteProtocolError):  # cut off in the middle
+            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=30) as response:
+                for line in response.iter_lines():
+                    self.begun.set()
+                    if line:
+                        self.lines.append(line)
+        self.ended_at = time.monotonic()
+
+    def error(self) -> Any:
+        """The error event, which must be the last but [DONE]."""
+        self.join(10)
+        assert self.lines[-1] == "data: [DONE]"
+        return json.loads(self.lines[-2].removeprefix("data: "))["error"]
+
+
+def test_a_killed_engine_ends_streams_and_server(start: Start) -> None:
+    server = start()
+    readers = [Reader(server) for _ in range(3)]
+    killed = time.monotonic()
+    os.kill(server.engine_pid, signal.SIGKILL)
+    for reader in readers:
+        assert reader.error()["type"] == "server_error"
+        assert reader.ended_at - killed < 1.0
+    assert server.process.wait(10) == 1
+    assert any("signal 9" in line for line in server.log)
+
+
+def test_restart_engine(start: Start) -> None:
+    server = start("--restart-engine")
+    first = server.engine_pid
+    reader = Reader(server)
+    assert server.chat("x", priority=CRASH).status_code == 503
+    assert "status 3" in reader.error()["message"]
+    server.wait_ready()
+    assert server.engine_pid != first and server.chat("again").json()["choices"][0]["message"]["content"] == "again"
+    assert "weft:engine_restarts_total 1.0" in server.client.get("/metrics").text
+
+
+def test_a_frozen_engine_is_unhealthy_until_it_moves(start: Start) -> None:
+    server = start()
+    pid = server.engine_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: server.client.get("/health").status_code == 503, 5.0)
+        assert server.client.get("/health").json() == {"status": "frozen"}
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: server.client.get("/health").status_code == 200, 2.0)
+
+
+def test_a_killed_server_leaves_no_child(start: Start) -> None:
+    server = start()
+    pid = server.engine_pid
+    server.process.kill()
+    wait_until(lambda: not is_alive(pid), 3.0)
+
+
+def test_sigterm_lets_open_requests_finish(start: Start) -> None:
+    server = start()
+    answers: list[httpx.Response] = []
+    body = chat_body("slowly now", priority=SLOW, max_tokens=200)
+    url = f"{server.url}/v1/chat/completions"
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=20)))
+    thread.start()
+    wait_until(lambda: server.client.get("/load").json()["server_load"] == 1, 5)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.client.get("/ready").status_code == 503, 5)
+    assert server.client.get("/health").status_code == 200
+    refused = server.chat("too late")
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+    thread.join(10)
+    assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 200
+    assert server.process.wait(10) == 0
+
+
+def test_a_second_sigterm_does_not_wait(start: Start) -> None:
+    server = start()
+    reader = Reader(server)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.client.get("/ready").status_code == 503, 5)
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(10)
+    reader.join(5)
+    assert not reader.is_alive()
+
+
+def test_callers_that_leave_are_aborted(start: Start) -> None:
+    server = start()
+    address = httpx.URL(server.url)
+    body = json.dumps(chat_body("x", stream=True, priority=SLOW, ignore_eos=True)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    sockets = [socket.create_connection((address.host, address.port or 80)) for _ in range(6)]
+    for connection in sockets:
+        connection.sendall(head + body)
+    wait_until(lambda: server.client.get("/load").json()["num_running"] == 6, 5)
+    for connection in sockets:
+        connection.close()
+    wait_until(lambda: server.client.get("/load").json()["server_load"] == 0, 2)
+    wait_until(lambda: server.client.get("/load").json()["num_running"] == 0, 2)
+
+
+def test_over_the_queue_is_429_at_once(start: Start) -> None:
+    server = start("--max-queue-size", "1")
+    readers = [Reader(server) for _ in range(9)]
+    began = time.monotonic()
+    refused = server.chat("no room")
+    assert time.monotonic() - began < 0.5
+    assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    os.kill(server.engine_pid, signal.SIGKILL)
+    for reader in readers:
+        reader.join(5)
+
+
+def test_a_request_that_takes_too_long(start: Start) -> None:
+    server = start("--request-timeout", "0.5")
+    fields = {"priority": SLOW, "ignore_eos": True}
+    late = server.chat("x", **fields)
+    assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+    lines = server.chat("x", stream=True, **fields).text.split("\n\n")
+    assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "timeout"
+    wait_until(lambda: server.client.get("/load").json()["server_load"] == 0, 2)
+
+
+def test_keys(start: Start) -> None:
+    server = start("--api-key", "first", "--strict", WEFT_API_KEY="second")
+    post = server.client.post
+    for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer wrong"}, {"x-api-key": "firs"}):
+        for path in ("/v1/models", "/metrics", "/load", "/openapi.json", "/health/", "/health%2Fx", "/nope"):
+            assert server.client.get(path, headers=headers).status_code == 401, (headers, path)
+        assert server.client.get("/health", headers=headers).status_code == 200
+    for headers in ({"Authorization": "Bearer first"}, {"Authorization": "bearer second"}, {"x-api-key": "first"}):
+        assert post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 200
+    strict = post("/v1/completions", json={"prompt": "x", "odd": 1}, headers={"x-api-key": "first"})
+    assert strict.status_code == 400 and strict.json()["error"]["param"] == "odd"
+
+
+def test_a_start_that_fails_is_told_in_one_line() -> None:
+    server = RunningServer("--model", "/nowhere/at/all")
+    assert server.process.wait(20) == 2
+    wait_until(lambda: any("weft: error: " in line for line in server.log), 2)
+    assert not any("Traceback" in line for line in server.log)
+    server.close()
