@@ -17,6 +17,7 @@ from weft.config.checkpoint import read_checkpoint_config
 from weft.config.model import ModelConfig
 from weft.forward_context import Batch, ChunkTable, ForwardContext, KVCache, StateCache, forward_context
 from weft.layers.context import ModelContext
+from weft.layers.linear import MergedReplicatedLinear
 from weft.layers.table import LayerTable
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
@@ -38,10 +39,16 @@ def model_context(
 
 
 def poison(model: torch.nn.Module) -> None:
-    """Fill every parameter with NaN, so that one that the loader forgets shows in the output."""
+    """Fill every parameter with NaN, so that one that the loader forgets shows in the output.
+
+    Rows that only pad a matrix are no checkpoint's business; they stay zero.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
+        for module in model.modules():
+            if isinstance(module, MergedReplicatedLinear):
+                module.zero_padding()
 
 
 @dataclass(eq=False)

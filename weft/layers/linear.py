@@ -167,4 +167,9 @@ class MergedReplicatedLinear(ColumnParallelLinear):
             target += total
         padded = -(-target // self.ALIGNMENT) * self.ALIGNMENT
         self._build(in_features, padded, parts, False, context)
-        self.weight[target:].zero_()
+        self.num_outputs = target
+        self.zero_padding()
+
+    def zero_padding(self) -> None:
+        """Zero the rows that no checkpoint fills."""
+        self.weight[self.num_outputs :].zero_()
