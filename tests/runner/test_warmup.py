@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,16 @@ def test_a_start_tells_its_stages() -> None:
         stages = ["config", "tokenizer", "model", "kernels", "weights", "memory", "caches", "graphs"]
         assert list(llm.startup) == stages and all(0 <= seconds < 60 for seconds in llm.startup.values())
         assert 0 < llm.startup["weights"] <= llm.startup["kernels"]
+
+
+def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
+    """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled."""
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    command = [sys.executable, "-m", "tests.runner.compile_only", str(folder)]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        command, env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "triton")}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert len(kernels["at_start"]) > 20 and kernels["later"] == []

@@ -32,10 +32,11 @@ SAMPLERS = (
     RowSampling(temperature=1.0, top_k=20),
     RowSampling(temperature=1.0, top_p=0.9),
     RowSampling(temperature=1.0, min_p=0.1),
-    RowSampling(temperature=0.0, presence_penalty=0.5),
-    RowSampling(temperature=1.0, top_p=0.9, presence_penalty=0.5),
+    RowSampling(temperature=0.0, logit_bias={0: 1.0}),
+    RowSampling(temperature=1.0, logit_bias={0: 1.0}),
+    RowSampling(temperature=1.0, top_p=0.9, logit_bias={0: 1.0}),
 )
-"""Ways to sample that use different kernels."""
+"""Ways to sample that use different kernels. None keeps a history: that would be indexed by tokens that are not any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,68 @@
+"""Compiles a model's kernels for a GPU that is not there, and says which ones the start-up walk had missed.
+
+    python -m tests.runner.compile_only FOLDER
+
+A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, the kernels that were
+compiled at start and those that random steps then asked for in vain. Nothing is launched, so sampled tokens are
+arbitrary and never fed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from weft.config import resolve
+from weft.ops.backend import Backend
+from weft.runner import model_runner, warmup
+from weft.runner.memory import CachePlan
+
+LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 512}
+
+
+class AbsentGpu:
+    """What Triton asks of a driver before it compiles; an H100 or H200."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def random_step(rng: random.Random, state_slot: int) -> Any:
+    """Up to 18 decodes and 3 prefills."""
+    decodes = [(rng.choice([1, 5, 63, 64, 255, rng.randint(1, 500)]), 1) for _ in range(rng.choice([0, 1, 2, 7, 18]))]
+    prefills = [(0, rng.choice([1, 2, 3, 16, 17, 65, 130, 210])) for _ in range(rng.randint(0, 3))]
+    return warmup.step(decodes + prefills or [(0, 1)], state_slot, rng.choice(warmup.SAMPLERS))
+
+
+def main(folder: str) -> None:
+    driver.set_active(AbsentGpu())
+    compiled: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
+    model_runner.resolve_backend = lambda requested, device: Backend.TRITON  # type: ignore[assignment]
+    config = resolve(model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, **LIMITS)
+    runner = model_runner.ModelRunner(config)
+    at_start, rng = len(compiled), random.Random(0)
+    with warmup._no_launches(), torch.inference_mode():
+        runner.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
+        runner._attach(runner.plan)
+        for _ in range(60):
+            runner.launch(random_step(rng, state_slot=1))
+            runner._rows.last_token.zero_()
+    print(json.dumps({"at_start": compiled[:at_start], "later": compiled[at_start:]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
