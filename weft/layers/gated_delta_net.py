@@ -197,8 +197,7 @@ class GatedDeltaNet(WeightModule):
         qkv = causal_conv1d(qkv, self.conv1d.weight, None, cache.conv, batch, backend=self._backend)
         q, k, v = self._heads(qkv)
         mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache.recurrent, batch, backend=self._backend)
-        head_dim = self.local.head_v_dim
-        normed = self.norm(mixed.view(-1, head_dim), z.reshape(-1, head_dim)).view(-1, self.local.value_dim)
+        normed = self.norm(mixed, z.unflatten(-1, mixed.shape[1:])).flatten(1)
         if batch.num_tokens < normed.shape[0]:
             normed[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
         return normed

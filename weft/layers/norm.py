@@ -45,7 +45,7 @@ class RMSNorm(WeightModule):
 
 
 class GatedRMSNorm(WeightModule):
-    """``weight * x / rms(x) * silu(gate)``, row by row: ``[N, V], [N, V] -> [N, V]`` (arXiv 2412.06464)."""
+    """``weight * x / rms(x) * silu(gate)``, row by row: ``[..., V], [..., V] -> [..., V]`` (arXiv 2412.06464)."""
 
     def __init__(self, size: int, eps: float, context: ModelContext) -> None:
         super().__init__()

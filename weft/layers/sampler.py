@@ -150,8 +150,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         """Draw one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
-        raw = logits.float()
-        edited = _edit(raw.clone(), batch) if batch.edits_logits else raw
+        edited = _edit(logits.to(torch.float32, copy=True), batch) if batch.edits_logits else logits
         token_ids = sample(
             edited,
             batch.temperature,
@@ -165,7 +164,7 @@ class Sampler:
             uses_min_p=batch.uses_min_p,
             backend=self._backend,
         )
-        logprobs = None if batch.num_logprobs is None else logprobs_of(raw, token_ids, batch.num_logprobs)
+        logprobs = None if batch.num_logprobs is None else logprobs_of(logits, token_ids, batch.num_logprobs)
         return SamplerOutput(token_ids, logprobs, ~edited.amax(-1).isfinite())
 
 
