@@ -214,7 +214,7 @@ def sample(
     """Draw one token per row. Each row's token depends on that row's arguments alone.
 
     Args:
-        logits: ``[N, V]`` float32, penalties and masks applied; not modified. -inf is never drawn.
+        logits: ``[N, V]``, any float dtype, penalties and masks applied; not modified. -inf is never drawn.
         temperature, top_p, min_p: ``[N]`` float32. Temperature 0 takes the largest logit (the lowest id of equals).
         top_k: ``[N]`` integers, 0 for all.
         seeds: ``[N]`` int64, the bits of an unsigned 64-bit seed.
