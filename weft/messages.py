@@ -17,6 +17,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a row with every default resolved (see ``SamplingParams`` for the meanings).
 
     ``top_k`` 0 means all. ``seed`` is an unsigned 64-bit number. ``bad_words`` are token-id sequences.
+    ``grammar`` constrains the text (llguidance's format); its masks come with each step's orders.
     ``blocked_before_min`` are the EOS and stop ids that may not be sampled before ``min_tokens`` tokens are out.
     """
 
@@ -35,6 +36,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     blocked_before_min: list[int] = []
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -81,7 +83,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """One step's orders. ``requests`` lists decoding requests (one token, no checkpoint) first."""
+    """One step's orders. ``requests`` lists decoding requests (one token, no checkpoint) first.
+
+    ``token_masks[row]``: bits of the tokens that the row may draw, lowest bit first; a row without one may draw any.
+    """
 
     step: int
     requests: list[ScheduledRequest]
@@ -89,6 +94,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     finished_rows: list[int] = []
     state_forks: list[tuple[int, int]] = []
     page_copies: list[tuple[int, int]] = []
+    token_masks: dict[int, bytes] = {}
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from weft.cache.lease import CacheStats
 from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
@@ -96,9 +95,6 @@ class FakeCore:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(0, len(self.requests), 256 - len(self.requests), 8, 0)
-
-    def cache_stats(self) -> CacheStats:
-        return CacheStats(256 - len(self.requests), 0, 8, 0, 0, 0, 0, 0)
 
     def shutdown(self) -> None:
         self.requests.clear()

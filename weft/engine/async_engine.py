@@ -15,6 +15,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from weft.engine import wire
 from weft.engine.inputs import InputProcessor, PreparedPrompt
 from weft.engine.outputs import CompletionDelta, OutputStream
@@ -150,9 +152,15 @@ class AsyncEngine:
         return len(self._owners)
 
     def submit(
-        self, request_id: str, prompts: Sequence[PreparedPrompt], params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompts: Sequence[PreparedPrompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        grammar: str | None = None,
     ) -> ResponseStream:
-        """Start a call: all of its prompts, or none if one is refused.
+        """Start a call: all of its prompts, or none if one is refused. ``grammar`` must be one that compiles.
 
         Raises:
             RequestError: the id is in use, or the parameters do not fit the model.
@@ -165,6 +173,8 @@ class AsyncEngine:
         outputs = []
         for prompt in prompts:
             requests = self.inputs.make_requests(request_id, prompt, params, priority)
+            for request in requests:
+                request.sampling = replace(request.sampling, grammar=grammar)
             outputs.append(OutputStream(request_id, prompt.text, requests, params, self.tokenizer))
         stream = self._streams[request_id] = ResponseStream(self, request_id, outputs)
         for index, output in enumerate(outputs):

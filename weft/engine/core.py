@@ -17,13 +17,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from weft.cache.lease import CacheStats
+from msgspec.structs import replace
+
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
+from weft.engine.grammars import Grammars
 from weft.executor.in_process import InProcessExecutor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
@@ -31,7 +35,12 @@ from weft.runner.memory import CachePlan
 from weft.runner.results import PendingStep
 from weft.scheduler.scheduler import Scheduler, SchedulerStats
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 logger = logging.getLogger(__name__)
+
+_COMPILE_POLL_S = 0.01
 
 
 class EngineCore:
@@ -65,6 +74,12 @@ class EngineCore:
         self._max_in_flight = 1 if config.enable_overlap else 0
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._failed: list[Request] = []
+        self._grammars = Grammars(
+            config.tokenizer_path,
+            config.model_config.vocab_size,
+            config.generation.eos_token_ids or config.model_config.eos_token_ids,
+        )
+        self._compiling: dict[str, tuple[Request, Future[LLMatcher]]] = {}
 
     def step(self) -> list[Request]:
         """Launch a step and take in the results that are due.
@@ -75,18 +90,47 @@ class EngineCore:
         Returns:
             The requests that got a token or ended; with overlap, by the step before.
         """
+        self._admit_compiled()
         changed, self._failed = self._failed, []
         orders = self.scheduler.schedule()
         if orders is not None:
             with self._failing(orders):
-                self._in_flight.append((orders, self._executor.launch(orders)))
+                self._in_flight.append((orders, self._executor.launch(self._with_masks(orders))))
         due = len(self._in_flight) - (self._max_in_flight if orders is not None else 0)
         if due > 0:
             oldest, pending = self._in_flight.popleft()
             with self._failing(oldest):
                 output = pending.result()
             changed += self.scheduler.update(output)
+        for request in changed:
+            if request.sampling.grammar is not None:
+                self._grammars.update(request)
         return changed
+
+    # -- constrained requests --------------------------------------------------------------------------------------
+
+    def _admit_compiled(self) -> None:
+        """Requests whose grammar is compiled join the line; one whose grammar does not compile ends."""
+        if not self._compiling:
+            return
+        if not self.scheduler.has_work:  # nothing else to do than to wait, but not for long: requests may be aborted
+            wait([future for _, future in self._compiling.values()], _COMPILE_POLL_S, FIRST_COMPLETED)
+        for request, future in [entry for entry in self._compiling.values() if entry[1].done()]:
+            del self._compiling[request.request_id]
+            if future.exception() is not None:
+                logger.warning("%s: %s", request.request_id, future.exception())
+                request.finish_reason = "error"
+                self._failed.append(request)
+            else:
+                self._grammars.follow(request, future.result())
+                self.scheduler.add(request)
+
+    def _with_masks(self, orders: SchedulerOutput) -> SchedulerOutput:
+        """The orders with a mask for every row that is to sample under a grammar."""
+        sampling = self.scheduler.sampling_requests(orders.step)
+        masks = {row: self._grammars.mask(request) for row, request in sampling if request.sampling.grammar is not None}
+        known = {row: mask for row, mask in masks.items() if mask is not None}
+        return replace(orders, token_masks=known) if known else orders
 
     @contextmanager
     def _failing(self, orders: SchedulerOutput) -> Iterator[None]:
@@ -99,24 +143,28 @@ class EngineCore:
             raise
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request)
+        """A new request joins the line, if need be as soon as its grammar is compiled."""
+        if request.sampling.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling[request.request_id] = (request, self._grammars.compile(request.sampling.grammar))
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """End a request from outside the loop; see ``Scheduler.finish``."""
+        self._grammars.forget(request_id)
+        if self._compiling.pop(request_id, None) is not None:
+            return True
         return self.scheduler.finish(request_id, reason, stop_reason)
 
     @property
     def has_work(self) -> bool:
         """True while a request waits or runs, a step is in flight, or an ended request has not been returned."""
-        return self.scheduler.has_work or bool(self._failed)
+        return self.scheduler.has_work or bool(self._failed or self._compiling)
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
-    def cache_stats(self) -> CacheStats:
-        """Free and evictable pages and slots, hits, evictions."""
-        return self.manager.stats()
-
     def shutdown(self) -> None:
         self._in_flight.clear()
+        self._grammars.close()
         self._executor.shutdown()

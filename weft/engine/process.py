@@ -9,9 +9,7 @@ that ask a service to end, because the server lets open requests finish first an
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import signal
 import sys
 import time
@@ -24,10 +22,10 @@ import msgspec
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.heartbeat import Heartbeat
+from weft.engine.lifeline import die_with_parent
 from weft.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from weft.cache.lease import CacheStats
     from weft.scheduler.scheduler import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,6 @@ MAX_BROKEN_STEPS = 3
 """So many broken steps in a row end the process: the device or the program is beyond recovery."""
 
 _IDLE_MS = 1000
-_PR_SET_PDEATHSIG = 1
 
 
 class Core(Protocol):
@@ -46,7 +43,6 @@ class Core(Protocol):
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool: ...
     def step(self) -> list[Request]: ...
     def stats(self) -> SchedulerStats: ...
-    def cache_stats(self) -> CacheStats: ...
     def shutdown(self) -> None: ...
     @property
     def has_work(self) -> bool: ...
@@ -123,7 +119,8 @@ class EngineLoop:
         )
 
     def _stats(self) -> wire.EngineStats:
-        stats, cache = self._core.stats(), self._core.cache_stats()
+        stats = self._core.stats()
+        cache = stats.cache
         return wire.EngineStats(
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
@@ -175,7 +172,9 @@ def _stages(seconds: Mapping[str, float]) -> str:
 def main(make: Start = start_core) -> int:
     """Run the engine process until it is told to leave. Returns its exit status."""
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineStart)
-    _tie_to_parent(start.parent_pid)
+    die_with_parent(start.parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server hears them too and says when to leave
     logging.basicConfig(level=logging.WARNING, format="engine: %(name)s: %(message)s")
     directory = Path(start.directory)
     heartbeat = Heartbeat(directory / "heartbeat", start.parent_pid)
@@ -195,15 +194,6 @@ def main(make: Start = start_core) -> int:
         channel.close()
     core.shutdown()
     return 0
-
-
-def _tie_to_parent(parent_pid: int) -> None:
-    """Die with the parent, and leave the signals that end a service to it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # it died before the line above
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -308,6 +308,7 @@ class ModelRunner:
         return result
 
     def _update_rows(self, orders: SchedulerOutput) -> None:
+        self._sampling.set_step_masks(orders.token_masks)
         for row in orders.finished_rows:
             self._sampling.forget(row)
         for new in orders.new_requests:

@@ -61,6 +61,7 @@ class SamplingInputs:
         self._counts: dict[int, Counts] = {}
         self._bad_words: dict[int, BadWords] = {}
         self._allowed: dict[int, Tensor] = {}
+        self._step_masks: dict[int, Tensor] = {}
 
     # -- rows come and go ----------------------------------------------------------------------------------------
 
@@ -77,6 +78,16 @@ class SamplingInputs:
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
             allowed[params.allowed_token_ids] = True
             self._allowed[new.row] = to_device(allowed, self._device)
+
+    def set_step_masks(self, masks: dict[int, bytes]) -> None:
+        """Masks of single rows for the coming step (see ``SchedulerOutput.token_masks``)."""
+        self._step_masks = {row: self._unpacked(bits) for row, bits in masks.items()}
+
+    def _unpacked(self, bits: bytes) -> Tensor:
+        """``[V]`` bool from packed bits."""
+        packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8).to(self._device)
+        shifts = torch.arange(8, dtype=torch.uint8, device=self._device)
+        return (packed[:, None] >> shifts & 1).bool().flatten()[: self._vocab_size]
 
     def forget(self, row: int) -> None:
         for table in (self._counts, self._bad_words, self._allowed):
@@ -122,7 +133,7 @@ class SamplingInputs:
             p = self._rows.sampling(order.row)
             if p.logprobs is not None or p.logit_bias or p.min_tokens or order.row in self._allowed:
                 return True
-            if order.row in self._counts or order.row in self._bad_words:
+            if order.row in self._counts or order.row in self._bad_words or order.row in self._step_masks:
                 return True
         return False
 
@@ -171,7 +182,7 @@ class SamplingInputs:
         return LogitBias(self._ints(list(rows)), self._ints(list(tokens)), self._floats(list(values)))
 
     def _allowed_mask(self, sampled: list[ScheduledRequest]) -> Tensor | None:
-        masks = [self._allowed.get(o.row) for o in sampled]
+        masks = [_both(self._allowed.get(o.row), self._step_masks.get(o.row)) for o in sampled]
         if all(mask is None for mask in masks):
             return None
         everything = torch.ones(self._vocab_size, dtype=torch.bool, device=self._device)
@@ -202,6 +213,13 @@ class SamplingInputs:
 
     def _ints(self, values: list[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self._device)
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Where both masks allow; None allows everything."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
 
 
 def _core(rows: SampleRows, *, all_greedy: bool, candidates: int, uses_min_p: bool) -> SamplingBatch:

@@ -156,6 +156,10 @@ class Scheduler:
             cache=self.manager.stats(),
         )
 
+    def sampling_requests(self, step: int) -> list[tuple[int, Request]]:
+        """Rows and requests that sample in a launched step."""
+        return [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
+
     # -- a step goes out -----------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
@@ -175,7 +179,8 @@ class Scheduler:
         decoding = sum(1 for r in self._running if r.request.num_tokens_to_compute == 1)
         for running in list(self._running):
             request = running.request
-            if request.status is not RequestStatus.RUNNING or request.will_be_full:
+            is_due = request.num_pending == 0 or request.sampling.grammar is None  # a mask needs all earlier tokens
+            if request.status is not RequestStatus.RUNNING or request.will_be_full or not is_due:
                 continue  # preempted just now for an earlier one, or its last token is on its way
             wanted = request.num_tokens_to_compute
             is_decode = wanted == 1

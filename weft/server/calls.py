@@ -18,12 +18,14 @@ from weft.engine.outputs import OutputStream
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
 from weft.server.caller import Caller
+from weft.server.chat import need_tokenizer, opens_reasoning
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.protocol import BodyReader
 from weft.server.requestlog import RequestLog
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
+from weft.server.structured import Constraint, WholeGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ async def open_call(
     model: str,
     request_id: str | None = None,
     priority: int | None = None,
+    constraint: Constraint | WholeGrammar | None = None,
 ) -> Call:
     """Admit a call, wait for its prompts and submit it.
 
@@ -154,7 +157,11 @@ async def open_call(
     try:
         prompts = await prepare(engine)
         call_id = f"{prefix}-{_check_id(request_id)}"
-        stream = engine.submit(call_id, prompts, params, priority=priority or 0)
+        grammar = None
+        if constraint is not None:
+            grammar = constraint.grammar(need_tokenizer(engine), in_reasoning=opens_reasoning(prompts[0]))
+            await service.grammars.check(grammar, constraint.param)
+        stream = engine.submit(call_id, prompts, params, priority=priority or 0, grammar=grammar)
     except BaseException:
         leave()
         raise

@@ -18,11 +18,12 @@ from weft.outputs import CompletionOutput
 from weft.server.answers import AnswerParser, Parts, ToolCall
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
-from weft.server.chat import opens_reasoning, prepare_chat, tool_schemas
+from weft.server.chat import need_tokenizer, opens_reasoning, prepare_chat, tool_schemas
 from weft.server.logprobs import chat_logprobs
 from weft.server.protocol import ChatCompletionRequest
 from weft.server.sampling import chat_params
 from weft.server.sse import DONE, JsonResponse, StreamResponse, data_event
+from weft.server.structured import constraint_of, forced_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,14 @@ class ToolUse:
     Attributes:
         schemas: parameters by function name; None: tool calls are not looked for.
         shown: the tools that the template sees.
+        forced: one of these must be called; None: the model decides.
+        several: more than one call may be forced.
     """
 
     schemas: dict[str, Any] | None
     shown: list[dict[str, Any]] | None
+    forced: dict[str, Any] | None = None
+    several: bool = True
 
 
 async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
@@ -44,6 +49,13 @@ async def chat_completions(context: Context, body: bytes, caller: Caller) -> Jso
     model = check_model(context, request.model)
     params = chat_params(request, context.settings)
     tools = tool_use(request, context.settings.tool_call_parser)
+    constraint = constraint_of(request, context.settings.max_schema_bytes)
+    if tools.forced is not None:
+        if constraint is not None:
+            raise RequestError(
+                f"tool_choice={request.tool_choice!r} and {constraint.param} exclude each other", "tools"
+            )
+        constraint = forced_calls(tools.forced, need_tokenizer(context.service.engine), several=tools.several)
     call = await open_call(
         context,
         caller,
@@ -54,6 +66,7 @@ async def chat_completions(context: Context, body: bytes, caller: Caller) -> Jso
         model=model,
         request_id=request.request_id,
         priority=request.priority,
+        constraint=constraint,
     )
     answer = ChatAnswer(call, request, params.n, tools)
     timeout_s = context.settings.request_timeout_s
@@ -66,13 +79,26 @@ def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
     """Which tools are shown and which calls are read. Raises RequestError."""
     schemas = tool_schemas(request.tools)
     choice = request.tool_choice if request.tool_choice is not None else ("auto" if schemas else "none")
-    if choice not in ("auto", "none"):
-        raise RequestError(f"tool_choice={choice!r} is not supported by this version; give auto or none", "tool_choice")
-    if choice == "none" or parser == "none":
+    if choice == "none" or (parser == "none" and choice == "auto"):
         return ToolUse(None, request.tools if choice != "none" else None)
     if not schemas:
         raise RequestError("tool_choice needs tools; give some or leave it out", "tool_choice")
-    return ToolUse(schemas, request.tools)
+    if choice == "auto":
+        return ToolUse(schemas, request.tools)
+    several = request.parallel_tool_calls is not False
+    if choice == "required":
+        return ToolUse(schemas, request.tools, schemas, several)
+    name = _named_function(choice)
+    if name not in schemas:
+        raise RequestError(f"tool_choice={choice!r} is not auto, none, required, or one of the tools", "tool_choice")
+    return ToolUse(schemas, request.tools, {name: schemas[name]}, several=False)
+
+
+def _named_function(choice: str | dict[str, Any]) -> str | None:
+    """The function that ``{"type": "function", "function": {"name": …}}`` names."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 async def _prepare(

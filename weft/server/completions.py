@@ -19,6 +19,7 @@ from weft.server.logprobs import completion_logprobs
 from weft.server.protocol import CompletionRequest
 from weft.server.sampling import completion_params
 from weft.server.sse import DONE, JsonResponse, StreamResponse, data_event
+from weft.server.structured import constraint_of
 
 
 async def completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
@@ -41,6 +42,7 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
         model=model,
         request_id=request.request_id,
         priority=request.priority,
+        constraint=constraint_of(request, context.settings.max_schema_bytes),
     )
     answer = CompletionAnswer(call, request, params.n)
     timeout_s = context.settings.request_timeout_s

@@ -24,6 +24,7 @@ from weft.engine.inputs import InputProcessor
 from weft.engine.launcher import ENGINE_MODULE, EngineProcess
 from weft.server.admission import Admission
 from weft.server.errors import ApiError
+from weft.server.grammar_check import GrammarChecker
 from weft.server.rendering import RenderPool
 from weft.server.settings import ServerSettings
 from weft.tokenizer import Tokenizer
@@ -75,6 +76,7 @@ class Service:
         self.created = int(time.time())
         self.render = RenderPool(settings.template_timeout_s)
         self.num_restarts = 0
+        self._grammars: GrammarChecker | None = None
         self._engine_settings = engine_settings
         self._engine_module = engine_module
         self._tell = tell
@@ -127,6 +129,15 @@ class Service:
     def capacity(self) -> wire.Capacity:
         assert self._capacity is not None, "asked before the engine was ready"
         return self._capacity
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """Tries grammars before the engine compiles them."""
+        if self._grammars is None:
+            config = self.config
+            eos = config.generation.eos_token_ids or config.model_config.eos_token_ids
+            self._grammars = GrammarChecker(config.tokenizer_path, config.model_config.vocab_size, eos)
+        return self._grammars
 
     @property
     def model_name(self) -> str:
@@ -241,6 +252,8 @@ class Service:
     async def close(self) -> None:
         """End the engine process, whatever its state."""
         self.render.close()
+        if self._grammars is not None:
+            self._grammars.kill()
         if self._process is None:
             return
         if self.state is State.DRAINING:

@@ -1,0 +1,149 @@
+"""The bundled model behind a real server, through the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from tests.server.running import RunningServer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}, "sure": {"type": "boolean"}},
+    "required": ["answer", "sure"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("record", "report")
+]
+QUESTION = "What is 12 + 30?"
+
+
+@pytest.fixture(scope="module")
+def mini() -> Iterator[RunningServer]:
+    running = RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "16", module="weft")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def client(mini: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{mini.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def ask(client: OpenAI, text: str = QUESTION, **fields: Any) -> Any:
+    fields = {"temperature": 0, "max_tokens": 60} | fields
+    return client.chat.completions.create(model="weft-mini", messages=[{"role": "user", "content": text}], **fields)
+
+
+def test_it_answers_and_the_second_time_from_the_cache(client: OpenAI) -> None:
+    first = ask(client)
+    assert first.choices[0].message.content.endswith("42") and first.choices[0].finish_reason == "stop"
+    second = ask(client)
+    assert second.choices[0].message.content == first.choices[0].message.content
+    assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens - 1
+    assert "KV matched" in second.model_extra["weft"]["prompts"][0]["cache"]
+    streamed = "".join(c.choices[0].delta.content or "" for c in ask(client, stream=True))
+    assert streamed == first.choices[0].message.content
+
+
+def test_many_at_once(mini: RunningServer) -> None:
+    import asyncio
+
+    async def main() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{mini.url}/v1", api_key="none", timeout=60) as client:
+            calls = [
+                client.completions.create(model="weft-mini", prompt=f"{i} + 1 =", max_tokens=8, temperature=0)
+                for i in range(40)
+            ]
+            return [answer.choices[0].text for answer in await asyncio.gather(*calls)]
+
+    together = asyncio.run(main())
+    body = {"prompt": "7 + 1 =", "max_tokens": 8, "temperature": 0}
+    assert mini.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == together[7]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
+        {"extra_body": {"guided_json": json.dumps(SCHEMA)}},
+    ],
+)
+def test_json_schema(client: OpenAI, fields: dict[str, Any]) -> None:
+    for temperature in (0, 1.5):
+        text = ask(client, temperature=temperature, max_tokens=200, seed=1, **fields).choices[0].message.content
+        value = json.loads(text)
+        assert isinstance(value["answer"], int) and isinstance(value["sure"], bool) and len(value) == 2
+
+
+def test_other_constraints(client: OpenAI) -> None:
+    def constrained(**fields: Any) -> str:
+        return ask(client, extra_body=fields, temperature=1.2, seed=3).choices[0].message.content
+
+    assert constrained(structured_outputs={"choice": ["left", "right"]}) in ("left", "right")
+    assert constrained(guided_choice=['a "b"\n', "ü"]) in ('a "b"\n', "ü")
+    digits = constrained(structured_outputs={"regex": "[0-9]{3}/[a-c]"})
+    assert len(digits) == 5 and digits[:3].isdigit() and digits[3:] in ("/a", "/b", "/c")
+    assert constrained(structured_outputs={"grammar": 'start: "x" start? | "y"'}).rstrip("x") in ("", "y")
+    whole = ask(client, response_format={"type": "json_object"}, max_tokens=400, temperature=1, seed=2)
+    if whole.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(whole.choices[0].message.content), dict)
+
+
+def test_constrained_and_free_requests_share_steps(client: OpenAI) -> None:
+    plain = ask(client).choices[0].message.content
+    answer = ask(client, n=4, seed=5, temperature=1.0, extra_body={"guided_choice": ["yes", "no", "perhaps"]})
+    assert {c.message.content for c in answer.choices} <= {"yes", "no", "perhaps"}
+    assert ask(client).choices[0].message.content == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "xml"),
+        ({"guided_json": {"type": "strange"}}, "strange"),
+        ({"guided_json": {"type": "object", "dependentRequired": {"a": ["b"]}}}, "dependentRequired"),
+        ({"guided_regex": "a(?=b)"}, "look-around"),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "bytes"),
+        ({"guided_choice": []}, "option"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "exclude"),
+        ({"guided_choice": ["a"], "min_tokens": 3}, "min_tokens"),
+        ({"structured_outputs": {"jsn": 1}}, "jsn"),
+    ],
+)
+def test_constraints_that_are_refused(client: OpenAI, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequestError, match=message):
+        ask(client, extra_body=fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_tool_calls(client: OpenAI, stream: bool) -> None:
+    named = {"type": "function", "function": {"name": "report"}}
+    for choice, names in ((named, {"report"}), ("required", {"record", "report"})):
+        fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = ask(client, max_tokens=300, stream=stream, **fields)
+        if stream:
+            chunks = list(answer)
+            calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+            content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            message = answer.choices[0].message
+            calls, content, reason = message.tool_calls, message.content or "", answer.choices[0].finish_reason
+        assert len(calls) == 1 and calls[0].function.name in names and content == "" and reason == "tool_calls"
+        assert set(json.loads(calls[0].function.arguments)) == {"answer", "sure"}
+
+
+def test_the_engine_is_idle_in_the_end(mini: RunningServer) -> None:
+    load = mini.client.get("/load").json()
+    assert (load["server_load"], load["num_running"], load["num_waiting"]) == (0, 0, 0)
+    assert mini.stop() == 0

@@ -1,0 +1,91 @@
+"""Constraints as grammars, and the process that tries them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from tests.server.running import is_alive
+from weft.config import resolve
+from weft.errors import RequestError
+from weft.server import grammar_check
+from weft.server.grammar_check import GrammarChecker
+from weft.server.protocol import BodyReader, CompletionRequest
+from weft.server.structured import choice, constraint_of, forced_calls, json_schema, regex
+from weft.tokenizer import Tokenizer
+
+CONFIG = resolve(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(CONFIG.tokenizer_path)
+
+
+def make_checker() -> GrammarChecker:
+    return GrammarChecker(CONFIG.tokenizer_path, CONFIG.model_config.vocab_size, [2041])
+
+
+def test_every_kind_compiles_also_after_reasoning(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    constraints = [
+        json_schema(schema, "p"),
+        regex("[0-9]+/x", "p"),
+        choice(["a", 'b"\n'], "p"),
+        forced_calls({"f": schema, "g\"'": {}}, tokenizer, several=True),
+    ]
+
+    async def main() -> None:
+        checker = make_checker()
+        for constraint in constraints:
+            for in_reasoning in (False, True):
+                await checker.check(constraint.grammar(tokenizer, in_reasoning=in_reasoning), "p")
+        checker.kill()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_slow_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        checker = make_checker()
+        await checker.check("start: /a/", "p")
+        assert checker._worker is not None
+        first = checker._worker.pid
+        monkeypatch.setattr(grammar_check, "TIMEOUT_S", 0.0)
+        with pytest.raises(RequestError, match="longer than 0 s"):
+            await checker.check("start: /b/", "p")
+        monkeypatch.setattr(grammar_check, "TIMEOUT_S", 5.0)
+        await checker.check("start: /c/", "p")
+        assert checker._worker.pid != first
+        os.kill(checker._worker.pid, signal.SIGKILL)
+        with pytest.raises(RequestError, match="too much memory"):
+            await checker.check("start: /d/", "p")
+        await checker.check("start: /a/", "p")  # remembered, no worker needed
+        with pytest.raises(RequestError, match="p cannot be used"):
+            await checker.check("start: /(/", "p")
+        last = checker._worker.pid
+        checker.kill()
+        await asyncio.sleep(0.1)
+        assert not is_alive(first) and not is_alive(last)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"guided_grammar": "start: /a/"}, "guided_grammar"),
+    ],
+)
+def test_where_the_constraint_comes_from(fields: dict[str, object], found: str | None) -> None:
+    body = json.dumps({"prompt": "x", **fields}).encode()
+    constraint = constraint_of(BodyReader(strict=True).read(body, CompletionRequest), 1000)
+    assert (constraint.param if constraint else None) == found

@@ -1,0 +1,104 @@
+"""Is a grammar safe to compile? Answered by a process that can be killed.
+
+Job: keep one worker process, give it a grammar, wait a limited time, remember the answer.
+Owns: the worker. Does not know: what grammars are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from weft.errors import RequestError
+
+TIMEOUT_S = 2.0
+_START_S = 20.0
+_MAX_REMEMBERED = 512
+_MAX_LINE = 4 << 20
+
+
+class GrammarChecker:
+    """Tries grammars one at a time.
+
+    Args:
+        tokenizer_path: folder with ``tokenizer.json``.
+        vocab_size, eos_token_ids: of the model.
+    """
+
+    def __init__(self, tokenizer_path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        file = str(tokenizer_path / "tokenizer.json")
+        self._hello = {
+            "tokenizer_file": file,
+            "vocab_size": vocab_size,
+            "eos_token_ids": list(eos_token_ids),
+            "parent_pid": os.getpid(),
+        }
+        self._turn = asyncio.Lock()
+        self._worker: asyncio.subprocess.Process | None = None
+        self._answers: OrderedDict[str, str] = OrderedDict()
+
+    async def check(self, grammar: str, param: str) -> None:
+        """Raises RequestError, blaming ``param``, if the grammar cannot be compiled within the limits."""
+        problem = self._answers.get(grammar)
+        if problem is None:
+            async with self._turn:
+                problem = await self._ask(grammar)
+            self._answers[grammar] = problem
+            if len(self._answers) > _MAX_REMEMBERED:
+                self._answers.popitem(last=False)
+        if problem:
+            raise RequestError(f"{param} cannot be used: {problem[:500]}", param)
+
+    async def _ask(self, grammar: str) -> str:
+        try:
+            worker = await self._running()
+            async with asyncio.timeout(TIMEOUT_S):
+                return await _exchange(worker, grammar)
+        except TimeoutError:
+            self.kill()
+            return f"compiling it takes longer than {TIMEOUT_S:g} s; make it simpler"
+        except (EOFError, OSError, ValueError, msgspec.DecodeError):
+            self.kill()
+            return "compiling it takes too much memory; make it simpler"
+        except asyncio.CancelledError:
+            self.kill()  # an answer that nobody reads would be taken for the next one's
+            raise
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._worker is None or self._worker.returncode is not None:
+            self._worker = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "weft.server.grammar_worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                limit=_MAX_LINE,
+                start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
+            )
+            async with asyncio.timeout(_START_S):
+                await _exchange(self._worker, self._hello)
+        return self._worker
+
+    def kill(self) -> None:
+        """End the worker; the next check starts another."""
+        if self._worker is not None and self._worker.returncode is None:
+            self._worker.kill()
+        self._worker = None
+
+
+async def _exchange(worker: asyncio.subprocess.Process, question: object) -> str:
+    """One line there, one back. Raises EOFError if the worker has died."""
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(msgspec.json.encode(question) + b"\n")
+    await worker.stdin.drain()
+    line = await worker.stdout.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("the worker has died")
+    return msgspec.json.decode(line, type=str)

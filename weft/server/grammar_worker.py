@@ -1,0 +1,61 @@
+"""A process that tries out grammars: ``python -m weft.server.grammar_worker``.
+
+Job: compile what it is given and say whether that works. It may be killed at any time, and its memory is limited to
+what it needs when idle plus a fixed amount. Owns: nothing that matters. Does not know: requests.
+
+One JSON line in, one out. First a ``Hello``, then one grammar per line; the answers are ``""`` or what is wrong.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+
+from weft.engine.lifeline import die_with_parent
+
+EXTRA_BYTES = 256 << 20
+"""Memory that a compilation may take."""
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The tokenizer to compile for, and whose child this is."""
+
+    tokenizer_file: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    parent_pid: int
+
+
+def main() -> None:
+    hello = msgspec.json.decode(sys.stdin.buffer.readline(), type=Hello)
+    die_with_parent(hello.parent_pid)
+    tokenizer = LLTokenizer(hello.tokenizer_file, n_vocab=hello.vocab_size, eos_token=hello.eos_token_ids)
+    _try("start: /a*/", tokenizer)  # whatever is set up on first use belongs to the idle size
+    limit = _virtual_bytes() + EXTRA_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    print('""', flush=True)
+    for line in sys.stdin.buffer:
+        print(msgspec.json.encode(_try(msgspec.json.decode(line, type=str), tokenizer)).decode(), flush=True)
+
+
+def _try(grammar: str, tokenizer: LLTokenizer) -> str:
+    """What is wrong with the grammar, or nothing."""
+    error = LLMatcher.validate_grammar(grammar, tokenizer)
+    if error and not error.startswith("WARNING"):
+        return error
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error()
+
+
+def _virtual_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
