@@ -52,7 +52,7 @@ def test_engine_flags_reach_the_engine(run_weft: RunWeft, tmp_path: Path) -> Non
 def test_file_in_and_out(run_weft: RunWeft, engine: LLM, tmp_path: Path) -> None:
     entries = [
         {"id": "a", "prompt": "12 + 30:", "max_tokens": 9, "logprobs": 2},
-        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "n": 2, "temperature": 1.0, "seed": 1},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "n": 2, "temperature": 1.0, "seed": 1, "ignore_eos": True},
         {"messages": [{"role": "user", "content": "Hi"}], "priority": 1},
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
