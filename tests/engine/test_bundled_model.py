@@ -1,0 +1,71 @@
+"""The bundled model through the engine: its answers are transformers' answers, and bfloat16 hardly changes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from weft import LLM, SamplingParams
+from weft.assets import EVAL_PATH, MODEL_DIR, extract_answer
+
+SAMPLE = 20
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[dict[str, Any]]:
+    """Every tenth problem of the evaluation, so all kinds are there."""
+    lines = EVAL_PATH.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:: len(lines) // SAMPLE]][:SAMPLE]
+
+
+@pytest.fixture(scope="module")
+def float32() -> Iterator[LLM]:
+    with LLM(device="cpu", dtype="float32") as llm:
+        yield llm
+
+
+def test_greedy_answers_are_those_of_transformers(float32: LLM, problems: list[dict[str, Any]]) -> None:
+    """One forward pass of transformers over prompt and answer: greedy decoding would have taken the same token at every
+    position, the end of the answer included."""
+    params = SamplingParams(temperature=0.0, max_tokens=256)
+    outputs = float32.chat([p["messages"] for p in problems], params, use_tqdm=False)
+    reference = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    right = 0
+    for problem, output in zip(problems, outputs, strict=True):
+        answer = output.outputs[0].token_ids
+        assert output.outputs[0].finish_reason == "stop"
+        with torch.inference_mode():
+            logits = reference(torch.tensor([output.prompt_token_ids + answer])).logits[0]
+        greedy = logits[len(output.prompt_token_ids) - 1 : -1].argmax(-1)
+        assert greedy.tolist() == answer, problem["id"]
+        right += extract_answer(output.outputs[0].text) == problem["answer"]
+    assert right >= 0.93 * len(problems)
+
+
+def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[dict[str, Any]]) -> None:
+    """Argmax agreement above 99% and KL divergence below 1e-3 (over the likeliest 20 tokens) on whole conversations."""
+    prompts = [p["messages"] for p in problems[:6]]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20)
+    with LLM(device="cpu", dtype="bfloat16") as low:
+        pairs = zip(float32.chat(prompts, params, use_tqdm=False), low.chat(prompts, params, use_tqdm=False), strict=True)
+        same, divergence, count = 0, 0.0, 0
+        for exact, rounded in pairs:
+            assert exact.prompt_logprobs is not None and rounded.prompt_logprobs is not None
+            # What a user wrote cannot be predicted; what the model was trained to say can.
+            for p, q in zip(exact.prompt_logprobs[1:], rounded.prompt_logprobs[1:], strict=True):
+                assert p is not None and q is not None
+                first = min(p, key=lambda token: p[token].rank)
+                if p[first].logprob < math.log(0.5):
+                    continue
+                same += q[first].rank == 1 if first in q else 0
+                divergence += sum(math.exp(p[t].logprob) * (p[t].logprob - q[t].logprob) for t in p if t in q)
+                count += 1
+    assert count > 1000
+    assert same / count > 0.99
+    assert divergence / count < 1e-3
