@@ -15,6 +15,7 @@ from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.process import main
+from weft.engine.views import PoolView, Snapshot, Totals
 from weft.messages import TokenLogprobs
 from weft.request import FinishReason, Request
 from weft.scheduler.scheduler import SchedulerStats
@@ -95,6 +96,18 @@ class FakeCore:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(0, len(self.requests), 256 - len(self.requests), 8, 0)
+
+    def snapshot(self, tokens_per_node: int) -> Snapshot:
+        return Snapshot(
+            now=time.monotonic(),
+            totals=Totals(num_running=len(self.requests)),
+            pages=PoolView(256, 256 - len(self.requests), 0, 0),
+            slots=PoolView(8, 8, 0, 0),
+            num_nodes=0,
+            nodes=[],
+            steps=[],
+            requests=[],
+        )
 
     def shutdown(self) -> None:
         self.requests.clear()

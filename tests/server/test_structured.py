@@ -44,7 +44,7 @@ def test_every_kind_compiles_also_after_reasoning(tokenizer: Tokenizer) -> None:
         for constraint in constraints:
             for in_reasoning in (False, True):
                 await checker.check(constraint.grammar(tokenizer, in_reasoning=in_reasoning), "p")
-        checker.kill()
+        await checker.close()
 
     asyncio.run(main())
 
@@ -68,8 +68,7 @@ def test_a_worker_that_is_slow_or_dies_is_replaced(monkeypatch: pytest.MonkeyPat
         with pytest.raises(RequestError, match="p cannot be used"):
             await checker.check("start: /(/", "p")
         last = checker._worker.pid
-        checker.kill()
-        await asyncio.sleep(0.1)
+        await checker.close()
         assert not is_alive(first) and not is_alive(last)
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from weft.server import utility
+from weft.server.anthropic_messages import CountTokensRequest, MessagesRequest, count_tokens, messages
 from weft.server.caller import Caller
 from weft.server.calls import Context
 from weft.server.chat_completions import chat_completions
@@ -35,6 +36,7 @@ from weft.server.protocol import (
     TokenizeRequest,
 )
 from weft.server.requestlog import RequestLog
+from weft.server.responses import ResponsesRequest, responses
 from weft.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ PostHandler = Callable[[Context, bytes, Caller], Awaitable[Any]]
 POSTS: dict[str, tuple[PostHandler, type[msgspec.Struct]]] = {
     "/v1/chat/completions": (chat_completions, ChatCompletionRequest),
     "/v1/completions": (completions, CompletionRequest),
+    "/v1/responses": (responses, ResponsesRequest),
+    "/v1/messages": (messages, MessagesRequest),
+    "/v1/messages/count_tokens": (count_tokens, CountTokensRequest),
     "/tokenize": (utility.tokenize, TokenizeRequest),
     "/detokenize": (utility.detokenize, DetokenizeRequest),
 }

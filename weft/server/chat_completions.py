@@ -43,9 +43,47 @@ class ToolUse:
     several: bool = True
 
 
-async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
-    """Handle one request. Raises RequestError or ApiError."""
-    request = context.bodies.read(body, ChatCompletionRequest)
+@dataclass(slots=True)
+class Chat:
+    """A running chat, in the terms that every chat protocol shares.
+
+    Attributes:
+        call: the call.
+        tools: which tools are shown and read.
+        n: completions.
+        finish_reason, stop_reason: of the only completion, once ``parts`` has ended.
+    """
+
+    call: Call
+    tools: ToolUse
+    n: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def parser(self) -> AnswerParser:
+        """A parser for one completion."""
+        reads = self.call.context.settings.reasoning_parser != "none"
+        opened = reads and opens_reasoning(self.call.prompts[0])
+        return AnswerParser(reasoning=reads, in_reasoning=opened, tools=self.tools.schemas)
+
+    async def parts(self) -> AsyncIterator[Parts]:
+        """What the only completion is made of, as it comes; the first is given as soon as there is a token."""
+        parser = self.parser()
+        async for deltas in self.call.stream:
+            for _, delta in deltas:
+                self.call.check_error(delta.finish_reason)
+                parts = parser.feed(delta.text)
+                if delta.finish_reason is not None:
+                    parts.add(parser.finish())
+                    self.finish_reason = _finish_reason(delta.finish_reason, parser)
+                    self.stop_reason = delta.stop_reason
+                yield parts
+
+
+async def start_chat(
+    context: Context, request: ChatCompletionRequest, caller: Caller, *, prefix: str = "chatcmpl"
+) -> Chat:
+    """Check, render and submit a chat. Raises RequestError or ApiError."""
     model = check_model(context, request.model)
     params = chat_params(request, context.settings)
     tools = tool_use(request, context.settings.tool_call_parser)
@@ -59,16 +97,23 @@ async def chat_completions(context: Context, body: bytes, caller: Caller) -> Jso
     call = await open_call(
         context,
         caller,
-        "chatcmpl",
+        prefix,
         params,
         1,
-        lambda engine: _prepare(context, engine, request, tools, caller),
+        lambda engine: prepare(context, engine, request, tools, caller),
         model=model,
         request_id=request.request_id,
         priority=request.priority,
         constraint=constraint,
     )
-    answer = ChatAnswer(call, request, params.n, tools)
+    return Chat(call, tools, params.n)
+
+
+async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
+    """Handle one request. Raises RequestError or ApiError."""
+    request = context.bodies.read(body, ChatCompletionRequest)
+    chat = await start_chat(context, request, caller)
+    answer, call = ChatAnswer(chat, request), chat.call
     timeout_s = context.settings.request_timeout_s
     if request.stream:
         return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers)
@@ -101,9 +146,10 @@ def _named_function(choice: str | dict[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-async def _prepare(
+async def prepare(
     context: Context, engine: AsyncEngine, request: ChatCompletionRequest, tools: ToolUse, caller: Caller
 ) -> Sequence[PreparedPrompt]:
+    """The prompt of a chat. Raises RequestError."""
     continues = bool(request.continue_final_message)
     adds = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
     prompt = await prepare_chat(
@@ -122,23 +168,14 @@ async def _prepare(
 class ChatAnswer:
     """The response to one call."""
 
-    def __init__(self, call: Call, request: ChatCompletionRequest, n: int, tools: ToolUse) -> None:
-        self._call = call
+    def __init__(self, chat: Chat, request: ChatCompletionRequest) -> None:
+        self._call = chat.call
         self._request = request
-        self._tools = tools
-        self._parsers = [self._parser() for _ in range(n)]
-        self._has_begun = [False] * n
+        self._parsers = [chat.parser() for _ in range(chat.n)]
+        self._has_begun = [False] * chat.n
         options = request.stream_options
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
-
-    def _parser(self) -> AnswerParser:
-        reads = self._call.context.settings.reasoning_parser != "none"
-        return AnswerParser(
-            reasoning=reads,
-            in_reasoning=reads and opens_reasoning(self._call.prompts[0]),
-            tools=self._tools.schemas,
-        )
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}

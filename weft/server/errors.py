@@ -53,7 +53,11 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: ApiError) -> dict[str, object]:
-    return {"error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code}}
+    """OpenAI's shape; with the ``type`` beside it, it is Anthropic's too."""
+    return {
+        "type": "error",
+        "error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code},
+    }
 
 
 def error_response(error: Exception) -> Response:

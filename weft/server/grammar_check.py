@@ -61,13 +61,13 @@ class GrammarChecker:
             async with asyncio.timeout(TIMEOUT_S):
                 return await _exchange(worker, grammar)
         except TimeoutError:
-            self.kill()
+            await self.close()
             return f"compiling it takes longer than {TIMEOUT_S:g} s; make it simpler"
         except (EOFError, OSError, ValueError, msgspec.DecodeError):
-            self.kill()
+            await self.close()
             return "compiling it takes too much memory; make it simpler"
         except asyncio.CancelledError:
-            self.kill()  # an answer that nobody reads would be taken for the next one's
+            self._kill()  # an answer that nobody reads would be taken for the next one's
             raise
 
     async def _running(self) -> asyncio.subprocess.Process:
@@ -86,11 +86,17 @@ class GrammarChecker:
                 await _exchange(self._worker, self._hello)
         return self._worker
 
-    def kill(self) -> None:
+    async def close(self) -> None:
         """End the worker; the next check starts another."""
-        if self._worker is not None and self._worker.returncode is None:
-            self._worker.kill()
-        self._worker = None
+        worker = self._kill()
+        if worker is not None:
+            await worker.wait()
+
+    def _kill(self) -> asyncio.subprocess.Process | None:
+        worker, self._worker = self._worker, None
+        if worker is not None and worker.returncode is None:
+            worker.kill()
+        return worker
 
 
 async def _exchange(worker: asyncio.subprocess.Process, question: object) -> str:

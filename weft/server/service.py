@@ -22,6 +22,7 @@ from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.inputs import InputProcessor
 from weft.engine.launcher import ENGINE_MODULE, EngineProcess
+from weft.engine.views import Snapshot
 from weft.server.admission import Admission
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
@@ -175,6 +176,9 @@ class Service:
             case wire.Outputs():
                 assert self._engine is not None
                 self._engine.receive(message)
+            case Snapshot():
+                assert self._engine is not None
+                self._engine.show(message)
             case wire.Configured():
                 self._config = message.config
                 if self._tokenizer is None:
@@ -253,7 +257,7 @@ class Service:
         """End the engine process, whatever its state."""
         self.render.close()
         if self._grammars is not None:
-            self._grammars.kill()
+            await self._grammars.close()
         if self._process is None:
             return
         if self.state is State.DRAINING:

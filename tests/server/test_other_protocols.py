@@ -1,0 +1,151 @@
+"""The responses and the messages protocols, through the official clients where a client can say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from openai import OpenAI
+
+from tests.server.running import RunningServer
+from weft.server import anthropic_messages, responses
+from weft.server.errors import ApiError
+
+TEXT = "Grüße, 東京 😀"
+THOUGHT = "<think>\nhm, hm\n</think>\n\nyes"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION = {"type": "function", "name": "add", "parameters": PARAMETERS}
+TOOL = {"name": "add", "input_schema": PARAMETERS}
+
+
+@pytest.fixture(scope="module")
+def openai(server: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+# -- responses -------------------------------------------------------------------------------------------------------
+
+
+def test_response(openai: OpenAI) -> None:
+    answer = openai.responses.create(model="weft-mini", input=TEXT, instructions="be brief")
+    assert answer.output_text == TEXT and answer.status == "completed"
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    cut = openai.responses.create(model="weft-mini", input=TEXT, max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [(TEXT, ["message"]), (THOUGHT, ["reasoning", "message"]), (f"do\n{CALL}", ["message", "function_call"])],
+)
+def test_response_events_add_up(openai: OpenAI, text: str, kinds: list[str]) -> None:
+    tools: Any = [FUNCTION, {"type": "web_search"}]
+    whole = openai.responses.create(model="weft-mini", input=text, tools=tools)
+    assert [item.type for item in whole.output] == kinds
+    events = list(openai.responses.create(model="weft-mini", input=text, tools=tools, stream=True))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert [e.type for e in events[:2]] == ["response.created", "response.in_progress"]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    last = events[-1].response
+    assert events[-1].type == "response.completed" and last.output_text == whole.output_text
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert [item.id for item in done] == [item.id for item in last.output]
+    if "function_call" in kinds:
+        assert (whole.output[1].name, whole.output[1].arguments) == ("add", '{"a": 1}')
+        assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"a": 1}'
+
+
+def test_items_of_a_conversation_come_back(server: RunningServer) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "add"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "two"}]},
+        {"role": "user", "content": "thanks"},
+    ]
+    answer = server.client.post("/v1/responses", json={"input": items, "tools": [FUNCTION]}).json()
+    assert answer["output"][0]["content"][0]["text"] == "thanks"
+    for bad in ({"input": [{"type": "item_reference"}]}, {"input": "x", "previous_response_id": "r"}, {"input": 5}):
+        assert server.client.post("/v1/responses", json=bad).status_code == 400
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def create(claude: anthropic.Anthropic, content: Any = TEXT, **fields: Any) -> Any:
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    return claude.messages.create(**{"model": "weft-mini", "max_tokens": 100, "messages": messages} | fields)
+
+
+def test_message(claude: anthropic.Anthropic, server: RunningServer) -> None:
+    answer = create(claude, system="be brief")
+    assert answer.content[0].text == TEXT and answer.stop_reason == "end_turn"
+    counted = claude.messages.count_tokens(
+        model="weft-mini", system="be brief", messages=[{"role": "user", "content": TEXT}]
+    )
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert create(claude, max_tokens=2).stop_reason == "max_tokens"
+    stopped = create(claude, stop_sequences=["京"])
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "京", "Grüße, 東")
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [(TEXT, ["text"]), (THOUGHT, ["thinking", "text"]), (f"do\n{CALL}\n{CALL}", ["text", "tool_use", "tool_use"])],
+)
+def test_message_events_add_up(claude: anthropic.Anthropic, text: str, kinds: list[str]) -> None:
+    whole = create(claude, text, tools=[TOOL])
+    assert [block.type for block in whole.content] == kinds
+    assert whole.stop_reason == ("tool_use" if "tool_use" in kinds else "end_turn")
+    with claude.messages.stream(
+        model="weft-mini", max_tokens=100, messages=[{"role": "user", "content": text}], tools=[TOOL]
+    ) as stream:
+        events = list(stream)
+        last = stream.get_final_message()
+    start = next(e for e in events if e.type == "message_start")
+    assert start.message.usage.input_tokens == whole.usage.input_tokens
+    without_ids = [[block.to_dict() | {"id": None} for block in m.content] for m in (whole, last)]
+    assert without_ids[0] == without_ids[1] and last.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_blocks_of_a_conversation_come_back(claude: anthropic.Anthropic) -> None:
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "I will"},
+            {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "2"}]},
+            {"type": "text", "text": "thanks"},
+        ]},
+    ]  # fmt: skip
+    assert create(claude, messages, tools=[TOOL]).content[0].text == "thanks"
+
+
+def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        create(claude, [{"role": "user", "content": [{"type": "image"}]}])
+    with pytest.raises(anthropic.NotFoundError):
+        create(claude, model="other")
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    assert server.client.post("/v1/messages", json=body).json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("protocol", [anthropic_messages, responses])
+def test_a_failure_within_a_stream_has_its_own_event(protocol: Any) -> None:
+    name, _, data = protocol.error_events(ApiError(500, "no", type="server_error")).decode().partition("\n")
+    assert name == "event: error" and json.loads(data.removeprefix("data: "))["type"] == "error"

@@ -1,0 +1,262 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: the Anthropic protocol.
+
+Job: translate a request into a chat completion's, and the answer's blocks into this protocol's.
+Owns: both translations. Does not know: generation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from weft.errors import RequestError
+from weft.server.blocks import Block, BlockEvent, Blocks
+from weft.server.caller import Caller
+from weft.server.calls import Context, check_model
+from weft.server.chat_completions import Chat, prepare, start_chat, tool_use
+from weft.server.errors import ApiError
+from weft.server.protocol import ChatCompletionRequest
+from weft.server.sse import JsonResponse, StreamResponse, named_event
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """Body of ``/v1/messages/count_tokens``."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of ``/v1/messages``."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+async def messages(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
+    """Handle one request. Raises RequestError or ApiError."""
+    request = context.bodies.read(body, MessagesRequest)
+    chat = await start_chat(context, to_chat(request), caller, prefix="msg")
+    answer = MessagesAnswer(chat)
+    timeout_s = context.settings.request_timeout_s
+    if request.stream:
+        return StreamResponse(answer.events(), chat.call.close, timeout_s, error_events, chat.call.headers)
+    return JsonResponse(answer.body, chat.call.close, timeout_s, headers=chat.call.headers)
+
+
+async def count_tokens(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
+    """Tokens of the prompt that the same messages would make."""
+    request = to_chat(context.bodies.read(body, CountTokensRequest))
+    check_model(context, request.model)
+    tools = tool_use(request, context.settings.tool_call_parser)
+    prompts = await prepare(context, context.service.engine, request, tools, caller)
+    return {"input_tokens": len(prompts[0].token_ids)}
+
+
+# -- the request -----------------------------------------------------------------------------------------------------
+
+
+def to_chat(request: CountTokensRequest) -> ChatCompletionRequest:
+    """The same request in the OpenAI protocol. Raises RequestError."""
+    messages: list[dict[str, Any]] = []
+    if request.system:
+        messages.append({"role": "system", "content": _text_of(request.system, "system")})
+    for index, message in enumerate(request.messages):
+        messages += _messages_of(message, f"messages[{index}]")
+    tool_choice, parallel = _tool_choice(request.tool_choice)
+    chat = ChatCompletionRequest(
+        messages=messages,
+        model=request.model,
+        tools=_tools(request.tools),
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel,
+    )
+    if isinstance(request, MessagesRequest):
+        chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+        chat.stream = request.stream
+    if request.thinking is not None and request.thinking.get("type") in ("enabled", "disabled"):
+        chat.chat_template_kwargs = {"enable_thinking": request.thinking["type"] == "enabled"}
+    return chat
+
+
+def _messages_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """One message may hold tool results beside text: each becomes a message of its own, in order."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise RequestError(f"{where}.role={role!r} is not allowed; give user or assistant", "messages")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content is neither a text nor a list of blocks", "messages")
+    result: list[dict[str, Any]] = []
+    for block in content:
+        _add_block(result, role, block if isinstance(block, dict) else {}, where)
+    return result or [{"role": role, "content": ""}]
+
+
+def _add_block(result: list[dict[str, Any]], role: str, block: dict[str, Any], where: str) -> None:
+    kind = block.get("type")
+    if kind == "tool_result" and role == "user":
+        content = block.get("content") or ""
+        text = _text_of(content, where)
+        result.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        return
+    if not result or result[-1]["role"] != role:
+        result.append({"role": role, "content": ""})
+    target = result[-1]
+    if kind == "text":
+        target["content"] += _text_of([block], where)
+    elif kind == "thinking" and role == "assistant":
+        target["reasoning_content"] = target.get("reasoning_content", "") + str(block.get("thinking") or "")
+    elif kind == "redacted_thinking" and role == "assistant":
+        return
+    elif kind == "tool_use" and role == "assistant":
+        function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+        target.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
+    else:
+        raise RequestError(f"{where}.content has a block of type {kind!r} that this model cannot read", "messages")
+
+
+def _text_of(content: str | list[Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [
+        block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None for block in content
+    ]
+    if any(not isinstance(text, str) for text in texts):
+        raise RequestError(f"{where} holds a block that is not text; this model reads text only", where.split("[")[0])
+    return "".join(str(text) for text in texts)
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Only tools with a schema are functions; others run elsewhere and are skipped."""
+    if tools is None:
+        return None
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description") or "",
+                "parameters": tool["input_schema"],
+            },
+        }
+        for tool in tools
+        if isinstance(tool.get("input_schema"), dict)
+    ]
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """The OpenAI protocol's ``tool_choice`` and ``parallel_tool_calls``."""
+    if choice is None:
+        return None, None
+    parallel = False if choice.get("disable_parallel_tool_use") else None
+    match choice.get("type"):
+        case "auto" | "none" as same:
+            return same, parallel
+        case "any":
+            return "required", parallel
+        case "tool":
+            return {"type": "function", "function": {"name": choice.get("name")}}, parallel
+        case other:
+            raise RequestError(f"tool_choice.type={other!r} is not known; give auto, any, tool or none", "tool_choice")
+
+
+# -- the answer ------------------------------------------------------------------------------------------------------
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesAnswer:
+    """The response to one call."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._blocks = Blocks()
+
+    async def body(self) -> dict[str, Any]:
+        async for parts in self._chat.parts():
+            list(self._blocks.feed(parts))
+        list(self._blocks.finish())
+        return self._message([_content(block) for block in self._blocks.done]) | self._stop() | {"usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        started = False
+        async for parts in self._chat.parts():
+            if not started:
+                started = True
+                message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+                yield named_event("message_start", {"type": "message_start", "message": message})
+            for event in self._blocks.feed(parts):
+                yield _event(event)
+        for event in self._blocks.finish():
+            yield _event(event)
+        yield named_event("message_delta", {"type": "message_delta", "delta": self._stop(), "usage": self._usage()})
+        yield named_event("message_stop", {"type": "message_stop"})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        call = self._chat.call
+        return {"id": call.id, "type": "message", "role": "assistant", "model": call.model, "content": content}
+
+    def _stop(self) -> dict[str, Any]:
+        reason, stop = self._chat.finish_reason, self._chat.stop_reason
+        if isinstance(stop, str) and reason == "stop":
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": _STOP_REASONS.get(reason or "", reason), "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self._chat.call.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """A whole block."""
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.call is not None:
+        return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": json.loads(block.text)}
+    return {"type": "text", "text": block.text}
+
+
+def _event(event: BlockEvent) -> bytes:
+    block = event.block
+    if event.what == "open":
+        if block.call is not None:
+            content: dict[str, Any] = {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
+        else:
+            content = _content(Block(block.index, block.kind))
+        value: dict[str, Any] = {"type": "content_block_start", "index": block.index, "content_block": content}
+    elif event.what == "delta":
+        kind, name = {
+            "text": ("text_delta", "text"),
+            "reasoning": ("thinking_delta", "thinking"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        value = {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: event.delta}}
+    else:
+        value = {"type": "content_block_stop", "index": block.index}
+    return named_event(value["type"], value)
+
+
+def error_events(error: ApiError) -> bytes:
+    """How a stream of this protocol ends when it cannot go on."""
+    kind = "api_error" if error.type == "server_error" else error.type
+    return named_event("error", {"type": "error", "error": {"type": kind, "message": str(error)}})

@@ -1,0 +1,54 @@
+"""The page at ``/``: chat with the model, and look into the engine.
+
+Job: serve the files beside this one, as they are, with headers that let the page load nothing and talk to nobody but
+this server. Owns: the files and the headers. Does not know: what the page shows; it is an API client like any other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_FOLDER = Path(__file__).parent
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+_NAMES = ("index.html", "style.css", "icon.svg", "app.js", "chat.js", "inspect.js", "tree.js", "plots.js", "dom.js")
+
+PATHS = frozenset({"/", *(f"/{name}" for name in _NAMES)})
+"""Paths that are open to everyone: the page holds no secrets."""
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+"""No other host, no inline script or style, no frame; text can become markup nowhere."""
+
+
+def routes() -> list[Route]:
+    """A route for each file; ``/`` is ``index.html``."""
+    return [_route(path, path.removeprefix("/") or "index.html") for path in sorted(PATHS)]
+
+
+def _route(path: str, name: str) -> Route:
+    content = (_FOLDER / name).read_bytes()
+
+    async def endpoint(request: Request) -> Response:
+        return Response(content, headers=HEADERS | {"Content-Type": _TYPES[Path(name).suffix]})
+
+    return Route(path, endpoint, methods=["GET"])

@@ -1,0 +1,274 @@
+"""``/v1/responses``: the newer OpenAI protocol, for text and function tools. Nothing is stored.
+
+Job: translate a request into a chat completion's, and the answer's blocks into this protocol's items and events.
+Owns: both translations. Does not know: generation.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+
+from weft.errors import RequestError
+from weft.server.blocks import Block, BlockEvent, Blocks
+from weft.server.caller import Caller
+from weft.server.calls import Context
+from weft.server.chat_completions import Chat, start_chat
+from weft.server.errors import ApiError
+from weft.server.protocol import ChatCompletionRequest, ResponseFormat
+from weft.server.sse import JsonResponse, StreamResponse, named_event
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of ``/v1/responses``."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    max_tool_calls: int | None = None
+
+
+async def responses(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
+    """Handle one request. Raises RequestError or ApiError."""
+    request = context.bodies.read(body, ResponsesRequest)
+    chat = await start_chat(context, to_chat(request), caller, prefix="resp")
+    answer = ResponsesAnswer(chat, request)
+    timeout_s = context.settings.request_timeout_s
+    if request.stream:
+        return StreamResponse(answer.events(), chat.call.close, timeout_s, error_events, chat.call.headers)
+    return JsonResponse(answer.body, chat.call.close, timeout_s, headers=chat.call.headers)
+
+
+# -- the request -----------------------------------------------------------------------------------------------------
+
+
+def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
+    """The same request as a chat completion. Raises RequestError."""
+    for name in ("previous_response_id", "background"):
+        if getattr(request, name):
+            raise RequestError(f"{name} needs stored responses, which this server does not keep; leave it out", name)
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    messages += _messages(request.input)
+    return ChatCompletionRequest(
+        messages=messages,
+        model=request.model,
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stream=request.stream,
+        tools=[_tool(tool) for tool in request.tools or () if tool.get("type") == "function"] or None,
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_format((request.text or {}).get("format")),
+    )
+
+
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(given):
+        _add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Reasoning and calls belong to the assistant's message around them."""
+    match item.get("type", "message"):
+        case "message" if item.get("role") == "assistant":
+            _assistant(messages)["content"] = item.get("content")
+        case "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        case "reasoning":
+            texts = [part.get("text", "") for part in item.get("content") or () if isinstance(part, dict)]
+            messages.append({"role": "assistant", "content": "", "reasoning_content": "".join(map(str, texts))})
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            _assistant(messages, with_calls=True).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            output = item.get("output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        case other:
+            raise RequestError(f"{where} has the type {other!r}, which this server cannot read", "input")
+
+
+def _assistant(messages: list[dict[str, Any]], *, with_calls: bool = False) -> dict[str, Any]:
+    """The assistant's message that an item belongs to: the last one if it is still open, else a new one."""
+    last = messages[-1] if messages else {}
+    is_open = last.get("role") == "assistant" and (with_calls or not (last.get("content") or last.get("tool_calls")))
+    if not is_open:
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(given: Any) -> ResponseFormat | None:
+    if not isinstance(given, dict) or not isinstance(given.get("type"), str):
+        return None
+    return ResponseFormat(given["type"], {"schema": given.get("schema")} if given["type"] == "json_schema" else None)
+
+
+# -- the answer ------------------------------------------------------------------------------------------------------
+
+_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_PART = {"reasoning": "reasoning_text", "text": "output_text"}
+
+
+class ResponsesAnswer:
+    """The response to one call."""
+
+    def __init__(self, chat: Chat, request: ResponsesRequest) -> None:
+        self._chat = chat
+        self._request = request
+        self._blocks = Blocks()
+        self._ids: list[str] = []
+        self._num_events = 0
+
+    async def body(self) -> dict[str, Any]:
+        async for parts in self._chat.parts():
+            list(self._blocks.feed(parts))
+        list(self._blocks.finish())
+        return self._response(finished=True)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        async for parts in self._chat.parts():
+            if self._num_events == 0:
+                for name in ("response.created", "response.in_progress"):
+                    yield self._event(name, response=self._response(finished=False))
+            for event in self._blocks.feed(parts):
+                for encoded in self._block_events(event):
+                    yield encoded
+        for event in self._blocks.finish():
+            for encoded in self._block_events(event):
+                yield encoded
+        whole = self._response(finished=True)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": self._num_events} | fields
+        self._num_events += 1
+        return named_event(kind, value)
+
+    def _block_events(self, event: BlockEvent) -> Iterator[bytes]:
+        block, index = event.block, event.block.index
+        where = {"item_id": self._id(block), "output_index": index}
+        if event.what == "open":
+            yield self._event("response.output_item.added", output_index=index, item=self._item(block, "in_progress"))
+            if block.kind == "text":
+                yield self._event("response.content_part.added", **where, content_index=0, part=_part(block, ""))
+        elif event.what == "delta":
+            yield self._event(_name(block, "delta"), **where, **_place(block), delta=event.delta)
+        else:
+            key = "arguments" if block.kind == "call" else "text"
+            yield self._event(_name(block, "done"), **where, **_place(block), **{key: block.text})
+            if block.kind == "text":
+                part = _part(block, block.text)
+                yield self._event("response.content_part.done", **where, content_index=0, part=part)
+            yield self._event("response.output_item.done", output_index=index, item=self._item(block, "completed"))
+
+    def _id(self, block: Block) -> str:
+        while len(self._ids) <= block.index:
+            self._ids.append(f"{_PREFIX[block.kind]}_{uuid.uuid4().hex}")
+        return self._ids[block.index]
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        done = status == "completed"
+        if block.call is not None:
+            call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text if done else ""}
+            return {"id": self._id(block), "type": "function_call", "status": status} | call
+        content = [_part(block, block.text)] if done else []
+        if block.kind == "reasoning":
+            return {"id": self._id(block), "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {"id": self._id(block), "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _response(self, *, finished: bool) -> dict[str, Any]:
+        request, call = self._request, self._chat.call
+        cut_off = self._chat.finish_reason == "length"
+        status = "in_progress" if not finished else "incomplete" if cut_off else "completed"
+        return {
+            "id": call.id,
+            "object": "response",
+            "created_at": call.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": call.model,
+            "output": [self._item(block, "completed") for block in self._blocks.done] if finished else [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "store": False,
+            "temperature": request.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if finished else None,
+            "weft": call.extension() if finished else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._chat.call.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": _PART[block.kind], "text": text}
+    return part | {"annotations": [], "logprobs": []} if block.kind == "text" else part
+
+
+def _name(block: Block, what: str) -> str:
+    return f"response.{'function_call_arguments' if block.kind == 'call' else _PART[block.kind]}.{what}"
+
+
+def _place(block: Block) -> dict[str, Any]:
+    """Where in its item a delta belongs."""
+    if block.kind == "call":
+        return {}
+    return {"content_index": 0, "logprobs": []} if block.kind == "text" else {"content_index": 0}
+
+
+def error_events(error: ApiError) -> bytes:
+    """How a stream of this protocol ends when it cannot go on."""
+    value = {"type": "error", "sequence_number": 0, "code": error.code, "message": str(error), "param": error.param}
+    return named_event("error", value)
