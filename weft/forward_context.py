@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,13 +99,56 @@ class StateCache:
     recurrent: Tensor
 
 
+class GraphMode(StrEnum):
+    """How one forward pass runs: every operation launched, in captured pieces between split ops, or as one graph."""
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """What tells captured graphs apart.
+
+    Attributes:
+        num_tokens: rows of the flat token axis, padding included.
+        num_seqs: sequences, padding included; None where any number will do (pieces between split ops).
+        uniform_decode: every sequence brings one token to an existing state.
+    """
+
+    num_tokens: int
+    num_seqs: int | None = None
+    uniform_decode: bool = False
+
+
+class Breaks(Protocol):
+    """Where a pass that is captured or traced stops being one: at the split ops in ``names``."""
+
+    names: frozenset[str]
+
+    def at(self, op: Any, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Note the call ``op(layer, *inputs)`` instead of running it. Returns the memory that its output will fill."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What a forward pass may look up: the batch, and by layer name the layer's cache and the layer itself."""
+    """What a forward pass may look up.
+
+    Attributes:
+        batch: the step's metadata.
+        caches, layers: by layer name, the layer's cache and the layer itself.
+        mode, descriptor: how the pass runs, and in which graph; a graph wrapper of another mode is transparent.
+        breaks: set while pieces are captured or traced; split ops report to it instead of running.
+    """
 
     batch: Batch
     caches: dict[str, KVCache | StateCache]
     layers: dict[str, Any] = field(default_factory=dict)
+    mode: GraphMode = GraphMode.NONE
+    descriptor: BatchDescriptor | None = None
+    breaks: Breaks | None = None
 
     def kv_cache(self, layer_name: str) -> KVCache:
         cache = self.caches[layer_name]

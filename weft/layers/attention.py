@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
 from weft.forward_context import get_forward_context
+from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
@@ -31,7 +32,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, context: ModelContext, name: str, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.name, self._backend = name, context.backend
-        self._head_dim, self._scale = config.head_dim, config.head_dim**-0.5
+        self.head_dim, self._scale = config.head_dim, config.head_dim**-0.5
         self._gated = config.attn_output_gate
         self._eps, self._zero_centered = config.rms_norm_eps, config.zero_centered_norm
         self._rotary = (rotary,)  # in a tuple: the model owns the module, this layer only refers to it
@@ -58,10 +59,15 @@ class Attention(nn.Module):
         context.layers.register(name, "full_attention", self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.o_proj(self.attend(self.qkv_proj(hidden_states)))
+
+    @split_op("attention", width=lambda layer: layer.qkv_proj.num_heads * layer.head_dim)
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.kv_cache(self.name)
         q, gate = qk_norm_rope(
-            self.qkv_proj(hidden_states),
+            qkv,
             self.q_norm.weight if self.q_norm is not None else None,
             self.k_norm.weight if self.k_norm is not None else None,
             self._eps,
@@ -73,11 +79,11 @@ class Attention(nn.Module):
             batch.slot_mapping,
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
-            head_dim=self._head_dim,
+            head_dim=self.head_dim,
             gated=self._gated,
             backend=self._backend,
         )
         attended = paged_attention(q, cache.k, cache.v, batch, scale=self._scale, backend=self._backend).flatten(1)
         if gate is not None:
             attended = sigmoid_mul(attended, gate, backend=self._backend)
-        return self.o_proj(attended)
+        return attended

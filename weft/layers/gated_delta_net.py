@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.config.model import LinearAttentionConfig, ModelConfig
 from weft.forward_context import Batch, StateCache, get_forward_context
+from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
@@ -158,16 +159,20 @@ class GatedDeltaNet(WeightModule):
         context.layers.register(name, "linear_attention", self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.out_proj(self.mix(self.in_proj(hidden_states)))
+
+    @split_op("gated_delta_net", width=lambda layer: layer.local.value_dim)
+    def mix(self, projected: Tensor) -> Tensor:
+        """Everything between the projections: ``[T, q | k | v | z | b | a] -> [T, value_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.state_cache(self.name)
-        projected = self.in_proj(hidden_states)
         n = batch.num_decodes
         if n == projected.shape[0]:
-            return self.out_proj(self._decode(projected, batch, cache))
+            return self._decode(projected, batch, cache)
         mixed = self._prefill(projected, batch, cache)
         if n:
             mixed[:n] = self._decode(projected[:n], batch, cache)
-        return self.out_proj(mixed)
+        return mixed
 
     def _decode(self, projected: Tensor, batch: Batch, cache: StateCache) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection."""

@@ -1,0 +1,135 @@
+"""Split ops: the parts of a layer that stay outside captured pieces, made from one decorator on a method.
+
+Job: turn a layer's method into an operation ``weft::<name>_with_output`` that writes into the caller's memory, and
+decide per call whether the method runs at once or the pass breaks there. Owns: the registry of split ops by name, and
+which ones break a pass. Does not know: what a layer computes, how pieces are captured or compiled.
+
+A split op may read host values of the batch (lengths, counts), which a captured graph would freeze. It always sees the
+real rows of the running batch and nothing else: the operation cuts its inputs to them, and zeroes the other rows of the
+output, so that nothing downstream reads memory that nobody wrote.
+
+    class Mixer(nn.Module):
+        @split_op("mixer", width=lambda layer: layer.size)
+        def mix(self, x: Tensor) -> Tensor: ...     # [T, *] -> [T, size], looks the batch up in the forward context
+
+Outside a broken pass ``layer.mix(x)`` is the plain method call. The layer needs a ``name`` and must be registered under
+it in the table that the forward context carries.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.forward_context import get_forward_context
+
+Method = TypeVar("Method", bound=Callable[..., Tensor])
+
+DEFAULT_SPLIT_OPS = ("attention", "gated_delta_net")
+"""Ops that break a pass unless ``splitting_ops`` says otherwise: both read lengths on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitOp:
+    """One kind of break.
+
+    Attributes:
+        name: as ``splitting_ops`` names it.
+        width: columns of the output, from the layer.
+        fill: ``(layer, inputs, out)``: run the layer's method on the real rows, write them, zero the others.
+        operator: ``weft::<name>_with_output(*inputs, out, layer_name)``: the same with the layer looked up, for tracers.
+    """
+
+    name: str
+    width: Callable[[Any], int]
+    fill: Callable[[Any, Sequence[Tensor], Tensor], None]
+    operator: Callable[..., None]
+
+
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_OPS: dict[str, SplitOp] = {}
+
+
+def split_op(name: str, *, width: Callable[[Any], int]) -> Callable[[Method], Method]:
+    """Make a method a split op.
+
+    Args:
+        name: unique; the operation is ``weft::<name>_with_output``.
+        width: ``layer -> columns of the output``. Its rows and dtype are those of the first input.
+
+    The method takes tensors ``[T, *]``, all with one row per token, and returns ``[T, width]``.
+    """
+
+    def decorate(method: Method) -> Method:
+        assert name not in _OPS, f"split op {name!r} is defined twice"
+        op = _OPS[name] = _make(name, width, method)
+
+        @functools.wraps(method)
+        def call(layer: Any, *inputs: Tensor) -> Tensor:
+            breaks = get_forward_context().breaks
+            if breaks is None or name not in breaks.names:
+                return method(layer, *inputs)
+            return breaks.at(op, layer, inputs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _make(name: str, width: Callable[[Any], int], method: Callable[..., Tensor]) -> SplitOp:
+    """Register the operation with its schema (``out`` is written), its implementation and its fake."""
+
+    def fill(layer: Any, inputs: Sequence[Tensor], out: Tensor) -> None:
+        count = get_forward_context().batch.num_tokens
+        out[:count].copy_(method(layer, *(x[:count] for x in inputs)))
+        out[count:].zero_()
+
+    def run(*arguments: Any) -> None:
+        *inputs, out, layer_name = arguments
+        fill(get_forward_context().layers[layer_name], inputs, out)
+
+    _, *parameters = inspect.signature(method).parameters
+    inputs = "".join(f"Tensor {parameter}, " for parameter in parameters)
+    full_name = f"{name}_with_output"
+    _LIBRARY.define(f"{full_name}({inputs}Tensor(a!) out, str layer_name) -> ()")
+    _LIBRARY.impl(full_name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{full_name}", lambda *_: None, lib=_LIBRARY)
+    return SplitOp(name, width, fill, getattr(torch.ops.weft, full_name).default)
+
+
+def output_like(op: SplitOp, layer: Any, inputs: Sequence[Tensor]) -> Tensor:
+    """Fresh, unwritten memory for an op's output: ``[T, width]``."""
+    return inputs[0].new_empty(inputs[0].shape[0], op.width(layer))
+
+
+def known_split_ops() -> tuple[str, ...]:
+    """Names of all split ops that are defined, sorted."""
+    return tuple(sorted(_OPS))
+
+
+def select_split_ops(given: Iterable[str] | None = None) -> frozenset[str]:
+    """The ops that break a pass.
+
+    Args:
+        given: names of ops, as ``attention`` or ``weft::attention_with_output``. They replace the default list; if the
+            first one starts with ``+``, they extend it. None: the default list.
+
+    Raises:
+        ConfigError: a name that is no split op.
+    """
+    if given is None:
+        return frozenset(DEFAULT_SPLIT_OPS)
+    names = list(given)
+    extends = bool(names) and names[0].startswith("+")
+    short = [n.removeprefix("+").removeprefix("weft::").removesuffix("_with_output") for n in names]
+    for name in short:
+        if name not in _OPS:
+            raise ConfigError(f"splitting_ops names {name!r}, which is no split op; there are {', '.join(_OPS)}")
+    return frozenset(short) | frozenset(DEFAULT_SPLIT_OPS if extends else ())
