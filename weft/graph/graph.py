@@ -93,7 +93,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,8 +114,9 @@ class Tape(TorchDispatchMode):
         for func, args, kwargs, outputs in self._steps:
             result = func(*args, **kwargs)
             if outputs:
-                for recorded, new in zip(outputs, _fresh_outputs(result, args, kwargs), strict=True):
-                    recorded.copy_(new)
+                leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
+                for place, recorded in outputs:
+                    recorded.copy_(leaves[place])
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:
@@ -123,8 +124,8 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in indices)
 
 
-def _fresh_outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors of ``result`` that are not arguments written in place."""
+def _fresh_outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, Tensor]]:
+    """The tensors of ``result`` that are not arguments written in place, with their places among its leaves."""
     given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return [t for t in tensors if t.numel() and t.untyped_storage().data_ptr() not in given]
+    tensors = [(place, leaf) for place, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, Tensor)]
+    return [(place, t) for place, t in tensors if t.numel() and t.untyped_storage().data_ptr() not in given]
