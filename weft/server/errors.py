@@ -47,6 +47,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_dead")
     return ApiError(500, "the server made a mistake; its log says more", type="server_error")

@@ -1,0 +1,122 @@
+"""A small HTTP/1.1 client for load: one connection per request in flight, answers read as they come.
+
+Job: POST a JSON body and yield the data of server-sent events, at little cost per event. Owns: the framing of HTTP.
+Does not know: what is sent. A library would do more per event than the servers under test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from weft.errors import ConfigError
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+_LINE_LIMIT = 1 << 20
+
+
+class HttpError(Exception):
+    """A status other than 200, with the beginning of the body."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"HTTP {status}: {body[:200]}")
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go: ``base`` is the URL up to and including ``/v1``."""
+
+    host: str
+    port: int
+    base: str
+    secure: bool
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None = None) -> Target:
+        """Raises ConfigError for anything but an http or https URL."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--base-url {url}: give something like http://127.0.0.1:8000/v1")
+        secure = parts.scheme == "https"
+        return cls(parts.hostname, parts.port or (443 if secure else 80), parts.path.rstrip("/"), secure, api_key)
+
+    def head(self, path: str, length: int) -> bytes:
+        lines = [
+            f"POST {self.base}{path} HTTP/1.1",
+            f"Host: {self.host}:{self.port}",
+            "Content-Type: application/json",
+            f"Content-Length: {length}",
+        ]
+        if self.api_key is not None:
+            lines.append(f"Authorization: Bearer {self.api_key}")
+        return "\r\n".join([*lines, "", ""]).encode()
+
+
+class HttpClient:
+    """Keeps connections for reuse."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._idle: list[Connection] = []
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        """An open connection; kept afterwards only if nothing went wrong."""
+        if self._idle:
+            connection = self._idle.pop()
+        else:
+            target = self._target
+            connection = await asyncio.open_connection(
+                target.host, target.port, ssl=target.secure or None, limit=_LINE_LIMIT
+            )
+        try:
+            yield connection
+        except BaseException:
+            connection[1].close()
+            raise
+        self._idle.append(connection)
+
+    async def events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
+        """Data of the events of the answer, without ``[DONE]``.
+
+        Raises:
+            HttpError: the server refused.
+            OSError, EOFError: the connection broke.
+        """
+        async with self._connection() as (reader, writer):
+            writer.write(self._target.head(path, len(body)) + body)
+            status, headers = await _read_head(reader)
+            chunks = _body(reader, headers)
+            if status != 200:
+                raise HttpError(status, b"".join([chunk async for chunk in chunks]).decode("utf-8", "replace"))
+            rest = b""
+            async for chunk in chunks:
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        yield line[6:]
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    pairs = (line.partition(":") for line in lines[1:] if line)
+    return int(lines[0].split()[1]), {name.lower(): value.strip() for name, _, value in pairs}
+
+
+async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    if "chunked" not in headers.get("transfer-encoding", ""):
+        yield await reader.readexactly(int(headers.get("content-length", "0")))
+        return
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+    await reader.readuntil(b"\r\n")

@@ -1,0 +1,123 @@
+"""``weft bench serve``: load on a running server.
+
+Job: flags of the load, the figures as a table and as JSON. Owns: the verb's output. Does not know: how load is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+from typing import Any
+
+from weft import __version__, report
+from weft.cli.parser import add_verb
+from weft.errors import ConfigError
+
+_KINDS = ("fixed", "random", "multi-turn", "trace")
+_SLO = ("ttft", "tpot", "e2e")
+
+
+def add_parser(kinds: Any) -> None:
+    parser = add_verb(
+        kinds, "serve", run, "latency and throughput of any OpenAI-compatible server", usage="bench serve [flags]"
+    )
+    group = parser.add_argument_group("load")
+    group.add_argument("--base-url", default="http://127.0.0.1:8000/v1", metavar="URL", help="default: %(default)s")
+    group.add_argument("--model", metavar="NAME", help="model to ask for; default: leave it to the server")
+    group.add_argument("--key", metavar="KEY", help="API key (or set OPENAI_API_KEY)")
+    group.add_argument("--kind", choices=_KINDS, default="random", help="default: random")
+    group.add_argument("--num-requests", type=int, default=100, metavar="N", help="conversations; default: 100")
+    group.add_argument("--request-rate", type=float, metavar="X", help="conversations per second, Poisson")
+    group.add_argument(
+        "--concurrency", type=int, nargs="+", default=[16], metavar="N", help="one run each; 0: no limit"
+    )
+    group.add_argument("--input-words", type=int, nargs=2, default=(20, 200), metavar=("MIN", "MAX"))
+    group.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default: 64")
+    group.add_argument("--turns", type=int, default=4, metavar="N", help="questions of a multi-turn conversation")
+    group.add_argument("--trace", metavar="FILE", help="JSON lines with timestamp, prompt, max_tokens")
+    group.add_argument("--no-ignore-eos", action="store_true", help="let answers end by themselves")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
+    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument("--slo", nargs="+", default=[], metavar="NAME=MS", help="limits for goodput: ttft, tpot, e2e")
+    group.add_argument("--json", metavar="FILE", help="write the figures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.bench import serve
+    from weft.bench.http_client import Target
+
+    target = Target.parse(args.base_url, args.key or os.environ.get("OPENAI_API_KEY"))
+    json_path = report.open_json(args.json)
+    runs = []
+    for concurrency in args.concurrency:
+        workload = _workload(args, concurrency)
+        figures = serve.measure(target, args.model, workload)
+        runs.append({"workload": dataclasses.asdict(workload), "results": figures})
+    versions = {"weft": __version__, "python": platform.python_version()}
+    report.write_json(json_path, {"benchmark": "serve", "base_url": args.base_url, "versions": versions, "runs": runs})
+    _print(args.base_url, runs)
+    return 1 if any(run["results"]["failed"] for run in runs) else 0
+
+
+def _workload(args: argparse.Namespace, concurrency: int) -> Any:
+    from weft.bench.serve import ServeWorkload
+
+    low, high = args.input_words
+    if not 1 <= low <= high:
+        raise ConfigError(f"--input-words {low} {high}: give MIN and MAX with 1 <= MIN <= MAX")
+    for name in ("num_requests", "max_tokens", "turns"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+    if args.request_rate is not None and args.request_rate <= 0:
+        raise ConfigError(f"--request-rate {args.request_rate}: give more than 0, or leave it out")
+    if (args.kind == "trace") != (args.trace is not None):
+        raise ConfigError("--trace FILE and --kind trace go together")
+    return ServeWorkload(
+        kind=args.kind,
+        num_requests=args.num_requests,
+        request_rate=args.request_rate,
+        concurrency=concurrency if concurrency > 0 else None,
+        input_words=(low, high),
+        max_tokens=args.max_tokens,
+        turns=args.turns,
+        trace=args.trace,
+        ignore_eos=not args.no_ignore_eos,
+        temperature=args.temperature,
+        seed=args.seed,
+        slo_ms=dict(_slo(text) for text in args.slo),
+    )
+
+
+def _slo(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition("=")
+    try:
+        value = float(limit)
+    except ValueError:
+        value = -1.0
+    if name not in _SLO or value <= 0:
+        raise ConfigError(f"--slo {text}: give NAME=MS with a NAME of {', '.join(_SLO)}")
+    return name, value
+
+
+def _print(base_url: str, runs: list[dict[str, Any]]) -> None:
+    columns = ("concurrency", "requests/s", "output tok/s", "goodput/s", "failed", "TTFT p50 p99", "TPOT p50 p99",
+               "ITL p50 p99", "E2E p50 p99")  # fmt: skip
+    rows = []
+    for run in runs:
+        results = run["results"]
+        latencies = [results[name] for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
+        rows.append(
+            [
+                str(run["workload"]["concurrency"] or "no limit"),
+                f"{results['requests_per_s']:,.1f}",
+                f"{results['output_tokens_per_s']:,.0f}",
+                "" if results["goodput_per_s"] is None else f"{results['goodput_per_s']:,.1f}",
+                str(results["failed"]),
+                *("" if v is None else f"{v['p50']:,.1f} {v['p99']:,.1f} ms" for v in latencies),
+            ]
+        )
+    report.table(f"Load on {base_url}", columns, rows)
+    for error in {error for run in runs for error in run["results"]["errors"]}:
+        print(f"error: {error}")
