@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from weft.engine import wire
 from weft.engine.inputs import InputProcessor, PreparedPrompt
 from weft.engine.outputs import CompletionDelta, OutputStream
+from weft.engine.views import Snapshot
 from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
 from weft.request import Request
@@ -140,6 +141,7 @@ class AsyncEngine:
         self._streams: dict[str, ResponseStream] = {}
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
         self._death: EngineDeadError | None = None
+        self._lookers: list[asyncio.Future[Snapshot]] = []
 
     @property
     def num_open(self) -> int:
@@ -213,8 +215,31 @@ class AsyncEngine:
         if unfinished and self._death is None:
             self._link.send(wire.FinishRequests(unfinished))
 
+    async def inspect(self, tokens_per_node: int = 0) -> Snapshot:
+        """A look into the engine between two of its steps.
+
+        Raises:
+            EngineDeadError: there is no engine any more.
+        """
+        if self._death is not None:
+            raise self._death
+        looker: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._lookers.append(looker)
+        self._link.send(wire.Inspect(tokens_per_node))
+        return await looker
+
+    def show(self, snapshot: Snapshot) -> None:
+        """The engine has let itself be looked at; snapshots come in the order in which they were asked for."""
+        looker = self._lookers.pop(0)
+        if not looker.done():
+            looker.set_result(snapshot)
+
     def die(self, reason: str) -> None:
         """The engine is gone: every open stream ends with an error, and no new one starts."""
         self._death = EngineDeadError(reason)
         for stream in self._streams.values():
             stream.fail(self._death)
+        for looker in self._lookers:
+            if not looker.done():
+                looker.set_exception(self._death)
+        self._lookers.clear()

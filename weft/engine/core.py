@@ -15,6 +15,7 @@ in step 1 is in step 2 for nothing; the scheduler drops that token.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -28,6 +29,8 @@ from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
 from weft.engine.grammars import Grammars
+from weft.engine.inspection import Inspection
+from weft.engine.views import Snapshot
 from weft.executor.in_process import InProcessExecutor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
@@ -72,8 +75,9 @@ class EngineCore:
             policy=config.schedule_policy,
         )
         self._max_in_flight = 1 if config.enable_overlap else 0
-        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep, float]] = deque()  # with the moment of the launch
         self._failed: list[Request] = []
+        self._inspection = Inspection(self.manager)
         self._grammars = Grammars(
             config.tokenizer_path,
             config.model_config.vocab_size,
@@ -95,12 +99,14 @@ class EngineCore:
         orders = self.scheduler.schedule()
         if orders is not None:
             with self._failing(orders):
-                self._in_flight.append((orders, self._executor.launch(self._with_masks(orders))))
+                launched = time.monotonic()
+                self._in_flight.append((orders, self._executor.launch(self._with_masks(orders)), launched))
         due = len(self._in_flight) - (self._max_in_flight if orders is not None else 0)
         if due > 0:
-            oldest, pending = self._in_flight.popleft()
+            oldest, pending, launched = self._in_flight.popleft()
             with self._failing(oldest):
                 output = pending.result()
+            self._inspection.steps.ended(oldest, launched, pending.mode, pending.num_padding_tokens)
             changed += self.scheduler.update(output)
         for request in changed:
             if request.sampling.grammar is not None:
@@ -144,6 +150,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """A new request joins the line, if need be as soon as its grammar is compiled."""
+        self._inspection.added(request)
         if request.sampling.grammar is None:
             self.scheduler.add(request)
         else:
@@ -163,6 +170,10 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def snapshot(self, tokens_per_node: int = 0) -> Snapshot:
+        """What the inspector shows: the latest steps and requests, tree and pools."""
+        return self._inspection.snapshot(self.stats(), tokens_per_node)
 
     def shutdown(self) -> None:
         self._in_flight.clear()

@@ -26,6 +26,7 @@ from weft.engine.lifeline import die_with_parent
 from weft.request import FinishReason, Request
 
 if TYPE_CHECKING:
+    from weft.engine.views import Snapshot
     from weft.scheduler.scheduler import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Core(Protocol):
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool: ...
     def step(self) -> list[Request]: ...
     def stats(self) -> SchedulerStats: ...
+    def snapshot(self, tokens_per_node: int) -> Snapshot: ...
     def shutdown(self) -> None: ...
     @property
     def has_work(self) -> bool: ...
@@ -68,7 +70,10 @@ class EngineLoop:
             if self._core.has_work:
                 self._step()
 
-    def _obey(self, message: wire.AddRequest | wire.FinishRequests) -> None:
+    def _obey(self, message: wire.AddRequest | wire.FinishRequests | wire.Inspect) -> None:
+        if isinstance(message, wire.Inspect):
+            self._channel.send(self._core.snapshot(message.tokens_per_node))
+            return
         if isinstance(message, wire.AddRequest):
             self._sent[message.request_id] = (0, 0)
             self._core.add(message.to_request())

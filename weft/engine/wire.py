@@ -3,9 +3,10 @@
 Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
 Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
 
-Towards the engine: ``AddRequest``, ``FinishRequests``, ``Shutdown``. From the engine, in this order: ``Configured``,
-``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something; ``Failed`` if it cannot start
-or go on. Moments are seconds of ``time.monotonic()``, which all processes of a machine share on Linux.
+Towards the engine: ``AddRequest``, ``FinishRequests``, ``Inspect``, ``Shutdown``. From the engine, in this order:
+``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and a
+``Snapshot`` for each ``Inspect``; ``Failed`` if it cannot start or go on. Moments are seconds of ``time.monotonic()``,
+which all processes of a machine share on Linux.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 
 from weft.config import EngineConfig
+from weft.engine.views import Snapshot
 from weft.errors import WeftError
 from weft.messages import RowSampling, TokenLogprobs
 from weft.outputs import CacheReport
@@ -79,11 +81,17 @@ class FinishRequests(msgspec.Struct, frozen=True, tag="finish"):
     reason: FinishReason = "abort"
 
 
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """Send a ``Snapshot`` now. ``tokens_per_node``: token ids of each node of the tree to send along."""
+
+    tokens_per_node: int = 0
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave, with status 0."""
 
 
-ToEngine = AddRequest | FinishRequests | Shutdown
+ToEngine = AddRequest | FinishRequests | Inspect | Shutdown
 
 
 class Configured(msgspec.Struct, frozen=True, tag="configured"):
@@ -174,7 +182,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     stats: EngineStats
 
 
-FromEngine = Configured | Stage | Ready | Failed | Outputs
+FromEngine = Configured | Stage | Ready | Failed | Outputs | Snapshot
 
 
 def _encode_other(value: Any) -> Any:

@@ -255,7 +255,9 @@ class ModelRunner:
         logits, result = self.graphs.replay(size, shape.num_seqs)
         if self._sampling.needs_more(sampled):
             result = self._draw(logits, self._builder.sample_rows(shape.num_samples), sampled)
-        return self._pending(orders.step, sampled, result, {})
+        pending = self._pending(orders.step, sampled, result, {})
+        pending.mode, pending.num_padding_tokens = "FULL", size - shape.num_seqs
+        return pending
 
     def _padded_decode(self, size: int) -> DecodeOutputs:
         """The whole decode step of ``size`` rows, of which only the device knows which are real. This is captured."""

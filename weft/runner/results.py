@@ -55,6 +55,8 @@ class PendingStep:
         logprobs: of the sampled tokens, if any row asked.
         num_logprobs: row -> how many alternatives it asked for.
         prompt_logprobs: row -> those of its prompt tokens.
+        mode: how the step runs (NONE, PIECEWISE, FULL).
+        num_padding_tokens: rows that it computes for nobody.
     """
 
     step: int
@@ -64,6 +66,8 @@ class PendingStep:
     logprobs: HostLogprobs | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
+    mode: str = "NONE"
+    num_padding_tokens: int = 0
     _done: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:

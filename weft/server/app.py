@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from weft.server import utility
+from weft.server import page, utility
 from weft.server.anthropic_messages import CountTokensRequest, MessagesRequest, count_tokens, messages
 from weft.server.caller import Caller
 from weft.server.calls import Context
@@ -26,6 +26,7 @@ from weft.server.chat_completions import chat_completions
 from weft.server.completions import completions
 from weft.server.errors import ApiError, as_api_error, error_response
 from weft.server.gate import Gate
+from weft.server.inspector import Inspector
 from weft.server.metrics import CONTENT_TYPE, Metrics
 from weft.server.openapi import openapi_document
 from weft.server.protocol import (
@@ -82,16 +83,26 @@ def build_app(service: Service) -> ASGIApp:
     async def openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
+    inspector = Inspector(service)
+
+    async def inspect(request: Request) -> Response:
+        try:
+            return _json(await inspector.answer(request))
+        except Exception as error:
+            return _failure(error)
+
     routes = [
         *(Route(path, _post(context, handler), methods=["POST"]) for path, (handler, _) in POSTS.items()),
         *(Route(path, _get(context, handler), methods=["GET"]) for path, handler in GETS.items()),
         Route("/v1/models/{name:path}", one_model, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/inspect", inspect, methods=["GET"]),
+        *page.routes(),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
-    return Gate(app, settings, [*POSTS, *GETS, "/metrics", "/openapi.json"], context.metrics.responded)
+    return Gate(app, settings, [*POSTS, *GETS, "/metrics", "/openapi.json", "/inspect", "/"], context.metrics.responded)
 
 
 def _post(context: Context, handler: PostHandler) -> Endpoint:

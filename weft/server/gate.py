@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.server import page
 from weft.server.caller import Caller, identity_of, read_traceparent
 from weft.server.errors import ApiError, error_response
 from weft.server.settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/", "/index.html"})
+OPEN_PATHS = page.PATHS | {"/health", "/ready"}
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 

@@ -94,8 +94,7 @@ def visible(snapshot: Snapshot, texts: list[str] | None, named: Collection[str])
         del node["token_ids"]
         node["text"] = texts[index] if texts else None
     for request in result["requests"]:
-        is_own = request["request_id"].rsplit("-", 1)[0] in named or request["request_id"] in named
-        request["is_own"] = is_own
-        if texts is None and not is_own:
-            request["request_id"] = None
+        name = request["request_id"].rpartition("/")[0]  # without the number that the engine's side adds
+        request["is_own"] = name in named
+        request["request_id"] = name if texts is not None or name in named else None
     return result

@@ -1,0 +1,177 @@
+"""Looks into the engine, for the inspector page.
+
+Job: remember the latest steps and requests, and put them, the prefix tree and the pools into one ``Snapshot``.
+Owns: the two logs. Does not know: how a step runs, who looks.
+
+Keeping the logs costs a step a few microseconds. A snapshot is made only when someone asks, between two steps, and its
+size is bounded whatever the tree's (``views.py``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from weft.cache.manager import Manager
+from weft.cache.radix_tree import Node, RadixTree, as_tokens
+from weft.engine.views import (
+    MAX_NODES,
+    MAX_POSITIONS,
+    MAX_REQUESTS,
+    MAX_STEPS,
+    NodeView,
+    PoolView,
+    RequestView,
+    Snapshot,
+    StepView,
+    Totals,
+)
+from weft.messages import SchedulerOutput
+from weft.request import Request
+from weft.scheduler.scheduler import SchedulerStats
+
+
+class StepLog:
+    """The latest steps, and sums over all of them."""
+
+    def __init__(self) -> None:
+        self.steps: deque[StepView] = deque(maxlen=MAX_STEPS)
+        self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = self.num_padding_tokens = 0
+        self._last_end = 0.0
+
+    def ended(self, orders: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
+        """A step's results are on the host. ``launched``: when its launch began."""
+        now = time.monotonic()
+        num_decodes = sum(1 for order in orders.requests if order.num_tokens == 1)
+        num_prefill = orders.num_tokens - num_decodes
+        self.steps.append(
+            StepView(
+                step=orders.step,
+                ended=now,
+                seconds=now - max(launched, self._last_end),
+                num_requests=len(orders.requests),
+                num_decodes=num_decodes,
+                num_prefill_tokens=num_prefill,
+                num_padding_tokens=num_padding_tokens,
+                mode=mode,
+            )
+        )
+        self._last_end = now
+        self.num_steps += 1
+        self.num_prefill_tokens += num_prefill
+        self.num_decode_tokens += num_decodes
+        self.num_padding_tokens += num_padding_tokens
+
+
+class Inspection:
+    """The logs of one engine, and its snapshots."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.steps = StepLog()
+        self._manager = manager
+        self._requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
+        self._numbers: dict[Node, int] = {}
+        self._num_numbered = 0
+
+    def added(self, request: Request) -> None:
+        """A request has come."""
+        self._requests.append(request)
+
+    def snapshot(self, stats: SchedulerStats, tokens_per_node: int = 0) -> Snapshot:
+        """The engine now. ``tokens_per_node``: how many token ids of each node go along."""
+        now, tree, cache = time.monotonic(), self._manager.tree, stats.cache
+        index: dict[Node, int] = {}
+        views: list[NodeView] = []
+        for node in _latest(tree):
+            index[node] = len(views)
+            parent = index[node.parent] if node.parent is not None else -1
+            views.append(_node_view(node, self._number(node), parent, tree.clock, now, tokens_per_node))
+        self._numbers = {node: self._numbers[node] for node in index}  # the others may be gone
+        pages, slots, log = self._manager.pages, self._manager.slots, self.steps
+        return Snapshot(
+            now=now,
+            totals=Totals(
+                num_waiting=stats.num_waiting,
+                num_running=stats.num_running,
+                num_steps=log.num_steps,
+                num_prefill_tokens=log.num_prefill_tokens,
+                num_decode_tokens=log.num_decode_tokens,
+                num_padding_tokens=log.num_padding_tokens,
+                num_preemptions=stats.num_preemptions,
+                num_query_tokens=cache.num_query_tokens,
+                num_hit_tokens=cache.num_hit_tokens,
+            ),
+            pages=PoolView(pages.capacity, cache.num_free_pages, cache.num_evictable_pages, cache.num_evicted_pages),
+            slots=PoolView(slots.capacity, cache.num_free_slots, cache.num_evictable_slots, cache.num_evicted_states),
+            num_nodes=sum(1 for _ in tree.nodes()),
+            nodes=views,
+            steps=list(log.steps),
+            requests=[_request_view(request, _path(request, tree, index)) for request in self._requests],
+        )
+
+    def _number(self, node: Node) -> int:
+        if node not in self._numbers:
+            self._numbers[node] = self._num_numbered
+            self._num_numbered += 1
+        return self._numbers[node]
+
+
+def _latest(tree: RadixTree) -> Iterator[Node]:
+    """The most recently used nodes, parents before children."""
+    count = 0
+    heap = [(-root.last_used, i, root) for i, root in enumerate(tree.salts().values())]
+    heapq.heapify(heap)
+    number = len(heap)
+    while heap and count < MAX_NODES:
+        _, _, node = heapq.heappop(heap)
+        yield node
+        count += 1
+        for child in node.children.values():
+            heapq.heappush(heap, (-child.last_used, number, child))
+            number += 1
+
+
+def _node_view(node: Node, number: int, parent: int, clock: int, now: float, tokens_per_node: int) -> NodeView:
+    lost = sorted(node.lost_states.items())[-MAX_POSITIONS:]
+    return NodeView(
+        number=number,
+        parent=parent,
+        start=node.start,
+        end=node.end,
+        num_pages=len(node.pages),
+        num_leases=node.locks,
+        states=sorted(node.checkpoints)[-MAX_POSITIONS:],
+        lost_states=[(position, round(now - when, 3)) for position, when in lost],
+        idle_ticks=clock - node.last_used,
+        token_ids=node.tokens[:tokens_per_node].tolist(),
+    )
+
+
+def _path(request: Request, tree: RadixTree, index: dict[Node, int]) -> list[int]:
+    node = tree.match(as_tokens(request.prompt_token_ids), request.cache_salt).node
+    return [index[each] for each in reversed(list(node.path())) if each in index] if node is not None else []
+
+
+def _request_view(request: Request, path: list[int]) -> RequestView:
+    times, report = request.times, request.cache_report
+
+    def since_arrival(moment: float | None) -> float | None:
+        return None if moment is None else round(moment - times.arrival, 6)
+
+    return RequestView(
+        request_id=request.request_id,
+        status=request.finish_reason or request.status.name.lower(),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=len(request.output_token_ids),
+        num_cached_tokens=request.num_cached_tokens or 0,
+        num_preemptions=request.num_preemptions,
+        report=report,
+        words="" if report is None else str(report),
+        path=path,
+        arrived=times.arrival,
+        queue_s=since_arrival(times.first_scheduled),
+        first_token_s=since_arrival(times.first_token),
+        e2e_s=since_arrival(times.finished),
+    )

@@ -1,0 +1,146 @@
+"""What the engine shows of itself, as plain values.
+
+Job: the messages behind the inspector page: prefix tree, steps, requests, pools. Owns: their fields and their bounds.
+Does not know: how they are gathered (``inspection.py``), who looks.
+
+Lengths are in tokens, moments in seconds of ``time.monotonic()``, ages in seconds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.outputs import CacheReport
+
+MAX_NODES = 400
+"""Nodes of the tree in one snapshot, the most recently used ones."""
+
+MAX_STEPS = 120
+"""Steps in one snapshot, the latest ones."""
+
+MAX_REQUESTS = 32
+"""Requests in one snapshot, the latest ones."""
+
+MAX_POSITIONS = 64
+"""States, and lost states, listed of one node: the last ones."""
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A node of the prefix tree.
+
+    Attributes:
+        number: the same in all snapshots while the node lives and is among the latest.
+        parent: index of its parent in ``Snapshot.nodes``, which comes earlier; -1: a root, which has no tokens.
+        start, end: its span of positions.
+        num_pages: KV pages that back it.
+        num_leases: running requests that need it.
+        states: positions of recurrent states, ascending.
+        lost_states: ``(position, age)`` of states that were evicted while the KV stayed.
+        idle_ticks: lookups of the cache since it was last of use.
+        token_ids: its first tokens, as many as were asked for.
+    """
+
+    number: int
+    parent: int
+    start: int
+    end: int
+    num_pages: int
+    num_leases: int
+    states: list[int]
+    lost_states: list[tuple[int, float]]
+    idle_ticks: int
+    token_ids: list[int] = []
+
+
+class StepView(msgspec.Struct, frozen=True):
+    """A finished step.
+
+    Attributes:
+        step: its number.
+        ended: when its results were on the host.
+        seconds: since the step before ended, or since this one was launched, whichever is less.
+        num_requests: requests in it, of which ``num_decodes`` ran one token.
+        num_prefill_tokens: tokens of the others.
+        num_padding_tokens: rows computed for nobody, to fit a graph.
+        mode: how it ran: NONE, PIECEWISE or FULL.
+    """
+
+    step: int
+    ended: float
+    seconds: float
+    num_requests: int
+    num_decodes: int
+    num_prefill_tokens: int
+    num_padding_tokens: int
+    mode: str
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """A request, running or lately ended.
+
+    Attributes:
+        request_id: as the server names it.
+        status: waiting, running, or why it ended.
+        num_prompt_tokens, num_output_tokens, num_cached_tokens, num_preemptions: as in ``weft.request.Request``.
+        report: what it found in the cache; None until it was first scheduled.
+        words: the report in words.
+        path: indices in ``Snapshot.nodes`` of the nodes that hold its prompt now, as far as it is stored.
+        arrived: when it came.
+        queue_s, first_token_s, e2e_s: since its arrival; None: not reached.
+    """
+
+    request_id: str
+    status: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    report: CacheReport | None
+    words: str
+    path: list[int]
+    arrived: float
+    queue_s: float | None
+    first_token_s: float | None
+    e2e_s: float | None
+
+
+class PoolView(msgspec.Struct, frozen=True):
+    """A pool of pages or of state slots: ``num_total = num_free + num_evictable + what running requests need``."""
+
+    num_total: int
+    num_free: int
+    num_evictable: int
+    num_evicted: int
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Counters since the start, and gauges (``num_waiting``, ``num_running``)."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_padding_tokens: int = 0
+    num_preemptions: int = 0
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """The engine at one moment.
+
+    Attributes:
+        now: the moment.
+        num_nodes: nodes of the whole tree; ``nodes`` holds at most ``MAX_NODES``, parents before children.
+        steps, requests: oldest first.
+    """
+
+    now: float
+    totals: Totals
+    pages: PoolView
+    slots: PoolView
+    num_nodes: int
+    nodes: list[NodeView]
+    steps: list[StepView]
+    requests: list[RequestView]
