@@ -26,6 +26,9 @@ from weft.server.requestlog import configure_logging
 from weft.server.service import Service, State
 from weft.server.settings import ServerSettings
 
+_SWITCH_S = 0.0005
+"""How long a rendering thread may keep the event loop from running (the interpreter's default is 5 ms)."""
+
 _FLUSH_S = 0.5
 """How long streams get to send their last event after the engine has died."""
 
@@ -44,6 +47,7 @@ def serve(
     """
     settings.check()
     listener = _listen(settings)
+    sys.setswitchinterval(_SWITCH_S)
     configure_logging(settings.log_format == "json", verbose)
     return uvloop.run(_run(settings, engine_settings, listener, engine_module))
 

@@ -98,6 +98,7 @@ class Metrics:
         self._counters = {
             name: Counter(f"vllm:{name}", help, labels, registry=self._registry) for name, help in _COUNTERS.items()
         }
+        self._children: dict[str, Any] = {}  # the same with their labels, which cost more to look up than to count
         self._success = Counter(
             "vllm:request_success",
             "requests that ended, by reason",
@@ -119,20 +120,23 @@ class Metrics:
     def observe(self, stream: ResponseStream) -> None:
         """A call has ended."""
         labels = (self._service.model_name, "0")
+        if not self._children:
+            metrics = self._histograms | self._counters
+            self._children = {name: metric.labels(*labels) for name, metric in metrics.items()}
         for output in stream.outputs:
             for request in output.requests:
                 self._observe_request(request, labels)
 
     def _observe_request(self, request: Request, labels: tuple[str, str]) -> None:
         generated = len(request.output_token_ids)
-        self._counters["prompt_tokens"].labels(*labels).inc(request.num_prompt_tokens)
-        self._counters["generation_tokens"].labels(*labels).inc(generated)
+        self._children["prompt_tokens"].inc(request.num_prompt_tokens)
+        self._children["generation_tokens"].inc(generated)
         self._success.labels(*labels, request.finish_reason or "abort").inc()
         if request.num_cached_tokens is not None:
-            self._counters["prefix_cache_queries"].labels(*labels).inc(request.num_prompt_tokens)
-            self._counters["prefix_cache_hits"].labels(*labels).inc(request.num_cached_tokens)
+            self._children["prefix_cache_queries"].inc(request.num_prompt_tokens)
+            self._children["prefix_cache_hits"].inc(request.num_cached_tokens)
         for name, value in _figures(request):
-            self._histograms[name].labels(*labels).observe(value)
+            self._children[name].observe(value)
 
 
 def _figures(request: Request) -> Iterable[tuple[str, float]]:

@@ -42,45 +42,48 @@ class RenderPool:
         Raises:
             RequestError: it took longer than the limit.
         """
-        return await self.run(_Limited(self._timeout_s), work, *args)
+        limited = _Limited(work, args)
+        alarm = asyncio.get_running_loop().call_later(self._timeout_s, limited.interrupt)
+        try:
+            return await self.run(limited)
+        except (TemplateTimeout, RequestError) as error:
+            if isinstance(error, TemplateTimeout) or isinstance(error.__cause__, TemplateTimeout):
+                raise RequestError(
+                    f"the chat template took longer than {self._timeout_s:g} s; shorten the conversation", "messages"
+                ) from error
+            raise
+        finally:
+            alarm.cancel()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Limited:
-    """Calls a function; a timer raises ``TemplateTimeout`` inside it when time is up."""
+    """A call that another thread can end by raising ``TemplateTimeout`` inside it."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._work = work
+        self._args = args
         self._lock = threading.Lock()
-        self._running = False
+        self._thread_id: int | None = None
+        self._is_late = False
 
-    def __call__(self, work: Callable[..., Result], *args: Any) -> Result:
-        timer = threading.Timer(self._timeout_s, self._interrupt, (threading.get_ident(),))
-        timer.daemon = True
-        timer.start()
-        try:
-            self._running = True
-            try:
-                return work(*args)
-            finally:
-                with self._lock:
-                    self._running = False
-                timer.cancel()
-        except TemplateTimeout as error:
-            raise self._refusal() from error
-        except RequestError as error:
-            if isinstance(error.__cause__, TemplateTimeout):
-                raise self._refusal() from error
-            raise
-
-    def _refusal(self) -> RequestError:
-        return RequestError(
-            f"the chat template took longer than {self._timeout_s:g} s; shorten the conversation", "messages"
-        )
-
-    def _interrupt(self, thread_id: int) -> None:
+    def __call__(self) -> Any:
         with self._lock:
-            if self._running:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(TemplateTimeout))
+            if self._is_late:
+                raise TemplateTimeout  # it waited for a thread for so long
+            self._thread_id = threading.get_ident()
+        try:
+            return self._work(*self._args)
+        finally:
+            with self._lock:
+                self._thread_id = None
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._is_late = True
+            if self._thread_id is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id), ctypes.py_object(TemplateTimeout)
+                )

@@ -1,0 +1,150 @@
+"""The small parts of the server: rendering in time, admission, the door, the log, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from weft.config.aliases import SERVER_FLAGS
+from weft.errors import ConfigError, RequestError
+from weft.server.admission import Admission
+from weft.server.caller import Caller
+from weft.server.chat import template_message
+from weft.server.errors import ApiError, as_api_error
+from weft.server.gate import Gate
+from weft.server.rendering import RenderPool
+from weft.server.requestlog import Formatter
+from weft.server.settings import ServerSettings
+
+
+def forever() -> None:
+    while True:
+        time.sleep(0)
+
+
+def test_work_that_does_not_end_is_ended() -> None:
+    async def main() -> None:
+        pool = RenderPool(timeout_s=0.1)
+        assert await pool.run_limited(lambda: 5) == 5
+        for _ in range(4):  # more than there are threads: each is free again afterwards
+            with pytest.raises(RequestError, match=r"longer than 0\.1 s"):
+                await pool.run_limited(forever)
+        assert await pool.run_limited(lambda: 6) == 6
+        with pytest.raises(RequestError, match="mine"):
+            await pool.run_limited(_refuse)
+        pool.close()
+
+    asyncio.run(main())
+
+
+def _refuse() -> None:
+    raise RequestError("mine")
+
+
+def test_admission_counts_until_the_response_has_ended() -> None:
+    admission = Admission(max_running=2, max_waiting=3)
+    leave = admission.enter(4)
+    with pytest.raises(ApiError) as refused:
+        admission.enter(2)
+    assert refused.value.status == 429 and refused.value.retry_after_s == 1
+    with pytest.raises(RequestError, match="6 completions"):
+        admission.enter(6)
+    leave()
+    leave()
+    assert admission.num_open == 0
+
+
+def knock(settings: ServerSettings, path: str = "/v1/models", **headers: str) -> tuple[int, Caller | None]:
+    """Status and caller of a request through the gate; 0: it was let in."""
+    seen: list[Caller] = []
+    statuses: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["weft.caller"])
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    raw = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": path, "headers": raw, "method": "GET"}
+    asyncio.run(Gate(app, settings, [], lambda path, status: None)(scope, None, send))  # type: ignore[arg-type]
+    return (0, seen[0]) if seen else (statuses[0], None)
+
+
+def test_callers_with_different_keys_share_no_cache() -> None:
+    settings = ServerSettings(api_keys=("a", "b"), admin_key="root")
+    callers = [knock(settings, host="localhost", x_api_key=key)[1] for key in ("a", "b", "root", "a")]
+    assert all(caller is not None for caller in callers)
+    salts = [caller.cache_salt(None) for caller in callers if caller]
+    assert len(set(salts)) == 3 and salts[0] == salts[3]
+    first = callers[0]
+    assert first is not None and first.cache_salt("x") not in (first.cache_salt(None), "x")
+    assert [caller.is_admin for caller in callers if caller] == [False, False, True, False]
+    assert knock(ServerSettings(), host="localhost", x_api_key="whatever") == (0, Caller())
+    assert Caller().cache_salt("x") == "x" and Caller().cache_salt(None) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 0), ("127.0.0.1:8000", 0), ("[::1]:8000", 0), ("LOCALHOST:1", 0), ("named", 0), ("evil", 403),
+     ("localhost.evil.example", 403), ("127.0.0.1.evil:80", 403), ("", 403), ("evil:localhost", 403)],
+)  # fmt: skip
+def test_host_on_loopback(host: str, status: int) -> None:
+    assert knock(ServerSettings(allowed_hosts=("named",)), host=host)[0] == status
+    assert knock(ServerSettings(host="0.0.0.0", api_keys=("k",)), host=host, x_api_key="k")[0] == 0
+
+
+def test_trace_id() -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    good = knock(ServerSettings(), host="localhost", traceparent=f"00-{trace}-b7ad6b7169203331-01")[1]
+    bad = knock(ServerSettings(), host="localhost", traceparent="00-x")[1]
+    assert good is not None and good.trace_id == trace and bad is not None and bad.trace_id is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"host": "0.0.0.0"}, "no API key"), ({"host": "some.name"}, "no API key"), ({"port": 70000}, "port"),
+     ({"api_keys": ("",)}, "key"), ({"request_timeout_s": 0}, "request_timeout_s"), ({"max_n": 0}, "max_n")],
+)  # fmt: skip
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(**settings).check()
+
+
+def test_settings_that_are_fine() -> None:
+    for settings in ({}, {"host": "::1"}, {"host": "0.0.0.0", "allow_unauthenticated": True}, {"port": 0}):
+        ServerSettings(**settings).check()  # type: ignore[arg-type]
+    assert SERVER_FLAGS == ("--api-key", "--host", "--port")
+
+
+def test_log_lines() -> None:
+    record = logging.LogRecord("weft.requests", logging.INFO, "", 0, "call ended", (), None)
+    record.fields = {"request_id": "r", "ttft_s": 0.5}
+    assert json.loads(Formatter(as_json=True).format(record))["ttft_s"] == 0.5
+    assert Formatter(as_json=False).format(record).endswith("weft.requests: call ended request_id=r ttft_s=0.5")
+
+
+def test_unforeseen_errors_tell_nothing() -> None:
+    error = as_api_error(KeyError("a secret"))
+    assert error.status == 500 and "secret" not in str(error)
+    assert as_api_error(RecursionError()).status == 400
+
+
+def test_messages_for_templates() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call], "name": None}
+    assert template_message(message, 0) == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    for bad in ({"content": "x"}, {"role": "user", "content": 5}, {"role": "user", "content": "x", "tool_calls": [1]}):
+        with pytest.raises(RequestError, match="messages"):
+            template_message(bad, 0)
