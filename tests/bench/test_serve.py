@@ -1,0 +1,92 @@
+"""The load generator: its workloads, its figures, and a run against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.running import RunningServer
+from weft.bench.http_client import Target
+from weft.bench.serve import Outcome, ServeWorkload, conversations, measure, summary
+from weft.cli import main
+from weft.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    running = RunningServer()
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def test_workloads_are_what_they_say_and_the_same_for_a_seed() -> None:
+    fixed = conversations(ServeWorkload(kind="fixed", num_requests=5, input_words=(2, 7)))
+    assert [len(c.questions[0].split()) for c in fixed] == [7] * 5 and {c.start_s for c in fixed} == {0.0}
+    workload = ServeWorkload(num_requests=200, input_words=(2, 7), request_rate=10.0)
+    loads = conversations(workload)
+    assert loads == conversations(workload)
+    assert {len(c.questions[0].split()) for c in loads} == set(range(2, 8))
+    assert loads[-1].start_s == pytest.approx(20, rel=0.3)
+    assert all(len(c.questions) == 3 for c in conversations(ServeWorkload(kind="multi-turn", num_requests=2, turns=3)))
+
+
+def test_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 7.5, "prompt": "a"}\n\n{"timestamp": 8, "prompt": "b", "max_tokens": 3}\n')
+    loads = conversations(ServeWorkload(kind="trace", trace=str(file)))
+    assert [(c.start_s, c.questions, c.max_tokens) for c in loads] == [(0.0, ["a"], 64), (0.5, ["b"], 3)]
+    file.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match="timestamp"):
+        conversations(ServeWorkload(kind="trace", trace=str(file)))
+
+
+def test_figures() -> None:
+    outcomes = [Outcome(ttft_s=0.1 * i, e2e_s=0.1 * i + 0.9, output_tokens=10, prompt_tokens=5) for i in range(1, 11)]
+    outcomes.append(Outcome(error="HTTP 429"))
+    figures = summary(outcomes, 2.0, {"ttft": 500, "tpot": 101})
+    assert (figures["requests"], figures["failed"], figures["errors"]) == (11, 1, ["HTTP 429"])
+    assert (figures["requests_per_s"], figures["output_tokens_per_s"], figures["goodput_per_s"]) == (5.0, 50.0, 2.5)
+    assert (figures["ttft_ms"]["p50"], figures["ttft_ms"]["p99"], figures["tpot_ms"]["mean"]) == (500.0, 1000.0, 100.0)
+    assert summary([], 1.0, {})["itl_ms"] is None
+
+
+@pytest.mark.parametrize("kind", ["random", "multi-turn"])
+def test_a_run(server: RunningServer, kind: str) -> None:
+    workload = ServeWorkload(kind=kind, num_requests=6, concurrency=3, input_words=(2, 5), max_tokens=8, turns=2)
+    figures = measure(Target.parse(f"{server.url}/v1"), "weft-mini", workload)
+    assert figures["failed"] == 0, figures["errors"]
+    assert figures["requests"] == (12 if kind == "multi-turn" else 6)
+    assert figures["output_tokens_per_s"] * figures["seconds"] == pytest.approx(8 * figures["requests"], rel=0.05)
+    assert 0 < figures["ttft_ms"]["p50"] <= figures["e2e_ms"]["max"]
+
+
+def test_the_verb(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    flags = ["--num-requests", "4", "--concurrency", "1", "0", "--input-words", "2", "3", "--slo", "ttft=10000"]
+    assert main(["bench", "serve", "--base-url", f"{server.url}/v1", *flags, "--json", str(file)]) == 0
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["workload"]["concurrency"] for run in runs] == [1, None] and runs[0]["results"]["goodput_per_s"] > 0
+    assert "Load on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--base-url", "ftp://x"],
+        ["--slo", "x=1"],
+        ["--kind", "trace"],
+        ["--input-words", "3", "2"],
+        ["--request-rate", "0"],
+    ],
+)
+def test_bad_flags(flags: list[str]) -> None:
+    assert main(["bench", "serve", *flags]) == 2
+
+
+def test_a_server_that_is_not_there() -> None:
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9/v1", "--num-requests", "1"]) == 1
