@@ -55,6 +55,7 @@ export const integer = (value) => Math.round(value).toLocaleString("en");
 /** Seconds in words of sensible precision. */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 2 : 1)} ms`;
   return `${value.toFixed(value < 10 ? 2 : 1)} s`;

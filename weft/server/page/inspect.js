@@ -49,6 +49,7 @@ async function look() {
 /** Rates are differences between two looks; a restarted engine counts from zero again. */
 function remember(view) {
   const { now, totals } = view;
+  if (!before) rates = ratesOf(view.steps);
   if (before && now > before.now && totals.num_steps >= before.totals.num_steps) {
     const per = (name) => (totals[name] - before.totals[name]) / (now - before.now);
     rates.push({ t: now, prefill: per("num_prefill_tokens"), decode: per("num_decode_tokens") });
@@ -59,6 +60,17 @@ function remember(view) {
   before = { now, totals };
 }
 
+/** What the latest steps tell of the time before the first look: sums over whole seconds. */
+function ratesOf(steps) {
+  const sums = new Map();
+  for (const { ended, num_prefill_tokens, num_decodes } of steps) {
+    const t = Math.ceil(ended);
+    const sum = sums.get(t) ?? { t, prefill: 0, decode: 0 };
+    sums.set(t, { t, prefill: sum.prefill + num_prefill_tokens, decode: sum.decode + num_decodes });
+  }
+  return [...sums.values()];
+}
+
 function draw(view) {
   latest = view;
   const request = find(view.requests);
@@ -66,7 +78,7 @@ function draw(view) {
   drawPools(view);
   drawRequests(view.requests, request);
   byId("explanation").textContent = request ? explain(request) : "";
-  tree.draw(view.nodes, view.num_nodes, request ? request.path : []);
+  tree.draw(view.nodes, view.num_nodes, request ?? null);
   steps.draw(view.steps);
   drawPlots(view);
 }
@@ -140,7 +152,7 @@ function drawPlots(view) {
   const line = (name, className, pick) => ({ name, className, points: rates.map((rate) => [rate.t, pick(rate)]) });
   timePlot(byId("throughput"), [
     line("new tokens/s", "a", (rate) => rate.decode), line("prompt tokens/s", "b", (rate) => rate.prefill),
-  ], { now, span: SPAN_S, format: integer });
+  ], { now, span: SPAN_S, format: integer, least: 10 });
   const ended = view.requests.filter((r) => r.e2e_s !== null && r.first_token_s !== null);
   const dots = (name, className, pick) => ({ name, className, dots: true, points: ended.map((r) => [r.arrived + r.e2e_s, pick(r)]).filter(([, y]) => y !== null) });
   timePlot(byId("latency"), [

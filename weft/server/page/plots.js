@@ -12,10 +12,10 @@ function ceiling(value) {
 }
 
 /** Lines (or dots) of `series`: `{name, className, points: [[x, y]], dots}`, over the last `span` seconds up to `now`. */
-export function timePlot(container, series, { now, span, format }) {
+export function timePlot(container, series, { now, span, format, least = 0 }) {
   const width = Math.max(240, container.clientWidth);
   const inside = series.map((s) => ({ ...s, points: s.points.filter(([x]) => x > now - span) }));
-  const top = ceiling(Math.max(0, ...inside.flatMap((s) => s.points.map(([, y]) => y))));
+  const top = ceiling(Math.max(least, ...inside.flatMap((s) => s.points.map(([, y]) => y))));
   const px = (x) => LEFT + ((x - now + span) / span) * (width - LEFT - 6);
   const py = (y) => TOP + (1 - y / top) * (HEIGHT - TOP - BOTTOM);
   const label = inside.map((s) => `${s.name} ${s.points.length ? format(s.points.at(-1)[1]) : "–"}`).join(", ");
@@ -42,7 +42,7 @@ function legend(series, format) {
     ` ${s.name} `, el("b", {}, s.points.length ? format(s.points.at(-1)[1]) : "–"))));
 }
 
-/** The latest steps: tokens above (root scale, padding on top), time below. Arrow keys choose one. */
+/** The latest steps: tokens above (padding on top), time below, both on a root scale. Arrow keys choose one. */
 export class Steps {
   constructor(container, describe) {
     this.container = container;
@@ -77,7 +77,7 @@ export class Steps {
     steps.forEach((s, i) => {
       const x = LEFT + i * step, w = Math.max(1, step - 1), y = middle - tall(tokens(s));
       const padded = middle - tall(tokens(s) + s.num_padding_tokens);
-      const time = Math.max(1, (s.seconds / longest) * (bottom - middle - 4));
+      const time = Math.max(1, Math.sqrt(s.seconds / longest) * (bottom - middle - 4));
       picture.append(svg("g", { class: s === chosen ? "bar chosen" : "bar", onclick: () => { this.chosen = s.step; this.draw(this.steps); } },
         svg("title", {}, stepWords(s)),
         svg("rect", { class: "hit", x, y: 0, width: step, height: bottom }),

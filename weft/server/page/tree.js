@@ -20,10 +20,12 @@ export class Tree {
     container.addEventListener("keydown", (event) => this.move(event));
   }
 
-  /** Draw the nodes of a snapshot; `path` are the indices to highlight. */
-  draw(nodes, numNodes, path) {
+  /** Draw the nodes of a snapshot, and in it the path of `request` (null: none) with what it reused. */
+  draw(nodes, numNodes, request) {
+    const path = request ? request.path : [];
+    this.report = request ? request.report : null;
     const width = this.container.clientWidth;
-    const state = JSON.stringify([nodes.map((n) => ({ ...n, idle_ticks: 0, lost_states: n.lost_states.map((l) => l[0]) })), path, width]);
+    const state = JSON.stringify([nodes.map((n) => ({ ...n, idle_ticks: 0, lost_states: n.lost_states.map((l) => l[0]) })), path, this.report, width]);
     this.nodes = nodes;
     if (state === this.drawn) return;
     this.drawn = state;
@@ -63,10 +65,7 @@ export class Tree {
     const kind = "span" + (node.num_leases ? " leased" : "") + (isMatched ? " match" : "") + (node.parent < 0 ? " root" : "");
     group.append(svg("title", {}, words(node)));
     group.append(svg("rect", { class: kind, x: box.x, y: box.y, width: box.width, height: BAR, rx: 3 }));
-    const label = node.parent < 0 ? "root" : `${integer(node.end - node.start)}`;
-    if (box.width > 9 * label.length + 8) {
-      group.append(svg("text", { x: box.x + 5, y: box.y + 13, class: "label" }, label));
-    }
+    if (isMatched && this.report) group.append(...this.strips(node, box));
     const at = (position) => box.x + (box.width * (position - node.start)) / Math.max(1, node.end - node.start);
     const y = box.y + BAR / 2;
     for (const [position] of node.lost_states) {
@@ -77,7 +76,23 @@ export class Tree {
       const x = at(position);
       group.append(svg("path", { class: "state", d: `M${x} ${y - 6}l6 6l-6 6l-6 -6Z` }));
     }
+    const label = node.parent < 0 ? "root" : `${integer(node.end - node.start)}`;
+    if (box.width > 9 * label.length + 8) {
+      group.append(svg("text", { x: box.x + 5, y: box.y + 13, class: "label" }, label));
+    }
     return group;
+  }
+
+  /** Below a matched span: what the request reused, and what it computed again although the KV was there. */
+  strips(node, box) {
+    const { num_reused_tokens: reused, num_kv_tokens: kv } = this.report;
+    const strip = (className, from, to) => {
+      const start = Math.max(node.start, from), end = Math.min(node.end, to);
+      if (end <= start) return null;
+      const unit = box.width / (node.end - node.start);
+      return svg("rect", { class: className, x: box.x + (start - node.start) * unit, y: box.y + BAR + 2, width: (end - start) * unit, height: 4 });
+    };
+    return [strip("reused", 0, reused), strip("recomputed", reused, kv)].filter((s) => s !== null);
   }
 
   tell(i) {
