@@ -12,7 +12,8 @@ on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,8 +32,24 @@ class Graph(Protocol):
         ...
 
 
+class Recording(Protocol):
+    """A stretch of device work of which parts become graphs, in order."""
+
+    def begin(self) -> None:
+        """Record device work from here on."""
+        ...
+
+    def end(self) -> Graph:
+        """What was recorded since ``begin``. What follows is not recorded, until the next ``begin``."""
+        ...
+
+
 class GraphPool(Protocol):
     """Where graphs come from; graphs of one pool share memory and must not run at the same time."""
+
+    def recording(self) -> AbstractContextManager[Recording]:
+        """A scope in which graphs are recorded one after the other. Tensors that outlive a graph keep their memory."""
+        ...
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         """Run ``function`` once, recording its device work.
@@ -58,18 +75,42 @@ class CudaGraphPool:
         self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        graph = torch.cuda.CUDAGraph()
-        # Raw begin and end: torch.cuda.graph() would collect garbage and empty the allocator's cache at every capture.
+    @contextmanager
+    def recording(self) -> Iterator[CudaRecording]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            recording = CudaRecording(self._handle)
             try:
-                outputs = function()
+                yield recording
             finally:
-                graph.capture_end()
+                recording.abandon()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return graph, outputs
+
+    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
+        return _capture(self, function)
+
+
+class CudaRecording:
+    """Raw stream capture. ``torch.cuda.graph()`` would collect garbage and empty the allocator's cache every time."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+
+    def end(self) -> Graph:
+        graph, self._graph = self._graph, None
+        assert graph is not None, "end without begin"
+        graph.capture_end()
+        return graph
+
+    def abandon(self) -> None:
+        """End a capture that an exception left open."""
+        if self._graph is not None:
+            self.end()
 
 
 # -- emulator --------------------------------------------------------------------------------------------------------
@@ -78,11 +119,56 @@ class CudaGraphPool:
 class EmulatedGraphPool:
     """Tapes of operations; see the module docstring."""
 
+    def __init__(self) -> None:
+        self._tapes: list[Tape] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[EmulatedRecording]:
+        recording = EmulatedRecording(self._tapes)
+        try:
+            yield recording
+        finally:
+            recording.abandon()
+
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        tape = Tape()
-        with tape:
-            outputs = function()
-        return tape, outputs
+        return _capture(self, function)
+
+    def scribble(self) -> None:
+        """Overwrite all that graphs of this pool computed, as graphs that share memory do to each other."""
+        for tape in self._tapes:
+            tape.scribble()
+
+
+class EmulatedRecording:
+    """One tape after the other; they are noted in ``tapes``."""
+
+    def __init__(self, tapes: list[Tape]) -> None:
+        self._tapes = tapes
+        self._tape: Tape | None = None
+
+    def begin(self) -> None:
+        self._tape = Tape()
+        self._tape.__enter__()
+
+    def end(self) -> Graph:
+        tape, self._tape = self._tape, None
+        assert tape is not None, "end without begin"
+        tape.__exit__(None, None, None)
+        self._tapes.append(tape)
+        return tape
+
+    def abandon(self) -> None:
+        """Stop recording after an exception."""
+        if self._tape is not None:
+            self.end()
+
+
+def _capture(pool: GraphPool, function: Callable[[], T]) -> tuple[Graph, T]:
+    """All of ``function`` as one graph."""
+    with pool.recording() as recording:
+        recording.begin()
+        outputs = function()
+        return recording.end(), outputs
 
 
 class Tape(TorchDispatchMode):
@@ -117,6 +203,18 @@ class Tape(TorchDispatchMode):
                 leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
                 for place, recorded in outputs:
                     recorded.copy_(leaves[place])
+
+    def scribble(self) -> None:
+        """Fill the recorded results with NaN, or the lowest number."""
+        for _, _, _, outputs in self._steps:
+            for _, tensor in outputs:
+                tensor.fill_(_rubbish(tensor.dtype))
+
+
+def _rubbish(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:

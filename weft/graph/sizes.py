@@ -42,6 +42,33 @@ def decode_sizes(max_num_seqs: int, given: Sequence[int] | None = None, largest:
     return sorted(size for size in sizes_wanted if size <= limit)
 
 
+def token_sizes(max_num_tokens: int, given: Sequence[int] | None = None, largest: int | None = None) -> list[int]:
+    """Ascending token counts (buckets) to capture in pieces: powers of two up to 16, then four per doubling.
+
+    Args:
+        max_num_tokens: the largest step that can occur.
+        given: the user's own list; sizes above the limit are left out.
+        largest: the largest size to capture (default: ``max_num_tokens``).
+
+    Raises:
+        ConfigError: the user's list holds no usable size.
+    """
+    limit = min(max_num_tokens, largest or max_num_tokens)
+    if given is not None:
+        sizes = sorted({size for size in given if 0 < size <= limit})
+        if not sizes:
+            raise ConfigError(
+                f"piecewise_cuda_graph_tokens={list(given)} has no size from 1 to {limit}; name some, or leave it out"
+            )
+        return sizes
+    wanted = {1, 2, 4, 8, 16, limit}
+    start = 16
+    while start < limit:
+        wanted.update(range(start, 2 * start, start // 4))
+        start *= 2
+    return sorted(size for size in wanted if size <= limit)
+
+
 def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:
     """The smallest of the ascending ``sizes`` that holds ``wanted``, or None."""
     at = bisect.bisect_left(sizes, wanted)

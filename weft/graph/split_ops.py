@@ -44,7 +44,7 @@ class SplitOp:
         name: as ``splitting_ops`` names it.
         width: columns of the output, from the layer.
         fill: ``(layer, inputs, out)``: run the layer's method on the real rows, write them, zero the others.
-        operator: ``weft::<name>_with_output(*inputs, out, layer_name)``: the same with the layer looked up, for tracers.
+        operator: ``weft::<name>_with_output(*inputs, out, layer_name)``: ``fill`` with the layer looked up by name.
     """
 
     name: str

@@ -6,26 +6,21 @@ Owns: the captured graphs, their outputs, and counters. Does not know: what the 
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, used_bytes
 from weft.graph.graph import Graph, GraphPool
 from weft.graph.sizes import smallest_fitting
 from weft.layers.sampler import SamplerOutput
 
 logger = logging.getLogger(__name__)
-
-NUM_WARMUPS = 2
-"""Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
-
 
 DecodeOutputs = tuple[Tensor, SamplerOutput]
 """What a decode step leaves on the device: ``logits [N, V]`` and the sampled tokens."""
@@ -80,12 +75,12 @@ class DecodeGraphs:
         self.counters = GraphCounters()
         self._graphs: dict[int, tuple[Graph, DecodeOutputs]] = {}
         self._device = device
-        started, before = time.perf_counter(), self._used_bytes()
-        with _frozen_gc(enabled=not keep_gc):
+        started, before = time.perf_counter(), used_bytes(self._device)
+        with frozen_gc(enabled=not keep_gc):
             self._capture_all(step, pool, sorted(sizes, reverse=True), before, budget_bytes, show_progress)
         self.sizes = sorted(self._graphs)
         self.counters.captures = len(self.sizes)
-        self.counters.capture_bytes = self._used_bytes() - before
+        self.counters.capture_bytes = used_bytes(self._device) - before
         self.counters.capture_seconds = time.perf_counter() - started
 
     def _capture_all(
@@ -99,7 +94,7 @@ class DecodeGraphs:
     ) -> None:
         with tqdm(sizes, desc="Capturing decode graphs", disable=not show_progress, dynamic_ncols=True) as bar:
             for size in bar:
-                used = self._used_bytes() - before
+                used = used_bytes(self._device) - before
                 if budget is not None and used > budget:
                     left = [s for s in sizes if s <= size]
                     logger.warning(
@@ -109,18 +104,7 @@ class DecodeGraphs:
                 for _ in range(NUM_WARMUPS):
                     step(size)
                 self._graphs[size] = pool.capture(lambda size=size: step(size))  # type: ignore[misc]
-                bar.set_postfix_str(self._free_text(), refresh=False)
-
-    def _used_bytes(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
-
-    def _free_text(self) -> str:
-        if self._device.type != "cuda":
-            return ""
-        return f"{torch.cuda.mem_get_info(self._device)[0] / 2**30:.1f} GiB free"
+                bar.set_postfix_str(free_text(self._device), refresh=False)
 
     def size_for(self, num_seqs: int) -> int | None:
         """The graph that a decode batch of ``num_seqs`` runs in, or None."""
@@ -138,21 +122,3 @@ class DecodeGraphs:
         self.counters.padding_rows += size - num_seqs
         logits, result = outputs
         return logits[:num_seqs], SamplerOutput(result.token_ids[:num_seqs], None, result.nan_rows[:num_seqs])
-
-
-@contextmanager
-def _frozen_gc(enabled: bool) -> Iterator[None]:
-    """No garbage collection in the body: a tensor freed in the middle of a capture would spoil it."""
-    if not enabled:
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-        gc.unfreeze()

@@ -1,0 +1,73 @@
+"""The rules, as a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.forward_context import BatchDescriptor, GraphMode
+from weft.graph.dispatcher import Choice, CudaGraphMode, Dispatcher, rules_table
+from weft.graph.sizes import smallest_fitting, token_sizes
+
+NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
+SIZES = {"decode_sizes": (1, 4, 8), "token_sizes": (16, 64, 210)}
+DECODE = [1, 3, 8, 9, 130]
+"""Batch sizes; 9 and more fit no decode graph."""
+MIXED = [1, 7, 8, 17, 31, 32, 65, 104, 105, 210, 211]
+"""Token counts: 7, 31 and 104 would be padded to more than twice their size, 211 fits nothing."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "decode", "mixed"),
+    [
+        ("NONE", [1, 3, 8, 9, 130], MIXED),
+        ("FULL_DECODE_ONLY", ["F1", "F4", "F8", 9, 130], MIXED),
+        ("FULL", ["F1", "F4", "F8", 9, 130], MIXED),
+        ("PIECEWISE", [1, 3, "P16", "P16", "P210"], [1, 7, "P16", 17, 31, "P64", 65, 104, "P210", "P210", 211]),
+        (
+            "FULL_AND_PIECEWISE",
+            ["F1", "F4", "F8", "P16", "P210"],
+            [1, 7, "P16", 17, 31, "P64", 65, 104, "P210", "P210", 211],
+        ),
+    ],
+)
+def test_rules(mode: str, decode: list[int | str], mixed: list[int | str]) -> None:
+    dispatcher = Dispatcher(CudaGraphMode(mode), **SIZES)  # type: ignore[arg-type]
+    assert [code(dispatcher.choose(BatchDescriptor(n, n, True))) for n in DECODE] == decode
+    assert [code(dispatcher.choose(BatchDescriptor(n, 1))) for n in MIXED] == mixed
+
+
+def code(choice: Choice) -> int | str:
+    return choice.size if choice.mode is NONE else f"{choice.mode[0]}{choice.size}"
+
+
+def test_full_graphs_for_any_batch_where_they_exist() -> None:
+    dispatcher = Dispatcher(CudaGraphMode.FULL, (1,), (), (64,))
+    assert dispatcher.choose(BatchDescriptor(40, 3)) == Choice(FULL, 64)
+    assert dispatcher.choose(BatchDescriptor(31, 3)) == Choice(NONE, 31)
+
+
+def test_nothing_captured_means_nothing_replayed() -> None:
+    for mode in CudaGraphMode:
+        for uniform in (True, False):
+            assert Dispatcher(mode).choose(BatchDescriptor(5, 5, uniform)) == Choice(NONE, 5)
+
+
+def test_table_for_the_docs() -> None:
+    assert "| FULL_AND_PIECEWISE | FULL, else PIECEWISE, else NONE | PIECEWISE, else NONE |" in rules_table()
+    assert "| NONE | NONE | NONE |" in rules_table()
+
+
+def test_token_sizes() -> None:
+    assert token_sizes(100) == [1, 2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100]
+    assert token_sizes(8192)[-3:] == [6144, 7168, 8192] and token_sizes(3) == [1, 2, 3]
+    assert token_sizes(8192, largest=20) == [1, 2, 4, 8, 16, 20]
+    assert token_sizes(100, given=[64, 16, 64, 200]) == [16, 64]
+    with pytest.raises(ConfigError, match="piecewise_cuda_graph_tokens"):
+        token_sizes(8, given=[16])
+    for limit in (1, 17, 130, 1000):
+        sizes = token_sizes(limit)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == limit
+        for wanted in range(1, limit + 1):
+            size = smallest_fitting(sizes, wanted)
+            assert size is not None and size < 2 * wanted and (wanted < 16 or size <= 1.25 * wanted)

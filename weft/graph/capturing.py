@@ -1,0 +1,48 @@
+"""What every capture at start-up shares: no garbage collection meanwhile, and the memory that it takes.
+
+Job: small helpers around captures. Owns: nothing. Does not know: what is captured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+NUM_WARMUPS = 2
+"""Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
+
+
+def used_bytes(device: torch.device) -> int:
+    """Device memory in use by everyone; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def free_text(device: torch.device) -> str:
+    """Free device memory for a progress bar; empty on the CPU."""
+    if device.type != "cuda":
+        return ""
+    return f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free"
+
+
+@contextmanager
+def frozen_gc(enabled: bool) -> Iterator[None]:
+    """No garbage collection in the body: a tensor freed in the middle of a capture would spoil it."""
+    if not enabled:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+        gc.unfreeze()

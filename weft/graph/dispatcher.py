@@ -1,0 +1,100 @@
+"""Which batches run in which graphs: the configured mode as one pure function.
+
+Job: from a batch and the captured sizes to a run-time mode and a padded size. Owns: the rules, and their table in the
+docs. Does not know: graphs, devices, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from weft.forward_context import BatchDescriptor, GraphMode
+from weft.graph.sizes import smallest_fitting
+
+MAX_PADDING = 2
+"""A batch whose tokens would be padded to more than this multiple runs without a graph."""
+
+
+class CudaGraphMode(StrEnum):
+    """Configured mode: which batches may run as graphs at all."""
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+
+    @property
+    def decode(self) -> tuple[GraphMode, ...]:
+        """Graphs for a batch that decodes throughout, best first."""
+        return _RULES[self][0]
+
+    @property
+    def mixed(self) -> tuple[GraphMode, ...]:
+        """Graphs for a batch with prefill in it, best first."""
+        return _RULES[self][1]
+
+    def uses(self, mode: GraphMode) -> bool:
+        """Whether any batch may run in ``mode``."""
+        return mode in self.decode or mode in self.mixed
+
+
+_RULES: dict[CudaGraphMode, tuple[tuple[GraphMode, ...], tuple[GraphMode, ...]]] = {
+    CudaGraphMode.NONE: ((), ()),
+    CudaGraphMode.PIECEWISE: ((GraphMode.PIECEWISE,), (GraphMode.PIECEWISE,)),
+    CudaGraphMode.FULL: ((GraphMode.FULL,), (GraphMode.FULL,)),
+    CudaGraphMode.FULL_DECODE_ONLY: ((GraphMode.FULL,), ()),
+    CudaGraphMode.FULL_AND_PIECEWISE: ((GraphMode.FULL, GraphMode.PIECEWISE), (GraphMode.PIECEWISE,)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a batch runs: ``size`` is what it is padded to (sequences in a full decode graph, otherwise tokens)."""
+
+    mode: GraphMode
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatcher:
+    """The captured sizes and the rules over them.
+
+    Attributes:
+        mode: as configured.
+        decode_sizes: ascending batch sizes of full decode graphs.
+        token_sizes: ascending token counts captured in pieces.
+        full_token_sizes: ascending token counts with a full graph for any batch; only where every operation of the
+            model is graph-safe.
+    """
+
+    mode: CudaGraphMode
+    decode_sizes: Sequence[int] = ()
+    token_sizes: Sequence[int] = ()
+    full_token_sizes: Sequence[int] = ()
+
+    def choose(self, batch: BatchDescriptor) -> Choice:
+        """The first mode that the rules allow and whose captured sizes hold the batch; otherwise none."""
+        for mode in self.mode.decode if batch.uniform_decode else self.mode.mixed:
+            size = self._size(mode, batch)
+            if size is not None:
+                return Choice(mode, size)
+        return Choice(GraphMode.NONE, batch.num_tokens)
+
+    def _size(self, mode: GraphMode, batch: BatchDescriptor) -> int | None:
+        if mode is GraphMode.FULL and batch.uniform_decode:
+            return smallest_fitting(self.decode_sizes, batch.num_tokens)
+        sizes = self.full_token_sizes if mode is GraphMode.FULL else self.token_sizes
+        size = smallest_fitting(sizes, batch.num_tokens)
+        return size if size is not None and size <= MAX_PADDING * batch.num_tokens else None
+
+
+def rules_table() -> str:
+    """The rules in Markdown, for the docs."""
+    lines = ["| mode | decode | prefill and mixed |", "|---|---|---|"]
+    for mode in CudaGraphMode:
+        cells = (", else ".join([*wanted, GraphMode.NONE]) for wanted in (mode.decode, mode.mixed))
+        lines.append(f"| {mode} | {' | '.join(cells)} |")
+    return "\n".join(lines)
