@@ -49,7 +49,7 @@ def _help_texts() -> list[str]:
 
 def test_every_verb_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    benchmarks = [f"bench {name}" for name in ("latency", "throughput", "prefill", "startup")]
-    for name in ("generate", "chat", "serve", "config", "eval", "verify", *benchmarks):
+    benchmarks = [f"bench {name}" for name in ("latency", "throughput", "prefill", "startup", "serve")]
+    for name in ("generate", "chat", "serve", "config", "eval", "verify", "doctor", *benchmarks):
         assert f"`weft {name}" in text
-    assert len(VERBS) == 7
+    assert len(VERBS) == 8

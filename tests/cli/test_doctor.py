@@ -1,0 +1,39 @@
+"""The doctor says what is there, and what to do about what is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from weft.cli import main
+from weft.cli.doctor import _numbers, _package, examine
+
+
+def test_a_machine_that_runs_these_tests_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for what in ("Python", "torch", "GPU", "memory", "open files", "weft-mini"):
+        assert f" {what}" in out
+    assert all(line.split()[0] in ("ok", "note") for line in out.splitlines())
+
+
+def test_what_is_missing_or_too_old() -> None:
+    absent = _package("no-such-package", "no-such-package>=2", None)
+    assert absent.verdict == "missing" and "pip install 'no-such-package>=2'" in absent.remedy
+    optional = _package("no-such-package", "no-such-package>=2; extra == 'server'", "server")
+    assert optional.verdict == "note" and "weft[server]" in optional.remedy
+    old = _package("pytest", "pytest>=999", None)
+    assert old.verdict == "missing" and "older than 999" in old.found
+
+
+def test_versions_compare_by_number() -> None:
+    assert _numbers("2.10.0+cpu") > _numbers("2.9") and _numbers("3.11.0rc1") >= _numbers("3.11")
+
+
+def test_without_metadata_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    assert any(finding.what == "weft" and finding.verdict == "note" for finding in examine())

@@ -1,0 +1,139 @@
+"""``weft doctor``: what this machine has, what is missing, and what to do about it.
+
+Job: look at packages, device, memory and limits, one line each. Owns: the checks. Does not know: models; nothing is
+loaded but torch, and that only if it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.cli.parser import add_verb
+
+Verdict = Literal["ok", "note", "missing"]
+
+_MIN_FILES = 4096
+_MIN_FREE_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: ``missing`` means that Weft does not run, ``note`` that it runs less well or without a feature."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def add_parser(verbs: Any) -> None:
+    add_verb(verbs, "doctor", run, "check this machine and say what is missing", usage="doctor")
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = list(examine())
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        print(f"{finding.verdict:<8}{finding.what:<{width}}  {finding.found}{remedy}")
+    return 1 if any(finding.verdict == "missing" for finding in findings) else 0
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, in the order in which a problem would be met."""
+    yield _python()
+    yield from _packages()
+    yield _device()
+    yield _memory()
+    yield _open_files()
+    yield _bundled_model()
+
+
+def _python() -> Finding:
+    return Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _packages() -> Iterator[Finding]:
+    """What the distribution's metadata requires: without an extra it must be there, with one it may."""
+    try:
+        requirements = importlib.metadata.requires("weft") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("weft", "note", "not installed, so its requirements are not known", "pip install -e .")
+        return
+    for requirement in requirements:
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
+        if extra is None or extra.group(1) in ("server", "gpu"):
+            yield _package(name, requirement, extra.group(1) if extra else None)
+
+
+def _package(name: str, requirement: str, extra: str | None) -> Finding:
+    wanted = re.search(r">=\s*([\d.]+)", requirement)
+    what = name if extra is None else f"{name} ({extra})"
+    install = f"pip install '{name}{'>=' + wanted.group(1) if wanted else ''}'"
+    verdict: Verdict = "missing" if extra is None else "note"
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(what, verdict, "not installed", install if extra is None else f"pip install 'weft[{extra}]'")
+    if wanted and _numbers(found) < _numbers(wanted.group(1)):
+        return Finding(what, verdict, f"{found}, older than {wanted.group(1)}", install)
+    return Finding(what, "ok", found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _device() -> Finding:
+    from weft.config.resolution import cuda_available
+
+    try:
+        if not cuda_available():
+            hint = "for a GPU, install NVIDIA's driver and a torch with CUDA"
+            return Finding("GPU", "note", "none that torch can use: the CPU computes", hint)
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, compute capability {capability}, "
+        return Finding("GPU", "ok", found + f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    except (ImportError, RuntimeError) as error:
+        return Finding("GPU", "note", f"cannot be used: {error}".splitlines()[0], "the CPU computes; check the driver")
+
+
+def _memory() -> Finding:
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    free = int(fields["MemAvailable"]) / 2**20
+    found = f"{free:.1f} of {int(fields['MemTotal']) / 2**20:.1f} GiB free, {os.cpu_count()} processors"
+    if free < _MIN_FREE_GIB:
+        return Finding("memory", "note", found, "lower --cpu-cache-gib, or end other programs")
+    return Finding("memory", "ok", found)
+
+
+def _open_files() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit < _MIN_FILES:
+        return Finding("open files", "note", f"at most {limit}", "ulimit -n 65536 before serving many connections")
+    return Finding("open files", "ok", f"at most {limit:,}")
+
+
+def _bundled_model() -> Finding:
+    from weft.config.locate import BUNDLED_NAME, locate
+
+    folder = locate(BUNDLED_NAME, weights=False)
+    absent = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / name).is_file()]
+    if absent:
+        return Finding(
+            BUNDLED_NAME, "note", f"{', '.join(absent)} not there", "install Weft again, with its data files"
+        )
+    return Finding(BUNDLED_NAME, "ok", "the bundled model is complete")
