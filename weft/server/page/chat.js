@@ -202,6 +202,7 @@ function askForResults(answer) {
   });
   answer.element.append(form);
   fields[0].focus();
+  form.scrollIntoView({ block: "nearest" });
 }
 
 function send() {

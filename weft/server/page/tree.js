@@ -8,7 +8,7 @@
 
 import { integer, seconds, svg } from "./dom.js";
 
-const ROW = 30, BAR = 18, GAP = 14, MARGIN = 8;
+const ROW = 42, BAR = 16, GAP = 14, MARGIN = 8, LABEL = 12;
 
 export class Tree {
   /** `describe` is told in words about the node that has the focus. */
@@ -77,8 +77,8 @@ export class Tree {
       group.append(svg("path", { class: "state", d: `M${x} ${y - 6}l6 6l-6 6l-6 -6Z` }));
     }
     const label = node.parent < 0 ? "root" : `${integer(node.end - node.start)}`;
-    if (box.width > 9 * label.length + 8) {
-      group.append(svg("text", { x: box.x + 5, y: box.y + 13, class: "label" }, label));
+    if (box.width > 7 * label.length) {
+      group.append(svg("text", { x: box.x + 2, y: box.y - 4, class: "label" }, label));
     }
     return group;
   }
@@ -141,7 +141,7 @@ function layout(nodes, available) {
     const parent = boxes[nodes[i].parent];
     if (!parent && order.length) row += 1;
     boxes[i] = {
-      x: parent ? parent.x + parent.width + GAP : MARGIN, y: MARGIN + row * ROW,
+      x: parent ? parent.x + parent.width + GAP : MARGIN, y: MARGIN + LABEL + row * ROW,
       width: natural[i] * scale, level: parent ? parent.level + 1 : 1,
     };
     order.push(i);
