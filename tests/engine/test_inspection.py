@@ -1,0 +1,85 @@
+"""Looks into the engine: what a snapshot tells, its bounds, and its way through the wire."""
+
+from __future__ import annotations
+
+import time
+
+from tests.cache.test_manager import PROMPT, make, run
+from weft.cache.radix_tree import as_tokens
+from weft.engine import wire
+from weft.engine.inspection import Inspection, StepLog
+from weft.engine.views import MAX_NODES, MAX_REQUESTS, MAX_STEPS
+from weft.messages import RowSampling, ScheduledRequest, SchedulerOutput
+from weft.request import Request
+from weft.scheduler.scheduler import SchedulerStats
+
+
+def order(row: int, num_tokens: int) -> ScheduledRequest:
+    return ScheduledRequest(row, 10, num_tokens, [], 1, True)
+
+
+def request(name: str, tokens: list[int]) -> Request:
+    return Request(name, tokens, RowSampling(), max_tokens=4)
+
+
+def test_steps_are_counted_and_only_the_latest_kept() -> None:
+    log = StepLog()
+    for step in range(MAX_STEPS + 5):
+        log.ended(SchedulerOutput(step, [order(0, 1), order(1, 1), order(2, 65)]), time.monotonic(), "FULL", 3)
+    assert len(log.steps) == MAX_STEPS and log.steps[-1].step == MAX_STEPS + 4
+    latest = log.steps[-1]
+    assert (latest.num_requests, latest.num_decodes, latest.num_prefill_tokens) == (3, 2, 65)
+    assert latest.num_padding_tokens == 3 and latest.mode == "FULL"
+    count = MAX_STEPS + 5
+    assert (log.num_steps, log.num_decode_tokens, log.num_prefill_tokens) == (count, 2 * count, 65 * count)
+
+
+def test_a_step_launched_ahead_counts_from_the_end_of_the_one_before() -> None:
+    log = StepLog()
+    orders = SchedulerOutput(1, [order(0, 1)])
+    launched = time.monotonic() - 10.0
+    log.ended(orders, launched, "NONE", 0)
+    log.ended(orders, launched, "NONE", 0)
+    assert log.steps[0].seconds >= 10.0 and log.steps[1].seconds < 1.0
+
+
+def test_the_tree_with_states_leases_and_tombstones() -> None:
+    manager, memory = make()
+    inspection = Inspection(manager)
+    run(manager, memory, PROMPT)
+    run(manager, memory, PROMPT[:130] + [5] * 20)
+    asked = request("one", PROMPT + [1, 2])
+    inspection.added(asked)
+    snapshot = inspection.snapshot(SchedulerStats(0, 1, 0, 0, 0, manager.stats()), tokens_per_node=4)
+    nodes = snapshot.nodes
+    assert snapshot.num_nodes == len(nodes) == 4
+    assert nodes[0].parent == -1 and all(node.parent < i for i, node in enumerate(nodes))
+    assert all(nodes[node.parent].end == node.start for node in nodes[1:])
+    path = snapshot.requests[0].path
+    assert [(nodes[i].start, nodes[i].end) for i in path] == [(0, 0), (0, 130), (130, 210)]
+    assert 130 in nodes[path[1]].states and nodes[path[1]].token_ids == PROMPT[:4]
+
+    stored = manager.tree.match(as_tokens(PROMPT)).node
+    assert stored is not None
+    manager.slots.release(manager.tree.take_checkpoint(stored.checkpoints[210], lost=True))
+    lease = manager.lease(manager.match(PROMPT))
+    assert lease is not None
+    later = inspection.snapshot(SchedulerStats(0, 1, 0, 0, 0, manager.stats()))
+    leaf = next(node for node in later.nodes if node.end == 210)
+    assert leaf.num_leases == 1 and [position for position, _ in leaf.lost_states] == [210] and not leaf.token_ids
+    numbers = {(n.start, n.end): n.number for n in later.nodes}
+    assert numbers[(0, 130)] == nodes[path[1]].number, "a node keeps its number"
+
+
+def test_snapshots_are_bounded_and_cross_the_wire() -> None:
+    manager, memory = make(hybrid=False, pages=MAX_NODES + 100)
+    inspection = Inspection(manager)
+    for i in range(MAX_NODES + 20):
+        run(manager, memory, [i, i, i])
+        inspection.added(request(str(i), [i, i, i, 7]))
+    snapshot = inspection.snapshot(SchedulerStats(0, 0, 0, 0, 0, manager.stats()))
+    assert len(snapshot.nodes) == MAX_NODES < snapshot.num_nodes
+    assert len(snapshot.requests) == MAX_REQUESTS and snapshot.requests[-1].request_id == str(MAX_NODES + 19)
+    assert snapshot.requests[-1].path, "the latest used nodes are the ones shown"
+    message = wire.encode(snapshot)
+    assert wire.decode_from_engine(message) == snapshot and len(message) < 200_000
