@@ -48,7 +48,7 @@ def test_the_tree_with_states_leases_and_tombstones() -> None:
     inspection = Inspection(manager)
     run(manager, memory, PROMPT)
     run(manager, memory, PROMPT[:130] + [5] * 20)
-    asked = request("one", PROMPT + [1, 2])
+    asked = request("one", [*PROMPT, 1, 2])
     inspection.added(asked)
     snapshot = inspection.snapshot(SchedulerStats(0, 1, 0, 0, 0, manager.stats()), tokens_per_node=4)
     nodes = snapshot.nodes
