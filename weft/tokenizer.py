@@ -7,6 +7,7 @@ when a tokenizer is loaded, not before.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,8 @@ class Tokenizer:
                 f"no tokenizer in {folder} (looked for {', '.join(_TOKENIZER_FILES)}); add the checkpoint's tokenizer "
                 "files, name another tokenizer, or set skip_tokenizer_init=True and work with token ids"
             )
-        from transformers import AutoTokenizer
-
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            hf_tokenizer = _class_of(folder).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # the libraries raise anything from KeyError to their own Rust exceptions
             raise ConfigError(
                 f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {_first_line(error)}); "
@@ -177,6 +176,19 @@ class Tokenizer:
                 f"chat_template_kwargs holds {', '.join(reserved)}, not variables of a template; leave them out",
                 "chat_template_kwargs",
             )
+
+
+def _class_of(folder: Path) -> Any:
+    """The class that reads the tokenizer. Finding it out is transformers' job, but that takes torch with it, which a
+    server process has no other use for; files that name the general class are read by it at once."""
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and json.loads(config.read_bytes()).get("tokenizer_class") == "PreTrainedTokenizerFast":
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _first_line(error: Exception) -> str:

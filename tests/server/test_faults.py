@@ -86,8 +86,7 @@ def test_restart_engine(start: Start) -> None:
     assert "weft:engine_restarts_total 1.0" in server.client.get("/metrics").text
 
 
-def test_a_frozen_engine_is_unhealthy_until_it_moves(start: Start) -> None:
-    server = start()
+def test_a_frozen_engine_is_unhealthy_until_it_moves(server: RunningServer) -> None:
     pid = server.engine_pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -134,8 +133,7 @@ def test_a_second_sigterm_does_not_wait(start: Start) -> None:
     assert not reader.is_alive()
 
 
-def test_callers_that_leave_are_aborted(start: Start) -> None:
-    server = start()
+def test_callers_that_leave_are_aborted(server: RunningServer) -> None:
     address = httpx.URL(server.url)
     body = json.dumps(chat_body("x", stream=True, priority=SLOW, ignore_eos=True)).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
