@@ -25,8 +25,12 @@ PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "num
 
 def provenance(device: str) -> dict[str, Any]:
     """Device in words, versions, command and date (UTC) of a measurement on ``device`` (``cpu`` or ``cuda``)."""
+    return {"device": device_name(device)} | origin()
+
+
+def origin() -> dict[str, Any]:
+    """Versions, command and date (UTC), of a measurement of something that runs elsewhere."""
     return {
-        "device": device_name(device),
         "versions": {"weft": __version__, "python": platform.python_version()} | _versions(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -86,6 +89,34 @@ def test_the_verb(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_bad_flags(flags: list[str]) -> None:
     assert main(["bench", "serve", *flags]) == 2
+
+
+class _OtherServer(BaseHTTPRequestHandler):
+    """Names the role at once, thinks, sends two tokens and an empty end, and tells no usage."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        chunks = [{"role": "assistant", "content": ""}, {"reasoning_content": "a"}, {"content": "b"}, {"content": ""}]
+        events = [b"data: " + json.dumps({"choices": [{"delta": chunk}]}).encode() + b"\n\n" for chunk in chunks]
+        self.send_response(200)
+        self.send_header("Content-Length", str(sum(map(len, events))))
+        self.end_headers()
+        self.wfile.write(events[0])
+        time.sleep(0.1)
+        self.wfile.write(b"".join(events[1:]))
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_only_what_was_generated_counts() -> None:
+    with HTTPServer(("127.0.0.1", 0), _OtherServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        workload = ServeWorkload(num_requests=1)
+        figures = measure(Target.parse(f"http://127.0.0.1:{server.server_port}/v1"), None, workload)
+        server.shutdown()
+    assert figures["failed"] == 0 and figures["ttft_ms"]["p50"] >= 100
+    assert figures["output_tokens_per_s"] * figures["seconds"] == pytest.approx(2, rel=0.05)
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from weft.cli.doctor import _numbers, _package, examine
 def test_a_machine_that_runs_these_tests_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for what in ("Python", "torch", "GPU", "memory", "open files", "weft-mini"):
+    for what in ("Python", "torch", "GPU", "C compiler", "memory", "disk", "open files", "weft-mini"):
         assert f" {what}" in out
     assert all(line.split()[0] in ("ok", "note") for line in out.splitlines())
 
@@ -25,6 +26,15 @@ def test_what_is_missing_or_too_old() -> None:
     assert optional.verdict == "note" and "weft[server]" in optional.remedy
     old = _package("pytest", "pytest>=999", None)
     assert old.verdict == "missing" and "older than 999" in old.found
+
+
+def test_a_machine_with_little_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr("weft.cli.doctor._MIN_FREE_DISK_GIB", 1e9)
+    found = {finding.what: finding for finding in examine()}
+    assert found["C compiler"].verdict == "note" and "gcc" in found["C compiler"].remedy
+    assert found["disk"].verdict == "note" and str(tmp_path) in found["disk"].found
 
 
 def test_versions_compare_by_number() -> None:

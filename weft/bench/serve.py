@@ -174,7 +174,7 @@ async def _ask(client: HttpClient, body: bytes) -> Outcome:
             event = msgspec.json.decode(data)
             if "error" in event:
                 outcome.error = str(event["error"])[:200]
-            elif event["choices"]:
+            elif event["choices"] and _has_news(event["choices"][0]["delta"]):
                 if last:
                     outcome.gaps_s.append(now - last)
                 else:
@@ -187,7 +187,15 @@ async def _ask(client: HttpClient, body: bytes) -> Outcome:
     except (HttpError, OSError, EOFError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.e2e_s, outcome.text = last, "".join(texts)
+    if not outcome.output_tokens and last:  # a server that tells no usage: most send a chunk per token
+        outcome.output_tokens = 1 + len(outcome.gaps_s)
     return outcome
+
+
+def _has_news(delta: dict[str, Any]) -> bool:
+    """True if the chunk carries something generated. Some servers open with a chunk that names the role alone, before
+    the first token is computed, and close with an empty one."""
+    return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float, slo_ms: dict[str, float]) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import platform
 from typing import Any
 
-from weft import __version__, report
+from weft import report
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError
 
@@ -55,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
         workload = _workload(args, concurrency)
         figures = serve.measure(target, args.model, workload)
         runs.append({"workload": dataclasses.asdict(workload), "results": figures})
-    versions = {"weft": __version__, "python": platform.python_version()}
-    report.write_json(json_path, {"benchmark": "serve", "base_url": args.base_url, "versions": versions, "runs": runs})
+    head = {"benchmark": "serve", "base_url": args.base_url} | report.origin()
+    report.write_json(json_path, head | {"runs": runs})
     _print(args.base_url, runs)
     return 1 if any(run["results"]["failed"] for run in runs) else 0
 

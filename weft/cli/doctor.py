@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ Verdict = Literal["ok", "note", "missing"]
 
 _MIN_FILES = 4096
 _MIN_FREE_GIB = 1.0
+_MIN_FREE_DISK_GIB = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ def examine() -> Iterator[Finding]:
     yield _python()
     yield from _packages()
     yield _device()
+    yield _compiler()
     yield _memory()
+    yield _disk()
     yield _open_files()
     yield _bundled_model()
 
@@ -109,6 +113,31 @@ def _device() -> Finding:
         return Finding("GPU", "ok", found + f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
     except (ImportError, RuntimeError) as error:
         return Finding("GPU", "note", f"cannot be used: {error}".splitlines()[0], "the CPU computes; check the driver")
+
+
+def _compiler() -> Finding:
+    """Triton builds a small launcher for each kernel with the machine's C compiler."""
+    name = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if name is None or shutil.which(name) is None:
+        return Finding(
+            "C compiler",
+            "note",
+            f"{name} is not there" if name else "none found",
+            "install gcc: kernels on a GPU need it",
+        )
+    return Finding("C compiler", "ok", name)
+
+
+def _disk() -> Finding:
+    """Where checkpoints from the hub and compiled kernels are kept."""
+    place = Path(os.environ.get("HF_HOME") or Path.home())
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / 2**30
+    found = f"{free:.1f} GiB free under {place}"
+    if free < _MIN_FREE_DISK_GIB:
+        return Finding("disk", "note", found, "make room, or set HF_HOME to a larger disk for checkpoints")
+    return Finding("disk", "ok", found)
 
 
 def _memory() -> Finding:

@@ -16,6 +16,7 @@ function show(name, focus = false) {
   }
   if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
   inspect.setVisible(name === "inspect");
+  if (name === "chat") byId("log").scrollTop = byId("log").scrollHeight; // hidden elements forget where they were
 }
 
 for (const tab of TABS) {
