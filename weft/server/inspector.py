@@ -20,7 +20,7 @@ from weft.server.caller import Caller
 from weft.server.errors import ApiError
 from weft.server.service import Service
 
-MIN_INTERVAL_S = 0.25
+MIN_INTERVAL_S = 0.5
 """Seconds between two looks into the engine, however many callers ask."""
 
 PATIENCE_S = 5.0
