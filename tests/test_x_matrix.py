@@ -1,0 +1,260 @@
+"""Everything together: whatever path a request takes, its greedy tokens are transformers'.
+
+The rows are what the cache does for a request, the columns how its steps run: graph mode, overlap, alone, mixed with
+others' decodes, decoding in a padded batch. Lengths are awkward on purpose. What nobody owns is poison: before every
+step all free pages and slots, and those that padding rows use, are filled with NaN, and free ones are handed out in
+random order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.simulator import greedy
+from tests.tiny import make_model
+from weft import LLM, SamplingParams
+from weft.forward_context import KVCache
+from weft.messages import SchedulerOutput
+from weft.request import Request, RequestStatus
+
+ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"]
+MODES = ["NONE", "FULL_DECODE_ONLY"]
+OVERLAP = ["in turn", "overlap"]
+PATHS = ["cold", "hit", "branch hit", "preempted"]
+PHASES = ["prefill", "mixed", "decode"]
+LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
+
+PAGE_SIZE = 4
+BUDGET = 512
+"""Tokens per step: the longest prompt runs in two chunks."""
+NUM_TOKENS = 8
+COMPANION_TOKENS = 24
+COMPANIONS = [[7, 90, 31], [5] * 18]
+
+
+class Reference:
+    """transformers' greedy tokens, each prompt once."""
+
+    def __init__(self, arch: str, folder: Path) -> None:
+        self.folder = folder
+        self._model = make_model(arch, max_position_embeddings=1100)
+        self._model.save_pretrained(folder)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompt: list[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if len(self._known.get(key, [])) < count:
+            self._known[key] = greedy(self._model, prompt, count)
+        return self._known[key][:count]
+
+
+@dataclass
+class Poisoned:
+    """An engine whose unowned memory is NaN whenever a step starts; ``steps`` are the orders since the last case."""
+
+    llm: LLM
+    reference: Reference
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    hog: list[int] = field(default_factory=list)
+    num_cases: int = 0
+
+    def __post_init__(self) -> None:
+        executor = self.llm._core._executor
+        launch = executor.launch
+
+        def poisoned(orders: SchedulerOutput) -> Any:
+            self.poison()
+            self.steps.append(orders)
+            return launch(orders)
+
+        executor.launch = poisoned  # type: ignore[method-assign]
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        manager = self.llm._core.manager
+        pages, slots = torch.tensor([0, *manager.pages._free]), torch.tensor([0, *manager.slots._free])
+        for cache in self.llm._core._executor._runner.caches.values():
+            if isinstance(cache, KVCache):
+                tensors, unowned = (cache.k, cache.v), pages
+            else:
+                tensors, unowned = (cache.conv, cache.recurrent), slots
+            for tensor in tensors:
+                tensor.index_fill_(0, unowned, float("nan"))
+
+    def begin(self) -> str:
+        """A new case. Returns its salt: nothing that other cases left can be hit."""
+        manager = self.llm._core.manager
+        for request_id in list(self.llm._streams):
+            self.llm.abort(request_id)  # of a case that failed
+        while self.llm._core.has_work:
+            self.llm._core.step()
+        self.give_memory_back()
+        self.steps.clear()
+        self.num_cases += 1
+        rng = random.Random(self.num_cases)
+        rng.shuffle(manager.pages._free)
+        rng.shuffle(manager.slots._free)
+        return str(self.num_cases)
+
+    def add(self, prompt: list[int], count: int, salt: str) -> Request:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        request_id = self.llm.add_request({"prompt_token_ids": prompt, "cache_salt": salt}, params)
+        return self.llm._streams[request_id].requests[0]
+
+    def finish(self) -> None:
+        while not self.llm.is_finished():
+            self.llm.step()
+
+    def step_until(self, condition: Callable[[], bool], before: Callable[[], None] = lambda: None) -> None:
+        for _ in range(20):
+            if condition():
+                return
+            before()
+            self.llm.step()
+        raise AssertionError("what was waited for did not come about")
+
+    def run(self, prompt: list[int], count: int, salt: str) -> Request:
+        request = self.add(prompt, count, salt)
+        self.finish()
+        return request
+
+    def take_free_memory(self) -> None:
+        """Empty the cache and hold every page that no request uses."""
+        manager = self.llm._core.manager
+        count = manager.pages.num_free + manager.pages.num_evictable
+        assert manager.evictor.make_room(count)
+        pages = manager.pages.allocate(count)
+        assert pages is not None
+        manager.pages.pin(pages)
+        self.hog += pages
+
+    def give_memory_back(self) -> None:
+        self.llm._core.manager.pages.unpin(self.hog)
+        self.llm._core.manager.pages.release(self.hog)
+        self.hog = []
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    return {arch: Reference(arch, tmp_path_factory.mktemp("tiny")) for arch in ARCHITECTURES}
+
+
+@pytest.fixture(scope="module", params=list(product(ARCHITECTURES, MODES, OVERLAP)), ids=lambda p: "-".join(p))
+def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    """One engine per column, for all its cases."""
+    arch, mode, overlap = request.param
+    reference = references[arch]
+    settings: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap == "overlap"}
+    if mode != "NONE":
+        settings["cuda_graph_bs"] = [1, 2, 4]
+    with LLM(
+        str(reference.folder),
+        skip_tokenizer_init=True,
+        page_size=PAGE_SIZE,
+        num_kv_pages=420,
+        max_num_seqs=5,
+        max_num_batched_tokens=BUDGET,
+        **settings,
+    ) as llm:
+        engine = Poisoned(llm, reference)
+        yield engine
+        graphs = llm._core._executor._runner.graphs
+        assert (graphs is not None) == (mode != "NONE")
+        if graphs is not None and engine.num_cases:
+            assert graphs.counters.replays and graphs.counters.padding_rows
+
+
+def prompt_of(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(200) for _ in range(length)]
+
+
+def prime(engine: Poisoned, path: str, prompt: list[int], salt: str) -> int:
+    """Bring the cache into the state that ``path`` needs. Returns the tokens that it then holds of ``prompt``."""
+    if path == "hit":
+        engine.run(prompt, 2, salt)
+        return len(prompt) - 1
+    if path == "branch hit":
+        at = len(prompt) * 2 // 3
+        for other in (201, 202):  # the second one leaves the first and so stores the state there
+            engine.run([*prompt[:at], other, *prompt[:9]], 2, salt)
+        return at
+    return 0
+
+
+def run_alone(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
+    return engine.run(prompt, 1, salt), []
+
+
+def run_mixed(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
+    """The prompt arrives while another request decodes."""
+    companion = start_companion(engine)
+    request = engine.add(prompt, 2, salt)
+    engine.finish()
+    assert any(len(orders.requests) == 2 and orders.new_requests for orders in engine.steps), "nothing was mixed"
+    return request, [companion]
+
+
+def run_decode(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
+    """Three requests decode together, in a graph of four."""
+    companions = [engine.add(tokens, NUM_TOKENS, "companions") for tokens in COMPANIONS]
+    request = engine.add(prompt, NUM_TOKENS, salt)
+    engine.finish()
+    assert any(len(o.requests) == 3 and all(r.num_tokens == 1 for r in o.requests) for o in engine.steps)
+    return request, companions
+
+
+RUNS: dict[str, Callable[[Poisoned, list[int], str], tuple[Request, list[Request]]]] = {
+    "prefill": run_alone,
+    "mixed": run_mixed,
+    "decode": run_decode,
+}
+
+
+def start_companion(engine: Poisoned) -> Request:
+    companion = engine.add(COMPANIONS[0], COMPANION_TOKENS, "companions")
+    engine.step_until(lambda: bool(companion.output_token_ids))
+    return companion
+
+
+def run_preempted(engine: Poisoned, prompt: list[int], salt: str, phase: str) -> tuple[Request, list[Request]]:
+    """An older request finds no page, so this one gives way; it resumes alone, beside it, or beside two others."""
+    companions = [start_companion(engine)]
+    request = engine.add(prompt, NUM_TOKENS, salt)
+    engine.step_until(lambda: request.status is not RequestStatus.WAITING)
+    engine.step_until(lambda: bool(request.num_preemptions), before=engine.take_free_memory)
+    if phase == "prefill":
+        (stream,) = (s for s in engine.llm._streams.values() if companions[0] in s.requests)
+        engine.llm.abort(stream.request_id)
+    elif phase == "decode":
+        companions.append(engine.add(COMPANIONS[1], NUM_TOKENS, "companions"))
+    engine.give_memory_back()
+    engine.finish()
+    return request, companions
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
+    prompt, salt = prompt_of(length), engine.begin()
+    if path == "preempted":
+        request, companions = run_preempted(engine, prompt, salt, phase)
+        assert request.num_preemptions and request.finish_reason == "length"
+    else:
+        num_cached = prime(engine, path, prompt, salt)
+        engine.steps.clear()
+        request, companions = RUNS[phase](engine, prompt, salt)
+        assert request.num_cached_tokens == num_cached
+    for each in (request, *companions):
+        assert each.output_token_ids == engine.reference(each.prompt_token_ids, len(each.output_token_ids))
+        assert each.finish_reason == "length" or (path, phase, each) == ("preempted", "prefill", companions[0])
+    engine.llm._core.scheduler.check()
