@@ -249,8 +249,12 @@ def test_errors_are_told(server: RunningServer, browser: Browser) -> None:
     browser.until(lambda: "Tools are not JSON" in browser.text("#log .error"))
     browser.set("tools", "")
     browser.set("temperature", -1)
-    browser.ask("hello")
+    assert browser.one("#message").get_property("value") == "hello", "it can be sent again"
+    browser.ask("")
     assert "temperature" in browser.all(".error")[-1].text
+    browser.set("temperature", "")
+    browser.ask(" again")
+    assert browser.all(".assistant > .content")[-1].text == "hello again"
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------
@@ -330,8 +334,8 @@ def test_it_fits_a_phone(mini: RunningServer, browser: Browser, view: str) -> No
     try:
         if view == "inspect":
             browser.until(lambda: browser.all("#tiles .tile"))
-        width = browser.script("return Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
-        assert width == 390
+        elements = "[document.documentElement, document.body, document.getElementById(arguments[0])]"
+        assert browser.script(f"return Math.max(...{elements}.map((e) => e.scrollWidth))", view) == 390
         if view == "chat":
             assert browser.one("#send").rect["y"] + browser.one("#send").rect["height"] <= 800
         small = [b.text for b in browser.all("button") if b.is_displayed() and b.rect["height"] < 32]

@@ -153,6 +153,11 @@ function setRunning(controller) {
   byId("log").setAttribute("aria-busy", String(controller !== null));
 }
 
+/** A question that was refused is no part of the conversation; it can be changed and sent again. */
+function takeBack() {
+  if (messages.at(-1)?.role === "user") byId("message").value ||= messages.pop().content;
+}
+
 /** Ask for an answer to the conversation as it stands. */
 async function respond() {
   let request;
@@ -160,6 +165,7 @@ async function respond() {
     request = body();
   } catch (error) {
     addToLog(el("p", { class: "message error" }, error.message));
+    takeBack();
     return;
   }
   const mine = messages; // a new chat meanwhile must not get this answer
@@ -181,6 +187,7 @@ async function respond() {
   } catch (error) {
     if (controller.signal.aborted) note = "stopped";
     else answer.element.append(el("p", { class: "error" }, error.message));
+    if (messages === mine && !note && !answer.content) takeBack();
   }
   answer.close(note);
   if (answer.content || answer.calls.length) mine.push(answer.message());
