@@ -84,7 +84,7 @@ def test_the_verb(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureF
         ["--slo", "x=1"],
         ["--kind", "trace"],
         ["--input-words", "3", "2"],
-        ["--request-rate", "0"],
+        ["--request-rate", "0"], ["--extra-body", "[]"], ["--extra-body", "{"],
     ],
 )
 def test_bad_flags(flags: list[str]) -> None:

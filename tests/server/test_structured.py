@@ -36,7 +36,7 @@ def test_every_kind_compiles_also_after_reasoning(tokenizer: Tokenizer) -> None:
         json_schema(schema, "p"),
         regex("[0-9]+/x", "p"),
         choice(["a", 'b"\n'], "p"),
-        forced_calls({"f": schema, "g\"'": {}}, tokenizer, several=True),
+        forced_calls({"f": schema, "g\"'": {}}, tokenizer, several=True, max_bytes=10_000),
     ]
 
     async def main() -> None:

@@ -41,6 +41,7 @@ class ServeWorkload:
         input_words: words per prompt, least and most.
         max_tokens: tokens to generate per request.
         ignore_eos: generate them all.
+        extra_body: further fields of every request.
         slo_ms: limits by figure (``ttft``, ``tpot``, ``e2e``) that a good request keeps, in milliseconds.
     """
 
@@ -56,6 +57,7 @@ class ServeWorkload:
     temperature: float = 0.0
     seed: int = 0
     slo_ms: dict[str, float] = field(default_factory=dict)
+    extra_body: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -162,7 +164,7 @@ def _body(model: str | None, messages: list[dict[str, str]], max_tokens: int, wo
         body["model"] = model
     if workload.ignore_eos:
         body["ignore_eos"] = True
-    return msgspec.json.encode(body)
+    return msgspec.json.encode(body | workload.extra_body)
 
 
 async def _ask(client: HttpClient, body: bytes) -> Outcome:

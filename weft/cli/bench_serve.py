@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 from typing import Any
 
@@ -40,6 +41,7 @@ def add_parser(kinds: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
     group.add_argument("--seed", type=int, default=0, metavar="N")
     group.add_argument("--slo", nargs="+", default=[], metavar="NAME=MS", help="limits for goodput: ttft, tpot, e2e")
+    group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, such as {"top_k": 5}')
     group.add_argument("--json", metavar="FILE", help="write the figures there")
 
 
@@ -86,7 +88,18 @@ def _workload(args: argparse.Namespace, concurrency: int) -> Any:
         temperature=args.temperature,
         seed=args.seed,
         slo_ms=dict(_slo(text) for text in args.slo),
+        extra_body=_extra_body(args.extra_body),
     )
+
+
+def _extra_body(text: str | None) -> dict[str, Any]:
+    try:
+        fields = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--extra-body {text}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--extra-body {text}: give a JSON object")
+    return fields
 
 
 def _slo(text: str) -> tuple[str, float]:

@@ -93,7 +93,12 @@ async def start_chat(
             raise RequestError(
                 f"tool_choice={request.tool_choice!r} and {constraint.param} exclude each other", "tools"
             )
-        constraint = forced_calls(tools.forced, need_tokenizer(context.service.engine), several=tools.several)
+        constraint = forced_calls(
+            tools.forced,
+            need_tokenizer(context.service.engine),
+            several=tools.several,
+            max_bytes=context.settings.max_schema_bytes,
+        )
     call = await open_call(
         context,
         caller,

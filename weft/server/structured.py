@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.errors import RequestError
 from weft.server.answers import CALL, END_CALL, END_THINK
@@ -48,6 +48,9 @@ class WholeGrammar:
         return self.rules
 
 
+_Constrains = TypeVar("_Constrains", bound=Constraint | WholeGrammar)
+
+
 def constraint_of(request: SamplingFields, max_bytes: int) -> Constraint | WholeGrammar | None:
     """The one constraint of a request, or None.
 
@@ -61,12 +64,18 @@ def constraint_of(request: SamplingFields, max_bytes: int) -> Constraint | Whole
     if len(found) > 1:
         raise RequestError(f"{found[0].param} and {found[1].param} exclude each other; give one", found[1].param)
     constraint = found[0]
-    size = len(constraint.rules.encode("utf-8", "replace"))
-    if size > max_bytes:
-        raise RequestError(f"{constraint.param} has {size:,} bytes; this server takes {max_bytes:,}", constraint.param)
+    _limited(constraint, max_bytes)
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request, name):
             raise RequestError(f"{name} contradicts {constraint.param}, which decides where the text ends", name)
+    return constraint
+
+
+def _limited(constraint: _Constrains, max_bytes: int) -> _Constrains:
+    """The constraint. Raises RequestError if it is too large."""
+    size = len(constraint.rules.encode("utf-8", "replace"))
+    if size > max_bytes:
+        raise RequestError(f"{constraint.param} has {size:,} bytes; this server takes {max_bytes:,}", constraint.param)
     return constraint
 
 
@@ -156,8 +165,8 @@ def choice(options: Sequence[str], param: str) -> Constraint:
     return Constraint("answer: " + " | ".join(json.dumps(option) for option in options), param)
 
 
-def forced_calls(schemas: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool) -> Constraint:
-    """One tool call of these functions, or, with ``several``, one or more."""
+def forced_calls(schemas: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool, max_bytes: int) -> Constraint:
+    """One tool call of these functions, or, with ``several``, one or more. Raises RequestError if too large."""
     rules = ['answer: call ("\\n" call)*' if several else "answer: call"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
     begin, end = symbol(tokenizer, CALL), symbol(tokenizer, END_CALL)
@@ -165,7 +174,7 @@ def forced_calls(schemas: Mapping[str, Any], tokenizer: Tokenizer, *, several: b
         head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
         rules.append(f"call_{i}: {begin} {head} arguments_{i} {json.dumps('}' + chr(10))} {end}")
         rules.append(f"arguments_{i}: {_json_rule(schema or {'type': 'object'})}")
-    return Constraint("\n".join(rules), "tools")
+    return _limited(Constraint("\n".join(rules), "tools"), max_bytes)
 
 
 def symbol(tokenizer: Tokenizer, tag: str) -> str:

@@ -1,0 +1,39 @@
+"""What may not stand in the package: ways to run data as code."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "weft"
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "code", "codeop"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def offences(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+                found.append(node.func.id)
+            for keyword in node.keywords:
+                is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                if keyword.arg in ("shell", "trust_remote_code", "allow_pickle") and is_true:
+                    found.append(f"{keyword.arg}=True")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_runs_data_as_code(path: Path) -> None:
+    assert offences(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+def test_the_check_finds_what_it_looks_for() -> None:
+    source = "import pickle\nfrom marshal import loads\neval('1')\nf(shell=True)\nre.compile('x')\nmodel.eval()"
+    assert offences(ast.parse(source)) == ["pickle", "marshal", "eval", "shell=True"]
