@@ -125,14 +125,9 @@ def test_tokenizer_from_elsewhere(checkpoint: Path) -> None:
 LATER = {name: option for name, option in OPTIONS.items() if option.later}
 OTHER_VALUES: dict[str, Any] = {
     "tensor_parallel_size": 2,
-    "enable_piecewise_cuda_graph": True,
-    "piecewise_cuda_graph_tokens": [16, 64],
-    "piecewise_cuda_graph_max_tokens": 64,
-    "piecewise_cuda_graph_compiler": "inductor",
     "splitting_ops": ["attention"],
     "enable_torch_compile": True,
     "torch_compile_max_bs": 8,
-    "enable_torch_compile_debug_mode": True,
 }
 
 
@@ -276,9 +271,31 @@ def test_graphs_and_overlap_follow_the_device(no_gpu: None) -> None:
         ({"enforce_eager": True, "cuda_graph_mode": "FULL_DECODE_ONLY"}, "contradicts"),
         ({"cuda_graph_bs": [1], "cuda_graph_mode": "NONE"}, "has no effect"),
         ({"cuda_graph_max_bs": 8, "enforce_eager": True}, "has no effect"),
-        ({"cuda_graph_mode": "PIECEWISE"}, "piecewise"),
+        ({"enforce_eager": True, "enable_piecewise_cuda_graph": True}, "contradicts"),
+        (
+            {"cuda_graph_mode": "FULL_DECODE_ONLY", "enable_piecewise_cuda_graph": True},
+            "contradicts.*PIECEWISE or FULL_AND_PIECEWISE",
+        ),
+        ({"cuda_graph_mode": "PIECEWISE", "cuda_graph_bs": [1]}, "cuda_graph_bs.*no effect.*'PIECEWISE'"),
+        ({"piecewise_cuda_graph_tokens": [16]}, "no effect with cuda_graph_mode='NONE'"),
+        ({"cuda_graph_mode": "FULL_DECODE_ONLY", "piecewise_cuda_graph_max_tokens": 16}, "no effect"),
+        ({"enable_torch_compile_debug_mode": True}, "no effect"),
     ],
 )
 def test_contradicting_graph_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(device="cpu", **settings)
+
+
+def test_pieces_by_flag_or_by_mode() -> None:
+    default = resolve(device="cpu")
+    assert (default.cuda_graph_mode, default.enable_piecewise_cuda_graph) == ("NONE", False)
+    assert default.piecewise_cuda_graph_max_tokens is None
+    by_flag = resolve(device="cpu", enable_piecewise_cuda_graph=True, max_num_batched_tokens=4096)
+    assert by_flag.cuda_graph_mode == "PIECEWISE" and by_flag.piecewise_cuda_graph_max_tokens == 512
+    assert by_flag.reasons["cuda_graph_mode"] == "enable_piecewise_cuda_graph"
+    by_mode = resolve(device="cpu", cuda_graph_mode="FULL_AND_PIECEWISE", max_num_batched_tokens=210)
+    assert by_mode.enable_piecewise_cuda_graph and by_mode.piecewise_cuda_graph_max_tokens == 210
+    assert by_mode.reasons["enable_piecewise_cuda_graph"] == "cuda_graph_mode=FULL_AND_PIECEWISE"
+    by_list = resolve(device="cpu", cuda_graph_mode="PIECEWISE", piecewise_cuda_graph_tokens=[16])
+    assert by_list.piecewise_cuda_graph_max_tokens is None

@@ -30,9 +30,10 @@ def run(args: argparse.Namespace) -> int:
     from weft.config import resolve
 
     config = resolve(**({"skip_tokenizer_init": True} | engine_settings(args)))
-    if config.cuda_graph_mode == "NONE":
+    if config.cuda_graph_mode in ("NONE", "PIECEWISE"):
         raise ConfigError(
-            "there are no graphs to verify with cuda_graph_mode='NONE'; set --cuda-graph-mode FULL_DECODE_ONLY "
+            f"there are no decode graphs to verify with cuda_graph_mode={config.cuda_graph_mode!r}; "
+            "set --cuda-graph-mode FULL_DECODE_ONLY "
             "(on the CPU, an emulator replays the captured operations)"
         )
     from weft.runner.model_runner import ModelRunner

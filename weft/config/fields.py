@@ -52,7 +52,9 @@ def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata={"option": Option(help=help, kind=kind, default=default, **limits)})
 
 
-PIECEWISE = "piecewise CUDA graphs"
+MIXED_GRAPHS = "full graphs of prefill"
+TRACING = "traced pieces"
+SPLITTING = "pieces that hold Gated DeltaNet"
 COMPILE = "torch.compile"
 
 
@@ -129,32 +131,34 @@ class EngineConfig:
         "text", None, "which batches run as graphs; default: FULL_DECODE_ONLY on a GPU, NONE on the CPU (where any "
         "other mode replays recorded operations, to test what a graph would do)",
         choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
-        later_choices={"PIECEWISE": PIECEWISE, "FULL": PIECEWISE, "FULL_AND_PIECEWISE": PIECEWISE},
+        later_choices={"FULL": MIXED_GRAPHS},
     )  # fmt: skip
     cuda_graph_bs: tuple[int, ...] | None = _option("ints", None, "decode batch sizes to capture", low=1)
     cuda_graph_max_bs: int | None = _option("int", None, "largest decode batch to capture; default: 1024", low=1)
     enable_cudagraph_gc: bool = _option("bool", False, "leave the garbage collector on during capture")
     enable_piecewise_cuda_graph: bool = _option(
-        "bool", False, "capture prefill in pieces between the split operations", later=PIECEWISE, off=False
+        "bool", False, "run prefill in captured pieces between the split operations"
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = _option(
-        "ints", None, "token counts to capture in pieces", low=1, later=PIECEWISE
+        "ints", None, "token counts to capture in pieces", low=1
     )
     piecewise_cuda_graph_max_tokens: int | None = _option(
-        "int", None, "largest token count to capture in pieces", low=1, later=PIECEWISE
-    )
-    piecewise_cuda_graph_compiler: str | None = _option(
-        "text", "capture", "where pieces come from", choices=("capture", "eager", "inductor"), later=PIECEWISE
-    )
+        "int", None, "largest token count to capture in pieces; default: that of a step, on the CPU at most 512",
+        low=1,
+    )  # fmt: skip
+    piecewise_cuda_graph_compiler: str = _option(
+        "text", "capture", "where pieces come from", choices=("capture", "eager", "inductor"),
+        later_choices={"eager": TRACING, "inductor": TRACING},
+    )  # fmt: skip
     splitting_ops: tuple[str, ...] | None = _option(
-        "texts", None, "operations that separate the pieces", later=PIECEWISE
+        "texts", None, "operations that separate the pieces", later=SPLITTING
     )
     enable_torch_compile: bool = _option(
         "bool", False, "compile the model inside decode graphs", later=COMPILE, off=False
     )
     torch_compile_max_bs: int | None = _option("int", None, "largest batch to compile for", low=1, later=COMPILE)
     enable_torch_compile_debug_mode: bool = _option(
-        "bool", False, "check input addresses on every replay", later=PIECEWISE, off=False
+        "bool", False, "check on every replay that what the pieces read has not moved"
     )
     # looking inside
     profile_dir: Path | None = _option("path", None, "write a torch profiler trace into this folder")

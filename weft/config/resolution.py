@@ -21,6 +21,7 @@ from weft.errors import ConfigError
 
 MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+MAX_EMULATED_TOKENS = 512
 
 
 def resolve(**user: Any) -> EngineConfig:
@@ -54,6 +55,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_dtypes(values, reasons, model)
     _choose_context(values, reasons, model)
     _choose_batch_limits(values, reasons)
+    _choose_piece_sizes(values, reasons)
     _explain_pools(values, reasons)
     return EngineConfig(
         **values,
@@ -107,21 +109,61 @@ def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:
 
 
 def _choose_graphs(values: dict[str, Any], reasons: dict[str, str]) -> None:
-    mode = values["cuda_graph_mode"]
+    mode, pieces = values["cuda_graph_mode"], values["enable_piecewise_cuda_graph"]
     if values["enforce_eager"] and mode not in (None, "NONE"):
         raise ConfigError(f"enforce_eager=True contradicts cuda_graph_mode={mode!r}; leave one of them out")
-    if mode is None:
-        on_cpu = values["device"] == "cpu"
-        values["cuda_graph_mode"] = "NONE" if on_cpu or values["enforce_eager"] else "FULL_DECODE_ONLY"
-        reasons["cuda_graph_mode"] = (
-            "enforce_eager" if values["enforce_eager"] else "the CPU has no graphs" if on_cpu else "default on cuda"
+    if values["enforce_eager"] and pieces:
+        raise ConfigError("enforce_eager=True contradicts enable_piecewise_cuda_graph=True; leave one of them out")
+    if pieces and mode not in (None, *_MODES_WITH_PIECES):
+        raise ConfigError(
+            f"enable_piecewise_cuda_graph=True contradicts cuda_graph_mode={mode!r}; leave it out, or use "
+            f"{' or '.join(_MODES_WITH_PIECES)}"
         )
-    if values["cuda_graph_mode"] == "NONE":
-        for name in ("cuda_graph_bs", "cuda_graph_max_bs"):
-            if values[name] is not None:
-                raise ConfigError(
-                    f"{name}={values[name]!r} has no effect with cuda_graph_mode='NONE'; leave one of them out"
-                )
+    if mode is None:
+        mode, reasons["cuda_graph_mode"] = _default_graph_mode(values)
+        values["cuda_graph_mode"] = mode
+    elif mode in _MODES_WITH_PIECES and not pieces:
+        values["enable_piecewise_cuda_graph"] = True
+        reasons["enable_piecewise_cuda_graph"] = f"cuda_graph_mode={mode}"
+    _refuse_without_effect(values, _DECODE_GRAPH_SETTINGS, mode in ("NONE", "PIECEWISE"))
+    _refuse_without_effect(values, _PIECES_SETTINGS, mode not in _MODES_WITH_PIECES)
+
+
+_MODES_WITH_PIECES = ("PIECEWISE", "FULL_AND_PIECEWISE")
+_DECODE_GRAPH_SETTINGS = ("cuda_graph_bs", "cuda_graph_max_bs")
+_PIECES_SETTINGS = (
+    "piecewise_cuda_graph_tokens",
+    "piecewise_cuda_graph_max_tokens",
+    "enable_torch_compile_debug_mode",
+)
+
+
+def _default_graph_mode(values: dict[str, Any]) -> tuple[str, str]:
+    """The mode where the user named none, and why."""
+    on_cpu = values["device"] == "cpu"
+    if values["enable_piecewise_cuda_graph"]:
+        return "PIECEWISE" if on_cpu else "FULL_AND_PIECEWISE", "enable_piecewise_cuda_graph"
+    if values["enforce_eager"]:
+        return "NONE", "enforce_eager"
+    return ("NONE", "the CPU has no graphs") if on_cpu else ("FULL_DECODE_ONLY", "default on cuda")
+
+
+def _refuse_without_effect(values: dict[str, Any], names: tuple[str, ...], without_effect: bool) -> None:
+    for name in names:
+        if without_effect and values[name] != OPTIONS[name].default:
+            mode = values["cuda_graph_mode"]
+            raise ConfigError(
+                f"{name}={values[name]!r} has no effect with cuda_graph_mode={mode!r}; leave one of them out"
+            )
+
+
+def _choose_piece_sizes(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    """The largest captured token count; the user's own list needs none."""
+    name, budget = "piecewise_cuda_graph_max_tokens", values["max_num_batched_tokens"]
+    if values["enable_piecewise_cuda_graph"] and not values["piecewise_cuda_graph_tokens"] and values[name] is None:
+        on_cpu = values["device"] == "cpu"
+        values[name] = min(budget, MAX_EMULATED_TOKENS) if on_cpu else budget
+        reasons[name] = "the emulator keeps every tensor" if values[name] < budget else "max_num_batched_tokens"
 
 
 def _choose_dtypes(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:

@@ -141,6 +141,11 @@ class PieceCapture:
         self._num_breaks += 1
         return out
 
+    @property
+    def num_breaks(self) -> int:
+        """Breaks of one pass."""
+        return len(self._plan)
+
     def _output_number(self) -> int:
         """The output buffer of the next break: the first that nobody reads any more.
 

@@ -1,7 +1,8 @@
 """Full graphs of the decode step: one per batch size, from the packed inputs to the sampled token.
 
-Job: capture the step for a list of sizes, choose a size for a batch, replay, hand out the real rows.
-Owns: the captured graphs, their outputs, and counters. Does not know: what the step computes, or requests.
+Job: capture the step for a list of sizes, replay, hand out the real rows.
+Owns: the captured graphs, their outputs, and counters. Does not know: what the step computes, requests,
+or which size a batch runs in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from tqdm import tqdm
 
 from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, used_bytes
 from weft.graph.graph import Graph, GraphPool
-from weft.graph.sizes import smallest_fitting
 from weft.layers.sampler import SamplerOutput
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class GraphCounters:
     Attributes:
         captures: graphs captured.
         replays: steps that ran as a graph.
-        eager_decodes: decode steps that fitted no graph.
+        eager_decodes: decode steps that fitted none of these graphs.
         rows, padding_rows: rows replayed, and how many of them were padding.
         capture_seconds: time that capturing took, warm-ups included.
         capture_bytes: device memory that the graphs hold.
@@ -105,13 +105,6 @@ class DecodeGraphs:
                     step(size)
                 self._graphs[size] = pool.capture(lambda size=size: step(size))  # type: ignore[misc]
                 bar.set_postfix_str(free_text(self._device), refresh=False)
-
-    def size_for(self, num_seqs: int) -> int | None:
-        """The graph that a decode batch of ``num_seqs`` runs in, or None."""
-        size = smallest_fitting(self.sizes, num_seqs)
-        if size is None:
-            self.counters.eager_decodes += 1
-        return size
 
     def replay(self, size: int, num_seqs: int) -> DecodeOutputs:
         """Run the graph of ``size``. Returns the ``num_seqs`` real rows, valid until the next replay."""

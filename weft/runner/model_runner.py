@@ -21,8 +21,9 @@ from torch import Tensor
 
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
-from weft.forward_context import ForwardContext, KVCache, StateCache, forward_context
-from weft.graph.graph import make_pool
+from weft.forward_context import BatchDescriptor, ForwardContext, GraphMode, KVCache, StateCache, forward_context
+from weft.graph.dispatcher import Choice, CudaGraphMode, Dispatcher
+from weft.graph.graph import GraphPool, make_pool
 from weft.graph.sizes import decode_sizes
 from weft.layers.context import ModelContext
 from weft.layers.sampler import Sampler, SamplerOutput, logprobs_of
@@ -44,6 +45,7 @@ from weft.runner.memory import (
     gpu_cache_budget,
     plan_caches,
 )
+from weft.runner.piecewise import PiecewiseModel, capture_pieces
 from weft.runner.results import HostLogprobs, PendingStep, to_host
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
@@ -60,6 +62,7 @@ class ModelRunner:
     Attributes:
         config, spec, plan: settings; the caches' geometry; their sizes.
         graphs: of the decode step, or None.
+        pieces: the model's forward pass in captured pieces, or None.
         startup: where the time of the start went.
 
     Raises:
@@ -72,7 +75,10 @@ class ModelRunner:
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
         self._sampler = Sampler(self._backend)
+        self._graph_mode = CudaGraphMode(config.cuda_graph_mode)
+        self._dispatcher = Dispatcher(CudaGraphMode.NONE)  # until something is captured
         self.graphs: DecodeGraphs | None = None
+        self.pieces: PiecewiseModel | None = None
         self.caches: dict[str, KVCache | StateCache] = {}
         self.spec = CacheSpec.from_model(
             config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
@@ -91,7 +97,7 @@ class ModelRunner:
             with stage("caches"):
                 self._attach(self.plan)
             with stage("graphs"):
-                self.graphs = self._capture_graphs()
+                self._capture_graphs()
 
     def _make_model(self) -> CausalLM:
         """The model with parameters that are not filled yet."""
@@ -123,7 +129,7 @@ class ModelRunner:
             for orders in covering_steps(limits, state_slot=1 if self.spec.num_linear_layers else 0):
                 self.launch(orders)
                 self._rows.last_token.zero_()  # what was sampled may be no token
-            if config.cuda_graph_mode != "NONE":
+            if self._graph_mode.uses(GraphMode.FULL):
                 for size in powers_of_two(config.max_num_seqs):
                     self._builder.fill_padding(size)
                     self._padded_decode(size)
@@ -198,15 +204,37 @@ class ModelRunner:
         self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> DecodeGraphs | None:
+    def _capture_graphs(self) -> None:
+        """Capture what the configured mode uses; all graphs share one pool, because they run one after the other."""
+        mode = self._graph_mode
+        if mode is CudaGraphMode.NONE:
+            return
+        pool, budget = make_pool(self.device), GRAPH_BYTES
+        if mode.uses(GraphMode.FULL):
+            self.graphs = self._capture_decodes(pool)
+            budget -= self.graphs.counters.capture_bytes
+        if mode.uses(GraphMode.PIECEWISE):
+            self.pieces = capture_pieces(
+                self.model,
+                self._builder,
+                lambda batch: ForwardContext(batch, self.caches, self._layer_modules),
+                pool,
+                self.config,
+                budget_bytes=budget,
+            )
+        self._dispatcher = Dispatcher(
+            mode,
+            decode_sizes=self.graphs.sizes if self.graphs is not None else (),
+            token_sizes=self.pieces.sizes if self.pieces is not None else (),
+        )
+
+    def _capture_decodes(self, pool: GraphPool) -> DecodeGraphs:
         config = self.config
-        if config.cuda_graph_mode == "NONE":
-            return None
         sizes = decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs)
         self._builder.fill_padding(max(sizes))
         return DecodeGraphs(
             self._padded_decode,
-            make_pool(self.device),
+            pool,
             sizes,
             device=self.device,
             budget_bytes=GRAPH_BYTES,
@@ -225,28 +253,35 @@ class ModelRunner:
         self._update_rows(orders)
         self._move(orders)
         sampled = [r for r in orders.requests if r.samples]
-        size = self._graph_size(orders)
-        if size is None:
-            return self._launch_eager(orders, sampled)
-        return self._launch_graph(orders, sampled, size)
+        choice = self._choose(orders)
+        if choice.mode is GraphMode.FULL:
+            return self._launch_graph(orders, sampled, choice.size)
+        return self._launch_batch(orders, sampled, choice)
 
-    def _graph_size(self, orders: SchedulerOutput) -> int | None:
-        """The graph that the step fits, if it decodes throughout."""
-        if self.graphs is None:
-            return None
-        if any(r.num_tokens != 1 or r.start == 0 or not r.samples or r.checkpoints for r in orders.requests):
-            return None
-        return self.graphs.size_for(len(orders.requests))
+    def _choose(self, orders: SchedulerOutput) -> Choice:
+        """How the step runs."""
+        requests = orders.requests
+        decodes = all(r.num_tokens == 1 and r.start and r.samples and not r.checkpoints for r in requests)
+        choice = self._dispatcher.choose(
+            BatchDescriptor(sum(r.num_tokens for r in requests), len(requests), uniform_decode=decodes)
+        )
+        if decodes and self.graphs is not None and choice.mode is not GraphMode.FULL:
+            self.graphs.counters.eager_decodes += 1
+        return choice
 
-    def _launch_eager(self, orders: SchedulerOutput, sampled: list[ScheduledRequest]) -> PendingStep:
+    def _launch_batch(self, orders: SchedulerOutput, sampled: list[ScheduledRequest], choice: Choice) -> PendingStep:
+        """Run any batch, its forward pass eagerly or in pieces."""
         inputs = self._builder.materialise(self._builder.fill(orders))
-        hidden_states = self._forward(inputs)
+        hidden_states = self._forward(inputs, choice)
         prompt_logprobs = self._prompt_logprobs(orders, hidden_states)
-        if not sampled:
-            return PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
-        logits = self.model.compute_logits(hidden_states.index_select(0, inputs.samples.indices))
-        result = self._draw(logits, inputs.samples, sampled)
-        return self._pending(orders.step, sampled, result, prompt_logprobs)
+        if sampled:
+            logits = self.model.compute_logits(hidden_states.index_select(0, inputs.samples.indices))
+            result = self._draw(logits, inputs.samples, sampled)
+            pending = self._pending(orders.step, sampled, result, prompt_logprobs)
+        else:
+            pending = PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
+        pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - inputs.batch.num_tokens
+        return pending
 
     def _launch_graph(self, orders: SchedulerOutput, sampled: list[ScheduledRequest], size: int) -> PendingStep:
         """Replay a graph, which also samples; draw again where a row needs more than the graph's sampling offers."""
@@ -272,7 +307,7 @@ class ModelRunner:
             padded=True,
         )
         inputs = self._builder.materialise(shape)
-        logits = self.model.compute_logits(self._forward(inputs))
+        logits = self.model.compute_logits(self._forward(inputs, Choice(GraphMode.FULL, size)))
         result = self._sampler(logits, self._sampling.any_row(inputs.samples))
         self._rows.set_last_tokens(inputs.samples.rows, result.token_ids)
         return logits, result
@@ -284,8 +319,9 @@ class ModelRunner:
         Returns:
             ``(logits [N, V], token_ids [N])`` of both, as copies. To verify graphs; serving has no use for it.
         """
-        size = self._graph_size(orders)
-        assert self.graphs is not None and size is not None, "no graph fits the step"
+        choice = self._choose(orders)
+        assert self.graphs is not None and choice.mode is GraphMode.FULL, "no graph fits the step"
+        size = choice.size
         count = self._builder.fill(orders, pad_to=size).num_seqs
         slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
         states = [t for c in self.caches.values() if isinstance(c, StateCache) for t in (c.conv, c.recurrent)]
@@ -298,9 +334,16 @@ class ModelRunner:
         logits, result = self.graphs.replay(size, count)
         return eager, (logits.clone(), result.token_ids.clone())
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        with forward_context(ForwardContext(inputs.batch, self.caches, self._layer_modules)):
-            return self.model(inputs.input_ids)
+    def _forward(self, inputs: StepInputs, choice: Choice) -> Tensor:
+        """``[num_tokens, hidden_size]``; from pieces valid until the next step."""
+        context = ForwardContext(inputs.batch, self.caches, self._layer_modules, mode=choice.mode)
+        if self.pieces is None:
+            with forward_context(context):
+                return self.model(inputs.input_ids)
+        if choice.mode is GraphMode.PIECEWISE:
+            return self.pieces.run(context, inputs.input_ids, choice.size)
+        with forward_context(context):
+            return self.pieces(input_ids=inputs.input_ids)
 
     def _draw(self, logits: Tensor, rows: SampleRows, sampled: list[ScheduledRequest]) -> SamplerOutput:
         """Sample, and remember what was sampled."""

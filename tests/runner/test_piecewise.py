@@ -1,0 +1,200 @@
+"""Pieces in the engine, on the emulator: same tokens as without graphs, whatever the mix and whatever ran before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import make_checkpoint
+from weft import LLM, SamplingParams
+from weft.config import resolve
+from weft.forward_context import ForwardContext, GraphMode
+from weft.graph.graph import EmulatedGraphPool
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.runner.model_runner import ModelRunner
+from weft.runner.piecewise import PiecewiseModel
+
+ARCHS = ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 6,
+    "max_model_len": 320,
+    "page_size": 4,
+    "max_num_batched_tokens": 210,
+    "skip_tokenizer_init": True,
+}
+TOKENS = [1, 4, 8, 16, 32, 64, 100, 130, 210]
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def churn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Before every step in pieces, all that graphs computed and all that crosses a break is rubbish."""
+    run, sizes = PiecewiseModel.run, []
+
+    def churned(self: PiecewiseModel, context: ForwardContext, ids: torch.Tensor, size: int) -> torch.Tensor:
+        self._source._pool.scribble()  # type: ignore[attr-defined]
+        self._source.buffers.scribble()
+        sizes.append(size)
+        return run(self, context, ids, size)
+
+    monkeypatch.setattr(PiecewiseModel, "run", churned)
+    yield sizes
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(11)
+    lengths = [1, 2, 63, 64, 65, 129, 210, 90, 300, 17, 31]
+    prompts = [[rng.randrange(200) for _ in range(n)] for n in lengths]
+    params = [
+        SamplingParams(
+            max_tokens=rng.randint(2, 9),
+            ignore_eos=True,
+            temperature=rng.choice([0.0, 1.0]),
+            logprobs=rng.choice([None, 2]),
+            prompt_logprobs=rng.choice([None, 1]),
+            seed=i,
+        )
+        for i in range(len(lengths))
+    ]
+    return prompts, params
+
+
+def answers(model: Path | None, **settings: Any) -> tuple[list[list[int]], ModelRunner]:
+    with LLM(model and str(model), **SETTINGS | settings) as llm:
+        runner = llm._core._executor._runner
+        return [o.outputs[0].token_ids for o in llm.generate(*workload(), use_tqdm=False)], runner
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph_mode": "PIECEWISE", "enable_torch_compile_debug_mode": True},
+        {"cuda_graph_mode": "FULL_AND_PIECEWISE", "cuda_graph_bs": [1, 2, 4]},
+        {"cuda_graph_mode": "FULL_AND_PIECEWISE", "cuda_graph_bs": [1, 4], "num_kv_pages": 130, "enable_overlap": True},
+    ],
+)
+def test_pieces_do_not_change_the_answers(checkpoint: Path, settings: dict[str, Any], churn: list[int]) -> None:
+    expected, _ = answers(checkpoint)
+    assert not churn
+    given, runner = answers(checkpoint, **settings, piecewise_cuda_graph_tokens=TOKENS)
+    assert given == expected
+    assert len(set(churn)) >= 5
+    pieces, layers = runner.pieces, len(runner._layer_modules)
+    assert pieces is not None and pieces.sizes == TOKENS and pieces.counters.captures == len(TOKENS)
+    assert pieces.counters.pieces == layers + 1 and pieces.counters.replays == len(churn)
+    assert 0 < pieces.counters.padding_tokens < pieces.counters.tokens == sum(churn)
+    assert (runner.graphs is not None) == ("cuda_graph_bs" in settings)
+    if runner.graphs is not None:
+        assert runner.graphs.counters.replays > 3
+
+
+def test_the_bundled_model_answers_alike(churn: list[int]) -> None:
+    expected, _ = answers(None)
+    given, _ = answers(None, enable_piecewise_cuda_graph=True, piecewise_cuda_graph_tokens=[8, 64, 210])
+    assert given == expected and churn
+
+
+def step(sequences: list[tuple[int, int, int]], page_size: int = 4, pages_each: int = 80) -> SchedulerOutput:
+    """``(row, start, num_tokens)`` each; row r owns pages from ``1 + r * pages_each`` on and slot ``1 + r``."""
+    new, orders = [], []
+    for row, start, count in sequences:
+        pages = [1 + row * pages_each + i for i in range(pages_each)] if start == 0 else []
+        if start == 0:
+            rng = random.Random(row)
+            new.append(NewRequest(row, [rng.randrange(200) for _ in range(300)], 300, RowSampling(temperature=0.0)))
+        orders.append(ScheduledRequest(row, start, count, pages, 1 + row, True))
+    return SchedulerOutput(0, orders, new)
+
+
+def mixed_steps() -> list[list[tuple[int, int, int]]]:
+    """Steps of decodes and prefill chunks of six sequences, up to 300 tokens each."""
+    rng, at, steps = random.Random(1), [0] * 6, []
+    for _ in range(40):
+        work: list[tuple[int, int, int]] = []
+        for row in rng.sample(range(6), rng.randint(1, 6)):
+            count = min(rng.choice([1, 1, 2, 31, 63, 64, 65]), 300 - at[row])
+            if count and count + sum(n for _, _, n in work) <= SETTINGS["max_num_batched_tokens"]:
+                work.append((row, at[row], count))
+                at[row] += count
+        steps.append(sorted(work, key=lambda w: not (w[2] == 1 and w[1] > 0)))
+    assert sum(at) > 900
+    return [work for work in steps if work]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_hidden_states_and_caches_of_mixed_batches(checkpoint: Path, churn: list[int], padded: bool) -> None:
+    """Without padding pieces compute bit for bit what eager steps do; with it, matrix products have more rows."""
+    steps = mixed_steps()
+    sizes = TOKENS if padded else sorted({sum(n for _, _, n in work) for work in steps})
+    tolerance = {"rtol": 0.0, "atol": 1e-4 if padded else 0.0}
+    common = SETTINGS | {"model": str(checkpoint), "num_kv_pages": 500}
+    plain = ModelRunner(resolve(**common))
+    pieces = ModelRunner(resolve(**common, cuda_graph_mode="PIECEWISE", piecewise_cuda_graph_tokens=sizes))
+    expected, given = noted_states(plain), noted_states(pieces)
+    for orders in map(step, steps):
+        plain.run(orders)
+        pieces.run(orders)
+        torch.testing.assert_close(given[-1], expected[-1], **tolerance)
+    assert len(set(churn)) >= 5
+    for name, cache in plain.caches.items():
+        for field in cache.__slots__:
+            ours, theirs = getattr(pieces.caches[name], field), getattr(cache, field)
+            torch.testing.assert_close(ours[1:], theirs[1:], equal_nan=True, **tolerance)
+
+
+def noted_states(runner: ModelRunner) -> list[torch.Tensor]:
+    """A list that receives the hidden states of every step."""
+    forward, states = runner._forward, []
+
+    def noted(*args: Any) -> torch.Tensor:
+        states.append(forward(*args))
+        return states[-1]
+
+    runner._forward = noted  # type: ignore[method-assign]
+    return states
+
+
+def test_what_moves_is_named_in_debug_mode(tmp_path: Path) -> None:
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    settings = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [4], "model": str(folder)}
+    runner = ModelRunner(resolve(**SETTINGS, **settings, enable_torch_compile_debug_mode=True))
+    runner.run(step([(0, 0, 3)]))
+    weight = runner.model.model.norm.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight is not the tensor"):
+        runner.run(step([(0, 3, 3)]))
+
+
+def test_the_step_says_how_it_ran(tmp_path: Path) -> None:
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    settings = {"cuda_graph_mode": "FULL_AND_PIECEWISE", "piecewise_cuda_graph_tokens": [64], "cuda_graph_bs": [2]}
+    runner = ModelRunner(resolve(model=str(folder), **SETTINGS, **settings))
+    steps = [step([(0, 0, 40)]), step([(0, 40, 1)]), step([(0, 41, 1), (1, 0, 100)]), step([(0, 42, 1), (1, 100, 40)])]
+    told = [(pending.mode, pending.num_padding_tokens) for pending in map(runner.launch, steps)]
+    assert told == [(GraphMode.PIECEWISE, 24), (GraphMode.FULL, 1), (GraphMode.NONE, 0), (GraphMode.PIECEWISE, 23)]
+
+
+def test_memory_used_up_leaves_sizes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter(range(0, 1000, 10))
+    monkeypatch.setattr("weft.runner.piecewise.used_bytes", lambda device: next(used))
+    pieces = PiecewiseModel(
+        lambda input_ids: input_ids[:, None].float(),
+        lambda size: ForwardContext(None, {}),  # type: ignore[arg-type]
+        EmulatedGraphPool(),
+        [1, 2, 4, 8],
+        frozenset(),
+        device=torch.device("cpu"),
+        budget_bytes=25,
+        show_progress=False,
+    )
+    assert pieces.sizes == [4, 8]
