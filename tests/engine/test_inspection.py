@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from tests.cache.test_manager import PROMPT, make, run
+from weft import LLM, SamplingParams
 from weft.cache.radix_tree import as_tokens
 from weft.engine import wire
 from weft.engine.inspection import Inspection, StepLog
@@ -83,3 +84,23 @@ def test_snapshots_are_bounded_and_cross_the_wire() -> None:
     assert snapshot.requests[-1].path, "the latest used nodes are the ones shown"
     message = wire.encode(snapshot)
     assert wire.decode_from_engine(message) == snapshot and len(message) < 200_000
+
+
+def test_steps_tell_how_they_ran() -> None:
+    sizes = {"max_num_seqs": 4, "max_model_len": 160, "max_num_batched_tokens": 64, "cuda_graph_bs": [4]}
+    with LLM(cuda_graph_mode="FULL_AND_PIECEWISE", piecewise_cuda_graph_tokens=[64], **sizes) as llm:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [7 + i] * 13} for i in range(3)], params, use_tqdm=False)
+        snapshot = llm._core.snapshot()
+    first, second = snapshot.steps[:2]
+    assert (first.mode, first.num_prefill_tokens, first.num_padding_tokens) == ("PIECEWISE", 39, 25)
+    assert (second.mode, second.num_decodes, second.num_padding_tokens) == ("FULL", 3, 1)
+    assert [r.status for r in snapshot.requests] == ["length"] * 3 and snapshot.totals.num_padding_tokens >= 26
+    assert snapshot.totals.num_steps == len(snapshot.steps) and snapshot.totals.num_prefill_tokens == 39
+
+
+def test_eager_steps_have_no_padding() -> None:
+    with LLM(max_num_seqs=4, max_model_len=160) as llm:
+        llm.generate([{"prompt_token_ids": [5] * 13}], SamplingParams(max_tokens=2), use_tqdm=False)
+        steps = llm._core.snapshot().steps
+    assert {(step.mode, step.num_padding_tokens) for step in steps} == {("NONE", 0)}
