@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -63,9 +64,11 @@ class RunningServer:
 
     def close(self) -> None:
         self.client.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(5)
+        for end in (self.process.terminate, self.process.terminate, self.process.kill):
+            if self.process.poll() is None:
+                end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(3)
 
 
 def chat_body(text: str, **fields: Any) -> dict[str, Any]:

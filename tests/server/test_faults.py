@@ -189,3 +189,14 @@ def test_a_start_that_fails_is_told_in_one_line() -> None:
     wait_until(lambda: any("weft: error: " in line for line in server.log), 2)
     assert not any("Traceback" in line for line in server.log)
     server.close()
+
+
+def test_sigterm_while_the_engine_starts() -> None:
+    server = RunningServer(module="weft")
+    wait_until(lambda: server.client.get("/health").json() == {"status": "starting"}, 5)
+    assert server.chat("too early").json()["error"]["code"] == "starting"
+    pid = server.engine_pid
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 5 and not is_alive(pid)
+    server.close()

@@ -88,3 +88,4 @@ class EngineStart(msgspec.Struct, frozen=True):
     directory: str
     parent_pid: int
     settings: dict[str, Any]
+    verbose: bool = False

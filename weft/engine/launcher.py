@@ -37,6 +37,7 @@ class EngineProcess:
         on_message: called in the event loop with each message of the engine.
         on_exit: called in the event loop, once, with the exit status when the process has ended (negative: a signal).
         module: what ``python -m`` runs.
+        verbose: it says on stderr what it decides.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class EngineProcess:
         on_message: Callable[[wire.FromEngine], None],
         on_exit: Callable[[int], None],
         module: str = ENGINE_MODULE,
+        *,
+        verbose: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
@@ -52,14 +55,14 @@ class EngineProcess:
         self._directory = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
         self.pulse = Pulse(self._directory / "heartbeat")
         self._channel = ServerChannel(self._directory)
-        self._process = self._spawn([sys.executable, "-m", module], settings)
+        self._process = self._spawn([sys.executable, "-m", module], settings, verbose)
         self._reader = asyncio.create_task(self._read())
         self._ended = asyncio.Event()
         threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
 
-    def _spawn(self, command: Sequence[str], settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def _spawn(self, command: Sequence[str], settings: dict[str, Any], verbose: bool) -> subprocess.Popen[bytes]:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-        start = EngineStart(str(self._directory), os.getpid(), plain)
+        start = EngineStart(str(self._directory), os.getpid(), plain, verbose)
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         process.stdin.write(msgspec.msgpack.encode(start))
@@ -75,7 +78,11 @@ class EngineProcess:
 
     async def _read(self) -> None:
         while True:
-            self._on_message(await self._channel.receive())
+            message = await self._channel.receive()
+            if isinstance(message, wire.Ready):
+                # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
+                shutil.rmtree(self._directory, ignore_errors=True)
+            self._on_message(message)
 
     def _watch(self) -> None:
         """In a thread: wait for the end of the process, which no message can announce."""
@@ -97,12 +104,12 @@ class EngineProcess:
         self._ended.set()
         self._on_exit(status)
 
-    async def stop(self) -> None:
-        """Ask it to leave, kill it if it does not, and wait for its end."""
-        if not self._ended.is_set() and self._process.returncode is None:
+    async def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ask it to leave, kill it if it does not within ``grace_s`` seconds, and wait for its end."""
+        if grace_s > 0 and not self._ended.is_set() and self._process.returncode is None:
             self.send(wire.Shutdown())
         try:
-            await asyncio.wait_for(self._ended.wait(), _GRACE_S)
+            await asyncio.wait_for(self._ended.wait(), grace_s)
         except TimeoutError:
             self.kill()
             await self._ended.wait()

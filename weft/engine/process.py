@@ -23,6 +23,7 @@ from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.heartbeat import Heartbeat
 from weft.engine.lifeline import die_with_parent
+from weft.errors import WeftError
 from weft.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -180,7 +181,9 @@ def main(make: Start = start_core) -> int:
     die_with_parent(start.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server hears them too and says when to leave
-    logging.basicConfig(level=logging.WARNING, format="engine: %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO if start.verbose else logging.WARNING, format="engine: %(name)s: %(message)s"
+    )
     directory = Path(start.directory)
     heartbeat = Heartbeat(directory / "heartbeat", start.parent_pid)
     heartbeat.start()
@@ -190,10 +193,9 @@ def main(make: Start = start_core) -> int:
         channel.send(wire.Ready(capacity))
         EngineLoop(core, channel, heartbeat).run()
     except Exception as error:
-        failed = wire.failure(error)
-        if not failed.user_error:
+        if not isinstance(error, WeftError):
             logger.exception("the engine ends")
-        channel.send(failed)
+        channel.send(wire.failure(error))
         return 1
     finally:
         channel.close()

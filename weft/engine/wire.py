@@ -19,7 +19,7 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.engine.views import Snapshot
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 from weft.messages import RowSampling, TokenLogprobs
 from weft.outputs import CacheReport
 from weft.request import FinishReason, Request
@@ -207,5 +207,5 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other)
 def failure(error: BaseException) -> Failed:
     """How the end of the engine is told."""
     if isinstance(error, WeftError):
-        return Failed(str(error), user_error=True)
+        return Failed(str(error), user_error=isinstance(error, ConfigError))
     return Failed(f"{type(error).__name__}: {error}")

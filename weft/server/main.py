@@ -29,6 +29,8 @@ from weft.server.settings import ServerSettings
 _SWITCH_S = 0.0005
 """How long a rendering thread may keep the event loop from running (the interpreter's default is 5 ms)."""
 
+_BACKLOG = 2048
+
 _FLUSH_S = 0.5
 """How long streams get to send their last event after the engine has died."""
 
@@ -49,7 +51,7 @@ def serve(
     listener = _listen(settings)
     sys.setswitchinterval(_SWITCH_S)
     configure_logging(settings.log_format == "json", verbose)
-    return uvloop.run(_run(settings, engine_settings, listener, engine_module))
+    return uvloop.run(_run(settings, engine_settings, listener, engine_module, verbose))
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -66,6 +68,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
             "choose another --port or --host"
         ) from error
     listener.set_inheritable(False)
+    listener.listen(_BACKLOG)  # whoever connects now waits for the event loop and is not turned away
     return listener
 
 
@@ -95,11 +98,15 @@ class _HttpServer(uvicorn.Server):
 
 
 async def _run(
-    settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket, engine_module: str
+    settings: ServerSettings,
+    engine_settings: dict[str, Any],
+    listener: socket.socket,
+    engine_module: str,
+    verbose: bool,
 ) -> int:
     report = StartReport(sys.stderr)
     report.head(settings, listener)
-    service = Service(settings, engine_settings, report.stage, engine_module)
+    service = Service(settings, engine_settings, report.stage, engine_module, verbose=verbose)
     config = uvicorn.Config(
         build_app(service),
         log_config=None,
@@ -109,7 +116,7 @@ async def _run(
         http="httptools",
         ws="none",
         timeout_graceful_shutdown=2,
-        backlog=2048,
+        backlog=_BACKLOG,
     )
     http = _HttpServer(config)
     stop = _Stop(service)

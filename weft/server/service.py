@@ -57,6 +57,7 @@ class Service:
         engine_settings: what the user set for the engine.
         tell: hears about stages of the start.
         engine_module: the module that is the engine process.
+        verbose: the engine says what it decides.
 
     Attributes:
         state: see the module.
@@ -69,6 +70,8 @@ class Service:
         engine_settings: dict[str, Any],
         tell: Tell = lambda name, seconds, note: None,
         engine_module: str = ENGINE_MODULE,
+        *,
+        verbose: bool = False,
     ) -> None:
         self.settings = settings
         self.state = State.STARTING
@@ -80,6 +83,7 @@ class Service:
         self._grammars: GrammarChecker | None = None
         self._engine_settings = engine_settings
         self._engine_module = engine_module
+        self._verbose = verbose
         self._tell = tell
         self._process: EngineProcess | None = None
         self._engine: AsyncEngine | None = None
@@ -91,6 +95,7 @@ class Service:
         self._began = time.monotonic()
         self._ready_at = 0.0
         self._restarts_in_a_row = 0
+        self._is_closing = False
 
     # -- what handlers ask ---------------------------------------------------------------------------------------
 
@@ -123,7 +128,8 @@ class Service:
     @property
     def config(self) -> EngineConfig:
         if self._config is None:
-            raise ApiError(503, "the engine is starting; try again soon", type="server_error", retry_after_s=1)
+            _ = self.engine  # there is none yet, and this says why
+        assert self._config is not None
         return self._config
 
     @property
@@ -169,7 +175,9 @@ class Service:
         self.state = State.STARTING
         self._began = time.monotonic()
         self._last_words = None
-        self._process = EngineProcess(self._engine_settings, self._hear, self._on_exit, self._engine_module)
+        self._process = EngineProcess(
+            self._engine_settings, self._hear, self._on_exit, self._engine_module, verbose=self._verbose
+        )
 
     def _hear(self, message: wire.FromEngine) -> None:
         match message:
@@ -221,7 +229,7 @@ class Service:
     def _on_exit(self, status: int) -> None:
         """The engine process has ended."""
         was_ready = self.state is State.READY
-        if self.state is State.DRAINING and status == 0:
+        if self._is_closing:
             return
         failure = self._last_words or wire.Failed(f"the engine process ended unexpectedly ({_ending(status)})")
         logger.error("%s", failure.message)
@@ -255,15 +263,16 @@ class Service:
 
     async def close(self) -> None:
         """End the engine process, whatever its state."""
+        self._is_closing = True
         self.render.close()
         if self._grammars is not None:
             await self._grammars.close()
         if self._process is None:
             return
-        if self.state is State.DRAINING:
+        if self.state is State.DRAINING and self._engine is not None:
             await self._process.stop()
         else:
-            self._process.kill()
+            await self._process.stop(grace_s=0.0)
 
 
 def _describe(capacity: wire.Capacity) -> str:
