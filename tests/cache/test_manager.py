@@ -203,6 +203,24 @@ def test_nan_is_not_kept() -> None:
     assert manager.match(PROMPT).num_kv_tokens == 0
 
 
+def test_nan_takes_along_what_was_filed_and_spares_what_others_use() -> None:
+    manager, memory = make()
+    run(manager, memory, [*PROMPT[:80], 999])
+    beside = begin(manager, [*PROMPT[:80], 998])
+    memory.launch(beside, 81 - beside.fed)
+    bad = begin(manager, PROMPT, borders=[150])
+    memory.launch(bad, 160 - bad.fed)
+    assert manager.match([*PROMPT[:150], 7]).num_tokens == 150
+    manager.release(bad.lease, bad.tokens, keep=False)
+    manager.check()
+    match = manager.match(PROMPT)
+    assert (match.num_kv_tokens, match.num_tokens) == (80, 0)
+    manager.release(beside.lease, beside.tokens)
+    manager.check()
+    memory.check_tree()
+    assert manager.match([*PROMPT[:80], 998, 1]).num_tokens == 81
+
+
 def test_recomputed_span_reads_the_stored_pages() -> None:
     manager, memory = make(checkpoint_policy="finish_only")
     run(manager, memory, PROMPT, output=[1])

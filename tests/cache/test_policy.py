@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.cache.fake_memory import FakeMemory
-from tests.cache.test_manager import PROMPT, make, run
+from tests.cache.test_manager import PROMPT, begin, make, run
 from tests.cache.test_manager_fuzz import make_spec
 from weft.cache.checkpoints import prefill_positions
 from weft.cache.dump import dump_tree
@@ -90,6 +92,18 @@ def test_odds_follow_what_became_of_others() -> None:
         odds.use("end", 0, 0)
     assert odds("end", 0, 0) == 0.52
     assert odds("end", 0, 1) == 4 / 52
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_ended_requests_are_told_with_their_prompts(hybrid: bool) -> None:
+    """What the weight is tuned on: the tokens fed, how many of them were prompt, and the borders."""
+    manager, memory = make(hybrid)
+    told: list[tuple[int, int, str | None]] = []
+    manager.observer = lambda tokens, num_prompt_tokens, salt, _: told.append((len(tokens), num_prompt_tokens, salt))
+    run(manager, memory, PROMPT, output=[1, 2])
+    running = begin(manager, PROMPT[:100])
+    manager.release(running.lease, running.tokens)  # ended before its prompt was computed
+    assert told == [(212, 210, None)]
 
 
 def test_alpha_follows_the_load() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.fake_runner import VOCAB, FakeRunner
 from tests.scheduler.test_scheduler import PAGE, Rig, expect, make_request, make_spec
 from weft.cache.manager import Manager
-from weft.messages import ModelOutput
+from weft.messages import ModelOutput, RowSampling
 from weft.request import Request
 from weft.scheduler.scheduler import Scheduler
 
@@ -107,6 +107,92 @@ def test_a_twin_does_not_wait_for_one_that_was_aborted() -> None:
     rig.run()
     expect(second)
     assert second.num_cached_tokens == 64  # what the aborted one had fed
+
+
+def test_what_an_aborted_twin_has_in_flight_is_waited_for() -> None:
+    rig = make_rig()
+    first, second = (make_request(f"r{i}", prompt(210), 4, i) for i in range(2))
+    rig.scheduler.add(first)
+    rig.scheduler.add(second)
+    rig.step(depth=1)
+    rig.step(depth=1)
+    rig.scheduler.finish("r0", "abort")
+    rig.run(depth=1)
+    expect(second)
+    assert second.num_cached_tokens == 128
+
+
+def test_states_ordered_before_an_abort_are_kept() -> None:
+    """Aborted while the step that stores the border is in flight: the border is filed, what lay ahead is not."""
+    rig = make_rig()
+    request = make_request("r", prompt(210), 4)
+    request.checkpoint_positions = [37, 150]
+    rig.scheduler.add(request)
+    orders = rig.scheduler.schedule()
+    assert orders is not None and [p for p, _ in orders.requests[0].checkpoints] == [37]
+    output = rig.runner.run(orders)
+    rig.scheduler.finish("r", "abort")
+    rig.scheduler.check()
+    assert rig.manager.match(prompt(210)).num_tokens == 0
+    rig.scheduler.update(output)
+    rig.scheduler.check()
+    assert rig.manager.match([*prompt(210)[:40], 1]).num_tokens == 37
+    assert rig.manager.match(prompt(210)).num_tokens == 64
+    run(rig, make_request("again", prompt(210), 4))
+    assert_idle(rig)
+
+
+def test_salts_share_nothing_even_when_they_arrive_together() -> None:
+    rig = make_rig()
+    requests = [make_request(f"r{i}", prompt(210), 4, i) for i in range(6)]
+    for request, salt in zip(requests, ["a", "b", None] * 2, strict=True):
+        request.cache_salt = salt
+    run(rig, *requests)
+    assert [r.num_cached_tokens for r in requests] == [0, 0, 0, 209, 209, 209]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_nan_forgets_all_that_the_request_had_filed(depth: int) -> None:
+    """NaN shows when a token is sampled; the chunks before it were filed by then, and may be where it came from."""
+    rig = make_rig()
+    run(rig, make_request("sound", [*prompt(30), *prompt(30, 1)], 3))
+    request = make_request("bad", [*prompt(30), *prompt(180, 2)], 3, 1)
+    request.checkpoint_positions = [100]
+    rig.scheduler.add(request)
+    while request.finish_reason is None:
+        orders = rig.scheduler.schedule()
+        if orders is not None:
+            output = rig.runner.run(orders)
+            nan = [r.row for r in orders.requests if r.samples]
+            rig.in_flight.append(ModelOutput(output.step, output.rows, output.token_ids, failed_rows=nan))
+        if len(rig.in_flight) > depth or orders is None:
+            rig.scheduler.update(rig.in_flight.popleft())
+        rig.scheduler.check()
+    rig.run()
+    match = rig.manager.match(request.prompt_token_ids)
+    assert (match.num_kv_tokens, match.num_tokens) == (30, 0), "only the KV that another request needs is left"
+    assert rig.manager.match([*prompt(30), *prompt(30, 1), 5]).num_tokens > 30
+    run(rig, make_request("again", request.prompt_token_ids, 3, 2))
+    assert_idle(rig)
+
+
+def test_prompt_logprobs_compute_everything_and_wait_for_no_twin() -> None:
+    rig = make_rig(budget=512)
+    requests = [make_request(f"r{i}", prompt(210), 4, i) for i in range(2)]
+    requests[1].sampling = RowSampling(prompt_logprobs=1)
+    run(rig, *requests)
+    assert [r.num_cached_tokens for r in requests] == [0, 0]
+    assert rig.max_step_tokens == 420
+
+
+def test_a_resumed_request_reuses_what_is_left_of_it() -> None:
+    """Two requests outgrow the pool: the later one gives way and comes back to the KV and state that it left."""
+    rig = make_rig(pages=42, seqs=2, slots=20)
+    old, new = make_request("old", prompt(60), 40, 0), make_request("new", prompt(60, 1), 40, 1)
+    run(rig, old, new)
+    assert new.num_preemptions and not old.num_preemptions
+    assert rig.manager.stats().num_hit_tokens >= 59
+    assert_idle(rig)
 
 
 def test_prompt_logprobs_compute_everything() -> None:

@@ -26,7 +26,9 @@ def make_spec(hybrid: bool = True) -> CacheSpec:
 class Rig:
     """Scheduler and fake runner; ``depth`` steps may be in flight before results are taken in."""
 
-    def __init__(self, *, pages: int, seqs: int, budget: int, policy: str = "fcfs", hybrid: bool = True, slots: int | None = None) -> None:
+    def __init__(
+        self, *, pages: int, seqs: int, budget: int, policy: str = "fcfs", hybrid: bool = True, slots: int | None = None
+    ) -> None:
         slots = slots if slots is not None else (seqs + 1 if hybrid else 1)
         self.manager = Manager(make_spec(hybrid), num_pages=pages, num_slots=slots)
         self.scheduler = Scheduler(self.manager, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy)
@@ -55,7 +57,14 @@ class Rig:
         raise AssertionError("the scheduler does not come to an end")
 
 
-def make_request(name: str, prompt: list[int], max_tokens: int, arrival: int = 0, stop: frozenset[int] = frozenset(), priority: int = 0) -> Request:
+def make_request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    arrival: int = 0,
+    stop: frozenset[int] = frozenset(),
+    priority: int = 0,
+) -> Request:
     return Request(name, prompt, RowSampling(), max_tokens, arrival=arrival, eos_token_ids=stop, priority=priority)
 
 

@@ -154,7 +154,8 @@ class Manager:
             lease = self._try_lease(match, num_tokens, reserve_pages)
         if lease is None:
             return None
-        self._plan_checkpoints(lease, match, num_prompt_tokens or len(match.tokens), borders)
+        lease.num_prompt_tokens = num_prompt_tokens or len(match.tokens)
+        self._plan_checkpoints(lease, match, borders)
         self._num_query_tokens += len(match.tokens)
         self._num_hit_tokens += lease.num_cached_tokens
         self._leases.add(lease)
@@ -221,11 +222,10 @@ class Manager:
             slot = self.tree.take_checkpoint(source, lost=False)
         return slot
 
-    def _plan_checkpoints(self, lease: Lease, match: Match, num_prompt_tokens: int, borders: Sequence[int]) -> None:
+    def _plan_checkpoints(self, lease: Lease, match: Match, borders: Sequence[int]) -> None:
         if not (self._needs_state and self.enable_prefix_caching):
             return
         stored = match.num_kv_tokens
-        lease.num_prompt_tokens = num_prompt_tokens
         lease.kinds = dict.fromkeys(borders, "border")
         if lease.num_cached_tokens < stored:
             lease.kinds[stored] = "divergence"
@@ -234,13 +234,13 @@ class Manager:
             reused=lease.num_cached_tokens,
             divergence=stored if lease.num_cached_tokens < stored < len(match.tokens) else None,
             borders=borders,
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=lease.num_prompt_tokens,
         )
 
     # -- a request grows -------------------------------------------------------------------------------------------
 
     def is_prefilled(self, lease: Lease) -> bool:
-        """Is everything filed that the lease's first tokens have to give?"""
+        """Is everything filed that the lease's first tokens have to give? True too if the lease has ended."""
         return lease.is_filed or lease.node is None
 
     def shareable(self, match: Match, lease: Lease) -> int:
@@ -378,11 +378,14 @@ class Manager:
         Args:
             token_ids: the request's tokens as far as they are known. If more were fed (a step launched past the end),
                 the working state belongs to no known sequence and is dropped.
-            keep: False: what was not confirmed is worthless (NaN, a step that broke); nothing more is filed.
+            keep: False: what it computed is worthless (NaN, a step that broke). Nothing is filed, and what it filed
+                or reused is forgotten: NaN shows when a token is sampled, wherever it came from.
         """
-        tokens, fed = as_tokens(token_ids), lease.num_committed_tokens
+        tokens, fed, node = as_tokens(token_ids), lease.num_committed_tokens, lease.node
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
-        if self.observer is not None and fed >= len(lease.tokens):
+        if not keep and node is not None:
+            self.tree.forget(node)
+        if keep and self.observer is not None and fed >= len(lease.tokens):
             borders = [position for position, kind in lease.kinds.items() if kind == "border"]
             self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, borders)
 

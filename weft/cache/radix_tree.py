@@ -359,6 +359,14 @@ class RadixTree:
             self._offer_leaf(leaf)
         self.version += 1
 
+    def forget(self, node: Node) -> None:
+        """Drop the states on the path to ``node``, and the KV there that no other sequence needs."""
+        for each in [each for each in node.path() if each.parent is not None]:
+            for checkpoint in [c for c in each.checkpoints.values() if not c.pins]:
+                self._slots.release(self.take_checkpoint(checkpoint, lost=True))
+            if each.is_evictable_leaf:
+                self.trim(each, each.start)
+
     def _drop_if_empty_root(self, node: Node) -> None:
         """Salts come and go with their users; the root of unsalted prompts stays, with what it remembers."""
         if node.parent is None and node.salt is not None and not node.children and not node.locks:

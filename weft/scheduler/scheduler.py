@@ -267,10 +267,10 @@ class Scheduler:
         return self.manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
 
     def _has_twin(self, request: Request) -> bool:
-        """Does the request wait for a prefill that is still on its way?"""
+        """Does the request wait for a prefill that is still on its way? One that was ended files what it has soon."""
         lookup = self._lookups.get(request)
         twin = lookup.twin if lookup is not None else None
-        return twin is not None and twin in self._running and not self.manager.is_prefilled(twin.lease)
+        return twin is not None and not self.manager.is_prefilled(twin.lease)
 
     def _finds_twin(self, request: Request, match: Match) -> bool:
         """Is a prefill on its way that makes much more of this prompt reusable? Then wait, and tell that prefill."""
@@ -285,10 +285,10 @@ class Scheduler:
         running = Running(request, self._free_rows.pop(), lease)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = lease.num_cached_tokens
+        logger.debug("%s: %s", request.request_id, lease.report)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_cached_tokens
             request.cache_report = lease.report
-            logger.debug("%s: %s", request.request_id, lease.report)
             request.times.first_scheduled = time.monotonic()
         self._running.append(running)
         self._running.sort(key=lambda r: sort_key(self.policy, r.request))
