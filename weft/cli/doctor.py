@@ -7,7 +7,6 @@ loaded but torch, and that only if it is there.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import re
@@ -68,6 +67,8 @@ def _python() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     """What the distribution's metadata requires: without an extra it must be there, with one it may."""
+    import importlib.metadata  # slow, and --help does without
+
     try:
         requirements = importlib.metadata.requires("weft") or []
     except importlib.metadata.PackageNotFoundError:
@@ -81,6 +82,8 @@ def _packages() -> Iterator[Finding]:
 
 
 def _package(name: str, requirement: str, extra: str | None) -> Finding:
+    import importlib.metadata
+
     wanted = re.search(r">=\s*([\d.]+)", requirement)
     what = name if extra is None else f"{name} ({extra})"
     install = f"pip install '{name}{'>=' + wanted.group(1) if wanted else ''}'"
