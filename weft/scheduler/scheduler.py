@@ -164,6 +164,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step's orders, or None if nothing can run now."""
+        if self._leaving and not self._running:
+            return None  # only ended requests are in flight: they file what they have before the next turn looks it up
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
         if self._num_preemptions == preempted_before:
