@@ -53,9 +53,9 @@ def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[d
     prompts = [p["messages"] for p in problems[:6]]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20)
     with LLM(device="cpu", dtype="bfloat16") as low:
-        pairs = zip(float32.chat(prompts, params, use_tqdm=False), low.chat(prompts, params, use_tqdm=False), strict=True)
+        both = (llm.chat(prompts, params, use_tqdm=False) for llm in (float32, low))
         same, divergence, count = 0, 0.0, 0
-        for exact, rounded in pairs:
+        for exact, rounded in zip(*both, strict=True):
             assert exact.prompt_logprobs is not None and rounded.prompt_logprobs is not None
             # What a user wrote cannot be predicted; what the model was trained to say can.
             for p, q in zip(exact.prompt_logprobs[1:], rounded.prompt_logprobs[1:], strict=True):

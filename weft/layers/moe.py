@@ -91,6 +91,7 @@ class SparseMoe(nn.Module):
             num_tokens=batch.num_tokens if batch.token_count is None else batch.token_count,
             backend=self._backend,
         )
+        gate = logits[:, self._num_experts : self._num_experts + 1]
         out = fused_moe(
             x,
             self.experts.gate_up,
@@ -98,7 +99,7 @@ class SparseMoe(nn.Module):
             weights,
             ids,
             shared=self.shared_expert(x) if self.shared_expert is not None else None,
-            shared_gate=logits[:, self._num_experts : self._num_experts + 1] if self.shared_expert is not None else None,
+            shared_gate=gate if self.shared_expert is not None else None,
             backend=self._backend,
         )
         return self._tp.all_reduce(out)
