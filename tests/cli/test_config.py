@@ -11,6 +11,7 @@ import pytest
 from weft.assets import MODEL_DIR
 from weft.cli import main
 from weft.config.fields import OPTIONS
+from weft.engine.llm import LLM
 
 
 def test_json_holds_every_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,3 +35,37 @@ def test_table_gives_reasons(capsys: pytest.CaptureFixture[str], monkeypatch: py
         if option.later and option.default != option.off:
             assert f"not in this version: {option.later}" in rows[name]
     assert "2 full attention, 6 linear attention" in out
+
+
+def test_capacity_is_that_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"device": "cpu", "cpu_cache_gib": 0.02, "max_num_seqs": 40, "max_model_len": 300}
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["config", "--json", *flags]) == 0
+    shown = json.loads(capsys.readouterr().out)["capacity"]
+    with LLM(**settings) as llm:
+        plan = llm._core.plan
+        assert (shown["num_kv_pages"], shown["num_state_slots"]) == (plan.num_pages, plan.num_slots)
+        assert (shown["max_num_seqs"], shown["max_model_len"]) == (plan.max_num_seqs, llm.max_model_len)
+        assert shown["cache_bytes"] == plan.cache_bytes and shown["reasons"] == plan.reasons
+    assert "clamped" in shown["reasons"]["max_num_seqs"]
+    assert shown["kv_tokens"] == (plan.num_pages - 1) * 16
+    assert shown["full_contexts"] == min(plan.max_num_seqs, shown["kv_tokens"] // 304)
+
+
+def test_capacity_in_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["config", "--device", "cpu", "--num-kv-pages", "21"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens of KV" in out and "320" in out and "clamped to 320" in out
+    assert main(["config", "--device", "cpu", "--cpu-cache-gib", "0.000001"]) == 0
+    assert "nothing fits" in capsys.readouterr().out
+
+
+def test_capacity_of_a_gpu_is_measured_at_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: True)
+    assert main(["config", "--json", "--device", "cuda"]) == 0
+    shown = json.loads(capsys.readouterr().out)["capacity"]
+    assert shown["kv_page_bytes"] == 16_384 and "num_kv_pages" not in shown
+    assert "measured" in shown["reasons"]["num_kv_pages"]

@@ -299,3 +299,13 @@ def test_pieces_by_flag_or_by_mode() -> None:
     assert by_mode.reasons["enable_piecewise_cuda_graph"] == "cuda_graph_mode=FULL_AND_PIECEWISE"
     by_list = resolve(device="cpu", cuda_graph_mode="PIECEWISE", piecewise_cuda_graph_tokens=[16])
     assert by_list.piecewise_cuda_graph_max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("state_checkpoint_policy", "exact"), ("eviction_policy", "flops"), ("schedule_policy", "lpm")]
+)
+def test_settings_of_a_cache_that_is_off_are_refused(no_gpu: None, name: str, value: str) -> None:
+    assert getattr(resolve(**{name: value}), name) == value
+    with pytest.raises(ConfigError, match=f"{name}='{value}' has no effect with enable_prefix_caching=False"):
+        resolve(enable_prefix_caching=False, **{name: value})
+    assert not resolve(enable_prefix_caching=False).enable_prefix_caching

@@ -19,10 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from weft.cache.plan import CachePlan
 from weft.config import resolve
 from weft.ops.backend import Backend
 from weft.runner import model_runner, warmup
-from weft.runner.memory import CachePlan
 
 LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 512}
 

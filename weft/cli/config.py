@@ -1,6 +1,7 @@
-"""``weft config``: every setting, its value, and why.
+"""``weft config``: every setting, its value, and why; and what the caches will hold.
 
-Job: resolve the settings as the engine would, and show them. Owns: the layout.
+Job: resolve the settings as the engine would, plan the caches where that needs no measurement, and show both.
+Owns: the layout.
 Does not know: torch; no weights are read.
 """
 
@@ -16,6 +17,9 @@ from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.resolution import resolve_settings
+from weft.errors import CapacityError
+
+MEASURED = "measured when the engine starts: what the GPU has left beside weights, the largest step and graphs"
 
 
 def add_parser(verbs: Any) -> None:
@@ -27,7 +31,7 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     config = resolve_settings(engine_settings(args), weights=False)
     if args.json:
-        print(json.dumps(config_json(config), indent=1, default=_plain))
+        print(json.dumps(config_json(config) | {"capacity": capacity(config)}, indent=1, default=_plain))
     else:
         _print_tables(config, given=engine_settings(args))
     return 0
@@ -42,6 +46,44 @@ def config_json(config: EngineConfig) -> dict[str, Any]:
         "tokenizer_path": str(config.tokenizer_path),
         "model_config": _plain(dataclasses.asdict(config.model_config)),
         "generation": _plain(dataclasses.asdict(config.generation)),
+    }
+
+
+def capacity(config: EngineConfig) -> dict[str, Any]:
+    """What the caches will hold, in bytes, tokens and requests; on a GPU only what each page and slot costs.
+
+    ``reasons`` says why a number is what it is; ``error`` why nothing fits.
+    """
+    from weft.cache.plan import plan_caches
+    from weft.cache.spec import CacheSpec
+
+    spec = CacheSpec.from_model(
+        config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
+    )
+    costs: dict[str, Any] = {"kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes}
+    if config.device != "cpu":
+        return costs | {"reasons": {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}}
+    try:
+        plan = plan_caches(
+            spec,
+            budget_bytes=int(config.cpu_cache_gib * 2**30),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            num_kv_pages=config.num_kv_pages,
+            num_state_slots=config.num_state_slots,
+            keeps_prefixes=config.enable_prefix_caching,
+        )
+    except CapacityError as error:
+        return costs | {"error": str(error)}
+    return costs | {
+        "num_kv_pages": plan.num_pages,
+        "num_state_slots": plan.num_slots,
+        "cache_bytes": plan.cache_bytes,
+        "kv_tokens": (plan.num_pages - 1) * spec.page_size,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "full_contexts": plan.num_full_contexts(spec.page_size),
+        "reasons": plan.reasons,
     }
 
 
@@ -69,6 +111,34 @@ def _print_tables(config: EngineConfig, given: dict[str, Any]) -> None:
     for name, value in _found(config).items():
         found.add_row(name, value)
     console.print(found)
+    caches = Table("caches", "", "why", title_justify="left")
+    for row in _capacity_rows(capacity(config)):
+        caches.add_row(*row)
+    console.print(caches)
+
+
+def _capacity_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    reasons: dict[str, str] = found.get("reasons", {})
+    rows = [
+        ("bytes of a KV page", f"{found['kv_page_bytes']:,}", ""),
+        ("bytes of a state slot", f"{found['state_slot_bytes']:,}", ""),
+    ]
+    if "error" in found:
+        return [*rows, ("nothing fits", "", found["error"])]
+    names = {
+        "num_kv_pages": "KV pages",
+        "num_state_slots": "state slots",
+        "cache_bytes": "bytes in all",
+        "kv_tokens": "tokens of KV",
+        "max_model_len": "longest sequence",
+        "max_num_seqs": "requests at a time",
+        "full_contexts": "of the longest sequence",
+    }
+    for name, title in names.items():
+        if name in found or name in reasons:
+            value = f"{found[name]:,}" if name in found else "-"
+            rows.append((title, value, reasons.get(name, "")))
+    return rows
 
 
 def _shown(value: Any) -> str:

@@ -49,6 +49,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     tokenizer_path = locate(values["tokenizer"], weights=False) if values["tokenizer"] else model_path
     model = read_checkpoint_config(model_path)
     generation = read_generation_config(model_path)
+    _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
     _choose_names(values, reasons)
     _choose_device(values, reasons)
     _choose_graphs(values, reasons)
@@ -73,6 +74,22 @@ def _switch_off(values: dict[str, Any], reasons: dict[str, str]) -> None:
         if option.later and values[name] != option.off:
             values[name] = option.off
             reasons[name] = f"not in this version: {option.later}"
+
+
+def _check_cache_settings(values: dict[str, Any], given: list[str]) -> None:
+    """Refuse what would have no effect without the prefix cache."""
+    if values["enable_prefix_caching"]:
+        return
+    for name in ("state_checkpoint_policy", "eviction_policy"):
+        if name in given:
+            raise ConfigError(
+                f"{name}={values[name]!r} has no effect with enable_prefix_caching=False; leave one of them out"
+            )
+    if values["schedule_policy"] == "lpm":
+        raise ConfigError(
+            "schedule_policy='lpm' has no effect with enable_prefix_caching=False: no prefix is ever found; "
+            "allowed then are fcfs and priority"
+        )
 
 
 def _choose_names(values: dict[str, Any], reasons: dict[str, str]) -> None:

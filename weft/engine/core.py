@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from weft.cache.manager import Manager
+from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
@@ -34,7 +35,6 @@ from weft.engine.views import Snapshot
 from weft.executor.in_process import InProcessExecutor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
-from weft.runner.memory import CachePlan
 from weft.runner.results import PendingStep
 from weft.scheduler.scheduler import Scheduler, SchedulerStats
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
 from weft.messages import SchedulerOutput
-from weft.runner.memory import CachePlan
 from weft.runner.model_runner import ModelRunner
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from weft.cache.plan import CachePlan, plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.forward_context import BatchDescriptor, ForwardContext, GraphMode, KVCache, StateCache, forward_context
@@ -39,11 +40,9 @@ from weft.runner.buffers import to_device
 from weft.runner.decode_graphs import DecodeGraphs, DecodeOutputs
 from weft.runner.memory import (
     GRAPH_BYTES,
-    CachePlan,
     allocate_caches,
     explained_out_of_memory,
     gpu_cache_budget,
-    plan_caches,
 )
 from weft.runner.piecewise import PiecewiseModel, capture_pieces
 from weft.runner.results import HostLogprobs, PendingStep, to_host

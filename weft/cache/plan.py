@@ -1,0 +1,138 @@
+"""How many pages and slots a budget buys, and what must be clamped so that the rest fits.
+
+Job: turn a byte budget and a cache geometry into pool sizes, as returned values with reasons.
+Owns: the arithmetic of sharing a budget between pages and slots. Does not know: where the budget came from, tensors,
+requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.cache.spec import CacheSpec
+from weft.errors import CapacityError
+
+KEPT_STATES = (4, 256)
+"""State slots that the prefix cache gets at most: per request that may run, or in all, whichever is more."""
+
+KEPT_CONTEXTS = (3, 16)
+"""Contexts of KV that the prefix cache gets at most: per request that may run, or in all, whichever is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """Sizes of the pools, the reserved page and slot included, and the limits that follow from them.
+
+    Attributes:
+        num_pages, num_slots: pool sizes.
+        max_num_seqs: running requests, clamped to the slots that fit.
+        max_model_len: context length, clamped to what one request can hold.
+        cache_bytes: bytes of all cache tensors; equals what they hold once allocated.
+        reasons: for each value above, why it is what it is.
+    """
+
+    num_pages: int
+    num_slots: int
+    max_num_seqs: int
+    max_model_len: int
+    cache_bytes: int
+    reasons: dict[str, str]
+
+    def num_full_contexts(self, page_size: int) -> int:
+        """Requests of the full context length that can run at a time."""
+        pages = (self.num_pages - 1) // -(-self.max_model_len // page_size)
+        return min(pages, self.max_num_seqs)
+
+
+def plan_caches(
+    spec: CacheSpec,
+    *,
+    budget_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_kv_pages: int | None = None,
+    num_state_slots: int | None = None,
+    keeps_prefixes: bool = False,
+) -> CachePlan:
+    """Share ``budget_bytes`` between state slots (one per running request) and KV pages (the rest).
+
+    With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
+    ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts.
+
+    Given pool sizes (``num_kv_pages``, ``num_state_slots``, the reserved page and slot included) are taken as they
+    are. Otherwise slots take at most half of the budget and pages the rest, but no more pages than
+    ``max_num_seqs`` requests at full context length could fill.
+
+    Raises:
+        CapacityError: not even one request of one page fits.
+    """
+    reasons: dict[str, str] = {}
+    wanted_slots = max_num_seqs + _kept(KEPT_STATES, max_num_seqs, keeps_prefixes)
+    num_slots = _plan_slots(spec, budget_bytes, wanted_slots, max_num_seqs, num_state_slots, reasons)
+    if spec.slot_bytes and num_slots - 1 < max_num_seqs:
+        max_num_seqs = num_slots - 1
+        reasons["max_num_seqs"] = f"clamped to {max_num_seqs}: that many state slots of {_mib(spec.slot_bytes)} fit"
+    contexts = max_num_seqs + _kept(KEPT_CONTEXTS, max_num_seqs, keeps_prefixes)
+    num_pages = _plan_pages(
+        spec, budget_bytes - num_slots * spec.slot_bytes, contexts, max_model_len, num_kv_pages, reasons
+    )
+    capacity = (num_pages - 1) * spec.page_size
+    if capacity < max_model_len:
+        max_model_len = capacity
+        reasons["max_model_len"] = (
+            f"clamped to {capacity}: {num_pages - 1} pages of {spec.page_size} tokens are all there is"
+        )
+    total = num_pages * spec.page_bytes + num_slots * spec.slot_bytes
+    return CachePlan(num_pages, num_slots, max_num_seqs, max_model_len, total, reasons)
+
+
+def _kept(most: tuple[int, int], max_num_seqs: int, keeps_prefixes: bool) -> int:
+    per_request, in_all = most
+    return max(per_request * max_num_seqs, in_all) if keeps_prefixes else 0
+
+
+def _plan_slots(
+    spec: CacheSpec, budget: int, wanted: int, max_num_seqs: int, given: int | None, reasons: dict[str, str]
+) -> int:
+    if not spec.slot_bytes:
+        reasons["num_state_slots"] = "1: the model has no recurrent layers, only the reserved slot is left"
+        return 1
+    if given is not None:
+        reasons["num_state_slots"] = f"{given}: given"
+        return given
+    fitting = budget // 2 // spec.slot_bytes - 1
+    if fitting < 1:
+        raise CapacityError(
+            f"{_mib(budget)} of cache memory is too little: half of it must hold at least two state slots of "
+            f"{_mib(spec.slot_bytes)}; raise cpu_cache_gib (or gpu_memory_utilization on a GPU)"
+        )
+    slots = min(wanted, fitting)
+    kept = f", {slots - max_num_seqs} for the prefix cache" if slots > max_num_seqs else ""
+    reasons["num_state_slots"] = (
+        f"{slots + 1}: one per running request{kept} and the reserved one, {_mib(spec.slot_bytes)} each"
+    )
+    return slots + 1
+
+
+def _plan_pages(
+    spec: CacheSpec, budget: int, contexts: int, max_model_len: int, given: int | None, reasons: dict[str, str]
+) -> int:
+    if given is not None:
+        reasons["num_kv_pages"] = f"{given}: given"
+        return given
+    useful = contexts * spec.pages_for(max_model_len) + 1
+    fitting = budget // spec.page_bytes if spec.page_bytes else useful
+    if fitting < 2:
+        raise CapacityError(
+            f"{_mib(budget)} of cache memory is left for KV pages, but two of {_mib(spec.page_bytes)} are needed; "
+            "raise cpu_cache_gib (or gpu_memory_utilization on a GPU), or lower max_num_seqs"
+        )
+    if fitting >= useful:
+        reasons["num_kv_pages"] = f"{useful}: {contexts} contexts of {max_model_len} tokens; more is not taken"
+        return useful
+    reasons["num_kv_pages"] = f"{fitting}: what fits into {_mib(budget)} at {_mib(spec.page_bytes)} a page"
+    return fitting
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB"
