@@ -1,4 +1,4 @@
-"""The command line: ``weft generate | chat | serve | config | eval | bench | verify | doctor``.
+"""The command line: ``weft generate | chat | serve | config | inspect | eval | bench | verify | doctor``.
 
 Job: parse, call one verb, turn errors into one line and an exit status (2: bad input, 1: anything else that a user can
 cause, 130: interrupted). Owns: the verbs' names. Does not know: what a verb does; torch is loaded by the verbs that run
@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from weft import __version__
-from weft.cli import bench, chat, config, doctor, evaluate, generate, serve, verify
+from weft.cli import bench, chat, config, doctor, evaluate, generate, inspect, serve, verify
 from weft.cli.parser import Parser
 from weft.errors import ConfigError, RequestError, WeftError
 
-VERBS = (generate, chat, serve, config, evaluate, bench, verify, doctor)
+VERBS = (generate, chat, serve, config, inspect, evaluate, bench, verify, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

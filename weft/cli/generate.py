@@ -49,7 +49,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    jobs = _read_jobs(args)
+    jobs = read_jobs(args)
     with _open_output(args) as output:
         from tqdm import tqdm
 
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _read_jobs(args: argparse.Namespace) -> list[Job]:
+def read_jobs(args: argparse.Namespace) -> list[Job]:
+    """Jobs from the verb's arguments ``prompts``, ``--input`` and ``--chat``."""
     settings = sampling_settings(args)
     if args.input and args.prompts:
         raise ConfigError("give prompts as arguments or with --input, not both")
@@ -133,13 +134,14 @@ def _submit(llm: LLM, jobs: list[Job]) -> tuple[dict[str, int], dict[int, Result
         try:
             if job.error is not None:
                 raise job.error
-            running[llm.add_request(_prompt(llm, job), job.params, priority=job.priority)] = index
+            running[llm.add_request(job_prompt(llm, job), job.params, priority=job.priority)] = index
         except RequestError as error:
             refused[index] = error
     return running, refused
 
 
-def _prompt(llm: LLM, job: Job) -> Any:
+def job_prompt(llm: LLM, job: Job) -> Any:
+    """What ``LLM.generate`` takes for a job."""
     if job.messages is None:
         return job.prompt
     return llm.render_chat(job.messages, job.tools, job.chat_template_kwargs)
