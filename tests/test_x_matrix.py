@@ -26,7 +26,7 @@ from weft.messages import SchedulerOutput
 from weft.request import Request, RequestStatus
 
 ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"]
-MODES = ["NONE", "FULL_DECODE_ONLY"]
+MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 OVERLAP = ["in turn", "overlap"]
 PATHS = ["cold", "hit", "branch hit", "preempted"]
 PHASES = ["prefill", "mixed", "decode"]
