@@ -91,14 +91,20 @@ def _borders(turn: Turn, prompt: list[int]) -> list[int]:
 # -- without one --------------------------------------------------------------------------------------------------
 
 
-def replay(spec: CacheSpec, workload: PrefixWorkload, vocab_size: int, shares: Sequence[float]) -> list[dict[str, Any]]:
+def replay(
+    spec: CacheSpec,
+    workload: PrefixWorkload,
+    vocab_size: int,
+    shares: Sequence[float],
+    policies: Sequence[CheckpointPolicy] = POLICIES,
+) -> list[dict[str, Any]]:
     """Shares of the reusable tokens that each setting reuses: unbounded, and with ``shares`` of what that holds."""
     turns = make_workload(workload.name, vocab_size, workload.seed)
     prompts, outputs = _made_up(turns, vocab_size, workload.seed)
     longest = max(spec.pages_for(len(p) + len(o)) for p, o in zip(prompts, outputs, strict=True))
     reusable = _reusable(spec, prompts, outputs, turns).num_reused_tokens
     rows = []
-    for policy in POLICIES:
+    for policy in policies:
         unbounded = _manager(spec, _pages(spec, prompts, outputs), 6 * len(turns) + 2, policy, "lru")
         best = _replay(unbounded, prompts, outputs, turns)
         rows.append(_row(policy, "-", 1.0, best, reusable, best))

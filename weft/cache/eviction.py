@@ -22,6 +22,10 @@ from weft.cache.state_pool import StatePool
 
 Item = TypeVar("Item", Node, Checkpoint)
 
+REBUILD_INTERVAL = 256
+"""Evictions, at least, between two looks at what everything is worth (odds sink with nobody to say so); in a large tree
+as many as it has states, so that the cost of a look per eviction does not depend on the size of the tree."""
+
 
 class LazyHeap(Generic[Item]):
     """Items by utility, smallest first. Entries may be outdated: an item is pushed again whenever it may have become
@@ -83,7 +87,7 @@ class Evictor:
         self._states: LazyHeap[Checkpoint] = LazyHeap(self._state_utility)
         self._epoch = policy.epoch
         self.odds = ReuseOdds()
-        self._until_rebuild = 64
+        self._until_rebuild = REBUILD_INTERVAL
         tree.watcher = self
 
     def offer_leaf(self, node: Node) -> None:
@@ -140,7 +144,7 @@ class Evictor:
     def _follow_policy(self) -> None:
         self._until_rebuild -= 1
         if self._epoch != self.policy.epoch or self._until_rebuild <= 0:
-            self._until_rebuild = max(64, self._tree.num_checkpoints // 8)
+            self._until_rebuild = max(REBUILD_INTERVAL, self._tree.num_checkpoints)
             self._epoch = self.policy.epoch
             self._leaves.rebuild()
             self._states.rebuild()

@@ -17,10 +17,28 @@ def check_accounts(pages: PagePool, slots: StatePool, tree: RadixTree, leases: I
     """Assert the invariants of pools, tree and leases, each alone and together."""
     pages.check()
     slots.check()
-    tree.check()
+    check_tree(tree)
     _check_pages(pages, tree, leases)
     _check_locks(tree, leases)
     _check_slots(slots, tree, leases)
+
+
+def check_tree(tree: RadixTree) -> None:
+    """Assert the shape: spans, pages per span, children's keys, checkpoints inside their spans, lock order."""
+    checkpoints = []
+    for node in tree.nodes():
+        assert node.attached and (node.parent is not None) == (len(node.tokens) > 0), "an empty or detached node"
+        spanned = -(-node.end // tree.page_size) - node.start // tree.page_size if len(node.tokens) else 0
+        assert len(node.pages) == spanned, "a node does not list the pages of its span"
+        assert sum(child.locks for child in node.children.values()) <= node.locks, "a lock must reach the root"
+        for token, child in node.children.items():
+            assert child.parent is node and child.start == node.end and int(child.tokens[0]) == token
+        for position, checkpoint in node.checkpoints.items():
+            assert node.start < position <= node.end, "a state outside its node"
+            assert checkpoint.node is node and checkpoint.position == position and checkpoint.attached
+            checkpoints.append(checkpoint)
+    assert len(checkpoints) == tree.num_checkpoints, "checkpoints are miscounted"
+    assert sum(c.pins > 0 for c in checkpoints) == tree.num_pinned_checkpoints, "pinned checkpoints are miscounted"
 
 
 def _check_pages(pages: PagePool, tree: RadixTree, leases: Iterable[Lease]) -> None:

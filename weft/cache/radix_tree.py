@@ -377,25 +377,6 @@ class RadixTree:
         if self.watcher is not None and node.is_evictable_leaf:
             self.watcher.offer_leaf(node)
 
-    # -- invariants ------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Assert the shape: spans, pages per span, children's keys, checkpoints inside their spans, lock order."""
-        checkpoints = []
-        for node in self.nodes():
-            assert node.attached and (node.parent is not None) == (len(node.tokens) > 0), "an empty or detached node"
-            spanned = -(-node.end // self.page_size) - node.start // self.page_size if len(node.tokens) else 0
-            assert len(node.pages) == spanned, "a node does not list the pages of its span"
-            assert sum(child.locks for child in node.children.values()) <= node.locks, "a lock must reach the root"
-            for token, child in node.children.items():
-                assert child.parent is node and child.start == node.end and int(child.tokens[0]) == token
-            for position, checkpoint in node.checkpoints.items():
-                assert node.start < position <= node.end, "a state outside its node"
-                assert checkpoint.node is node and checkpoint.position == position and checkpoint.attached
-                checkpoints.append(checkpoint)
-        assert len(checkpoints) == self.num_checkpoints, "checkpoints are miscounted"
-        assert sum(c.pins > 0 for c in checkpoints) == self.num_pinned_checkpoints, "pinned checkpoints are miscounted"
-
 
 def _parent(node: Node) -> Node:
     assert node.parent is not None
