@@ -35,8 +35,8 @@ LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
 PAGE_SIZE = 4
 BUDGET = 512
 """Tokens per step: the longest prompt runs in two chunks."""
-NUM_TOKENS = 6
-COMPANION_TOKENS = 14
+NUM_TOKENS = 5
+COMPANION_TOKENS = 10
 COMPANIONS = [[7, 90, 31], [5] * 18]
 
 
