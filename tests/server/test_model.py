@@ -34,8 +34,8 @@ def servers() -> Iterator[list[RunningServer]]:
 
 @pytest.fixture
 def mini(servers: list[RunningServer]) -> RunningServer:
-    """The module's server. One that died between two tests is replaced, and its last words are shown: that happened once
-    on a machine under heavy load, cause unknown."""
+    """The module's server. One that died between two tests is replaced, and its last words are shown: that happened
+    once on a machine under heavy load, cause unknown."""
     if not servers or servers[-1].process.poll() is not None:
         if servers:
             warnings.warn("the server died: " + "".join(servers[-1].log[-20:]), stacklevel=1)
