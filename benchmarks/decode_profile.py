@@ -36,11 +36,16 @@ def decode_orders(runner: ModelRunner, batch: int, context: int) -> SchedulerOut
     return SchedulerOutput(1, orders, new)
 
 
+def padded_size(runner: ModelRunner, batch: int) -> int:
+    """The captured size that the batch runs in."""
+    assert runner.graphs is not None
+    return next(size for size in runner.graphs.sizes if size >= batch)
+
+
 def replay_ms(runner: ModelRunner, batch: int, repeats: int = 30) -> float:
     """Median device milliseconds of one replay."""
     assert runner.graphs is not None
-    size = runner.graphs.size_for(batch)
-    assert size is not None
+    size = padded_size(runner, batch)
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -55,10 +60,10 @@ def replay_ms(runner: ModelRunner, batch: int, repeats: int = 30) -> float:
 def kernels_us(runner: ModelRunner, batch: int, replays: int = 5) -> list[dict[str, Any]]:
     """Microseconds and launches per step by kernel name, largest first."""
     assert runner.graphs is not None
-    size = runner.graphs.size_for(batch)
+    size = padded_size(runner, batch)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(replays):
-            runner.graphs.replay(size, batch)  # type: ignore[arg-type]
+            runner.graphs.replay(size, batch)
         torch.cuda.synchronize()
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in trace.events():

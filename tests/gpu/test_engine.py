@@ -241,6 +241,12 @@ def test_no_kernel_is_compiled_after_the_start(arch: str | None, mode: str, tmp_
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
+def requested_bytes() -> int:
+    """Bytes that tensors asked for, without what the allocator rounds them up to."""
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
 @pytest.mark.parametrize("arch", [None, "Qwen3ForCausalLM"])
 def test_planned_bytes_are_allocated_bytes(arch: str | None, tmp_path: Path) -> None:
     folder = None if arch is None else str(make_checkpoint(arch, tmp_path, with_tokenizer=True))
@@ -249,12 +255,9 @@ def test_planned_bytes_are_allocated_bytes(arch: str | None, tmp_path: Path) -> 
         plan = runner.plan
         assert cache_tensor_bytes(runner.caches) == plan.cache_bytes
         names = [[n for n, c in runner.caches.items() if kind in type(c).__name__] for kind in ("KV", "State")]
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        before = requested_bytes()
         again = allocate_caches(runner.spec, plan, *names, runner.device)
-        taken = torch.cuda.memory_allocated() - before
-        rounding = 512 * 2 * len(again)  # the allocator's granularity, two tensors per layer
-        assert plan.cache_bytes <= taken <= plan.cache_bytes + rounding
+        assert requested_bytes() - before == plan.cache_bytes and again
 
 
 def test_the_share_of_memory_is_kept() -> None:
@@ -268,7 +271,7 @@ def test_the_share_of_memory_is_kept() -> None:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         assert total - free - used_by_others <= 0.5 * total
-        assert plan.num_pages > 1 and plan.num_slots == plan.max_num_seqs + 1
+        assert plan.num_pages > 1 and plan.num_slots > plan.max_num_seqs
         graphs = runner_of(llm).graphs
         assert graphs is not None and graphs.counters.capture_bytes <= GRAPH_BYTES + (256 << 20)
 

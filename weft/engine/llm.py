@@ -113,9 +113,13 @@ class LLM:
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
-            while self._core.has_work:
-                self._core.step()
+            self._drain()
             raise
+
+    def _drain(self) -> None:
+        """Take in a step that was launched before its requests were known to have ended: what they held is free then."""
+        while self._core.has_work:
+            self._core.step()
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
@@ -127,6 +131,7 @@ class LLM:
                     if stream.finished:
                         done[stream.request_id] = stream.output()
                         self._forget(stream.request_id)
+        self._drain()
         return [done[request_id] for request_id in ids]
 
     def chat(

@@ -11,6 +11,7 @@ from pathlib import Path
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
 from weft.messages import SchedulerOutput
+from weft.runner.memory import release_workspaces
 from weft.runner.model_runner import ModelRunner
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
@@ -45,3 +46,4 @@ class InProcessExecutor:
         if self._profiler is not None:
             self._profiler.close()
         del self._runner
+        release_workspaces()
