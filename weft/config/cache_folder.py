@@ -1,0 +1,17 @@
+"""Where Weft keeps what it has compiled or measured, for the next start.
+
+Job: one folder. Owns: its place. Does not know: what lies in it; everything there may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``$WEFT_CACHE_DIR``, else ``weft`` in ``$XDG_CACHE_HOME``, else ``~/.cache/weft``. It need not exist yet."""
+    if given := os.environ.get("WEFT_CACHE_DIR"):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "weft"
