@@ -41,7 +41,6 @@ def main() -> None:
     } | json.loads(args.settings)  # fmt: skip
     with LLM(str(CONFIGS / args.model), **settings) as llm:
         ready = round(time.perf_counter() - STARTED, 2)
-        graphs = llm._core._executor._runner.graphs
         result = {
             "benchmark": "gpu_report",
             **report.provenance(llm.config.device),
@@ -51,9 +50,16 @@ def main() -> None:
         result["startup"] = llm.startup
         ceilings = ceilings_of(llm.config.device)
         result |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
-        result["graphs"] = None if graphs is None else {
-            "sizes": len(graphs.sizes), "seconds": graphs.counters.capture_seconds,
-            "bytes": graphs.counters.capture_bytes,
+        runner = llm._core._executor._runner
+        captured = {
+            "decode": runner.graphs, "forward": runner.forward_graphs, "sample": runner.sample_graphs,
+            "pieces": runner.pieces,
+        }  # fmt: skip
+        result["graphs"] = {
+            name: {
+                "sizes": len(graphs.sizes), "seconds": graphs.counters.capture_seconds,
+                "bytes": graphs.counters.capture_bytes,
+            } for name, graphs in captured.items() if graphs is not None
         }  # fmt: skip
         print(args.model, "ready", ready, result["graphs"], flush=True)
         if args.batches:

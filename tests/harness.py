@@ -208,7 +208,8 @@ def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: i
         flat += n
     first += [len(rows)] * (1 + pad_seqs)
     seq, starts, lengths, slots = zip(*rows, strict=True)
-    return ChunkTable(_int32(seq), _int32(starts), _int32(lengths), _int32(slots), _int32(first))
+    columns = [_int32(column) for column in (seq, starts, lengths, slots, first)]
+    return ChunkTable(*columns, max_seqs=len(work) - num_decodes)
 
 
 def _poison_rows(vectors: Tensor, num_tokens: int) -> Tensor:

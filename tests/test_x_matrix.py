@@ -26,7 +26,7 @@ from weft.messages import SchedulerOutput
 from weft.request import Request, RequestStatus
 
 ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"]
-MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
 OVERLAP = ["in turn", "overlap"]
 PATHS = ["cold", "hit", "branch hit", "preempted"]
 PHASES = ["prefill", "mixed", "decode"]
@@ -166,10 +166,13 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
     ) as llm:
         engine = Poisoned(llm, reference)
         yield engine
-        graphs = llm._core._executor._runner.graphs
-        assert (graphs is not None) == (mode != "NONE")
+        runner = llm._core._executor._runner
+        graphs, mixed = runner.graphs, runner.forward_graphs
+        assert (graphs is not None) == (mode != "NONE") and (mixed is not None) == (mode == "FULL")
         if graphs is not None and engine.num_cases:
             assert graphs.counters.replays and graphs.counters.padding_rows
+        if mixed is not None and engine.num_cases:
+            assert mixed.counters.replays and mixed.counters.padding_rows and not mixed.counters.missed
 
 
 def prompt_of(length: int) -> list[int]:

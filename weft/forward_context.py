@@ -31,6 +31,7 @@ class ChunkTable:
         length: ``[num_chunks]`` tokens in the chunk, 1 to 64; 0 for padding chunks.
         checkpoint_slot: ``[num_chunks]`` slot that receives the state *after* the chunk's last token, or -1.
         first: ``[num_seqs + 1]`` index of the first chunk of each sequence (a prefix sum; decode rows have none).
+        max_seqs: most sequences that have chunks (a captured graph serves any number up to that).
     """
 
     seq: Tensor
@@ -38,6 +39,7 @@ class ChunkTable:
     length: Tensor
     checkpoint_slot: Tensor
     first: Tensor
+    max_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Batch:
             every sequence decodes.
         token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
             count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
+        decode_slots: ``[S]`` int32, set where a captured graph serves any mixture of decodes and prefills, whose number
+            only the device knows: the state slots of the sequences that decode, and 0 for the others. None otherwise.
     """
 
     num_tokens: int
@@ -81,6 +85,7 @@ class Batch:
     state_slots: Tensor
     chunks: ChunkTable | None = None
     token_count: Tensor | None = None
+    decode_slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +118,17 @@ class BatchDescriptor:
 
     Attributes:
         num_tokens: rows of the flat token axis, padding included.
-        num_seqs: sequences, padding included; None where any number will do (pieces between split ops).
+        num_seqs: sequences, padding included; None where any number will do (graphs of any mixture of sequences).
         uniform_decode: every sequence brings one token to an existing state.
+        num_prefills, num_chunks: sequences that run through chunks of the gated delta rule, and their chunks; 0 where
+            the graph takes as many as its token count allows.
     """
 
     num_tokens: int
     num_seqs: int | None = None
     uniform_decode: bool = False
+    num_prefills: int = 0
+    num_chunks: int = 0
 
 
 class Breaks(Protocol):

@@ -63,7 +63,8 @@ def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Ba
     def ints(x: list[int]) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=DEVICE)
 
-    chunks = ChunkTable(*(ints(list(c)) for c in zip(*rows, strict=True)), ints(first + [first[-1]] * pad))
+    columns = [ints(list(c)) for c in zip(*rows, strict=True)]
+    chunks = ChunkTable(*columns, ints(first + [first[-1]] * pad), max_seqs=len(lens))
     cu = [0, *itertools.accumulate(lens)]
     none = ints([0])
     return Batch(

@@ -94,9 +94,12 @@ def eager_answers() -> list[list[int]]:
         return tokens(llm.generate(*mixed_workload(24, 5), use_tqdm=False))
 
 
+MODES = ["NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"]
+
+
 @pytest.mark.parametrize("pages", [None, 90])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("mode", MODES)
 def test_graphs_overlap_and_preemption_do_not_change_the_answers(
     eager_answers: list[list[int]], mode: str, overlap: bool, pages: int | None
 ) -> None:
@@ -107,17 +110,24 @@ def test_graphs_overlap_and_preemption_do_not_change_the_answers(
         graphs = runner_of(llm).graphs
         assert (graphs is None) == (mode == "NONE")
         assert graphs is None or graphs.counters.replays > 20
+        mixed = runner_of(llm).forward_graphs
+        assert (mixed is not None) == (mode == "FULL")
+        assert mixed is None or mixed.counters.replays > 5
+        pieces = runner_of(llm).pieces
+        assert (pieces is not None) == (mode == "FULL_AND_PIECEWISE")
+        assert pieces is None or pieces.counters.replays > 5
         assert_idle(llm)
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("arch", TEXT_MODELS)
-def test_every_architecture_is_greedy_as_transformers(arch: str, tmp_path: Path) -> None:
+def test_every_architecture_is_greedy_as_transformers(arch: str, mode: str, tmp_path: Path) -> None:
     """Through scheduler, graphs and overlap; some prompts run in chunks and beside decodes."""
     folder, reference = make_checkpoint(arch, tmp_path, with_tokenizer=True), reference_of(arch)
     rng = random.Random(7)
     prompts = [random_prompt(rng, n, 300) for n in LENGTHS * 2]
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    settings = SMALL | {"max_num_seqs": 5, "max_num_batched_tokens": 100, "cuda_graph_mode": "FULL_DECODE_ONLY"}
+    settings = SMALL | {"max_num_seqs": 5, "max_num_batched_tokens": 100, "cuda_graph_mode": mode}
     with LLM(str(folder), **settings, cuda_graph_bs=[1, 2, 4]) as llm:
         got = tokens(llm.generate(prompts, greedy, use_tqdm=False))
         assert_idle(llm)
@@ -219,7 +229,7 @@ def test_steps_are_queued_behind_each_other() -> None:
 # -- nothing is compiled while serving -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arch", [None, "Qwen3NextForCausalLM", "LlamaForCausalLM"])
 def test_no_kernel_is_compiled_after_the_start(arch: str | None, mode: str, tmp_path: Path) -> None:
     """Warm-up covers what a mixed workload launches: single requests, chunks, mixed batches, every sampler."""

@@ -101,7 +101,8 @@ def make_batch(
     columns = [torch.tensor(c, dtype=torch.int32) for c in zip(*table, strict=True)] if table else None
     chunks = None
     if columns is not None and num_decodes < count:
-        chunks = ChunkTable(*columns, torch.tensor(first + [first[-1]] * pad_seqs, dtype=torch.int32))
+        firsts = torch.tensor(first + [first[-1]] * pad_seqs, dtype=torch.int32)
+        chunks = ChunkTable(*columns, firsts, max_seqs=count - num_decodes)
     return Batch(
         num_tokens=starts[-1],
         num_seqs=count,

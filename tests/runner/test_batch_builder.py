@@ -21,7 +21,9 @@ def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]
 
 
 def build(table: RowTable, builder: BatchBuilder, orders: list[ScheduledRequest]) -> StepInputs:
-    return builder.materialise(builder.fill(SchedulerOutput(1, orders)))
+    shape = builder.fill(SchedulerOutput(1, orders))
+    builder.send()
+    return builder.materialise(shape)
 
 
 def test_chunk_bounds_stand_at_absolute_multiples_and_checkpoints() -> None:
@@ -129,9 +131,11 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
         table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)]
     )
     orders = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
-    shape = builder.fill(orders, pad_to=8)
+    shape = builder.fill(orders)
+    builder.pad_decodes(shape, 8)
+    builder.send()
     assert (shape.num_tokens, shape.num_seqs) == (3, 3)
-    padded = StepShape(8, 8, 8, 1, 1024, 0, 8, padded=True)
+    padded = StepShape.decodes(8, 1024)
     inputs = builder.materialise(padded)
     batch, samples = inputs.batch, inputs.samples
     assert batch.slot_mapping[3:].tolist() == [0] * 5 and batch.state_slots[3:].tolist() == [0] * 5

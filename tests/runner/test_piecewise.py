@@ -89,9 +89,9 @@ def test_pieces_do_not_change_the_answers(checkpoint: Path, settings: dict[str, 
     given, runner = answers(checkpoint, **settings, piecewise_cuda_graph_tokens=TOKENS)
     assert given == expected
     assert len(set(churn)) >= 5
-    pieces, layers = runner.pieces, len(runner._layer_modules)
+    pieces, breaks = runner.pieces, len(runner._layers.names("full_attention"))
     assert pieces is not None and pieces.sizes == TOKENS and pieces.counters.captures == len(TOKENS)
-    assert pieces.counters.pieces == layers + 1 and pieces.counters.replays == len(churn)
+    assert pieces.counters.pieces == breaks + 1 and pieces.counters.replays == len(churn)
     assert 0 < pieces.counters.padding_tokens < pieces.counters.tokens == sum(churn)
     assert (runner.graphs is not None) == ("cuda_graph_bs" in settings)
     if runner.graphs is not None:

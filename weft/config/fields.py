@@ -52,7 +52,6 @@ def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata={"option": Option(help=help, kind=kind, default=default, **limits)})
 
 
-MIXED_GRAPHS = "full graphs of prefill"
 TRACING = "traced pieces"
 SPLITTING = "pieces that hold Gated DeltaNet"
 COMPILE = "torch.compile"
@@ -131,7 +130,6 @@ class EngineConfig:
         "text", None, "which batches run as graphs; default: FULL_DECODE_ONLY on a GPU, NONE on the CPU (where any "
         "other mode replays recorded operations, to test what a graph would do)",
         choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
-        later_choices={"FULL": MIXED_GRAPHS},
     )  # fmt: skip
     cuda_graph_bs: tuple[int, ...] | None = _option("ints", None, "decode batch sizes to capture", low=1)
     cuda_graph_max_bs: int | None = _option("int", None, "largest decode batch to capture; default: 1024", low=1)
@@ -140,10 +138,11 @@ class EngineConfig:
         "bool", False, "run prefill in captured pieces between the split operations"
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = _option(
-        "ints", None, "token counts to capture in pieces", low=1
+        "ints", None, "token counts to capture for prefill and mixed batches", low=1
     )
     piecewise_cuda_graph_max_tokens: int | None = _option(
-        "int", None, "largest token count to capture in pieces; default: that of a step, on the CPU at most 512",
+        "int", None, "largest token count to capture for prefill and mixed batches; default: that of a step, on the CPU "
+        "at most 512",
         low=1,
     )  # fmt: skip
     piecewise_cuda_graph_compiler: str = _option(

@@ -143,16 +143,15 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str]) -> None:
         values["enable_piecewise_cuda_graph"] = True
         reasons["enable_piecewise_cuda_graph"] = f"cuda_graph_mode={mode}"
     _refuse_without_effect(values, _DECODE_GRAPH_SETTINGS, mode in ("NONE", "PIECEWISE"))
+    _refuse_without_effect(values, _TOKEN_SETTINGS, mode not in _MODES_WITH_MIXED_GRAPHS)
     _refuse_without_effect(values, _PIECES_SETTINGS, mode not in _MODES_WITH_PIECES)
 
 
 _MODES_WITH_PIECES = ("PIECEWISE", "FULL_AND_PIECEWISE")
+_MODES_WITH_MIXED_GRAPHS = ("FULL", *_MODES_WITH_PIECES)
 _DECODE_GRAPH_SETTINGS = ("cuda_graph_bs", "cuda_graph_max_bs")
-_PIECES_SETTINGS = (
-    "piecewise_cuda_graph_tokens",
-    "piecewise_cuda_graph_max_tokens",
-    "enable_torch_compile_debug_mode",
-)
+_TOKEN_SETTINGS = ("piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens")
+_PIECES_SETTINGS = ("enable_torch_compile_debug_mode",)
 
 
 def _default_graph_mode(values: dict[str, Any]) -> tuple[str, str]:
@@ -177,7 +176,8 @@ def _refuse_without_effect(values: dict[str, Any], names: tuple[str, ...], witho
 def _choose_piece_sizes(values: dict[str, Any], reasons: dict[str, str]) -> None:
     """The largest captured token count; the user's own list needs none."""
     name, budget = "piecewise_cuda_graph_max_tokens", values["max_num_batched_tokens"]
-    if values["enable_piecewise_cuda_graph"] and not values["piecewise_cuda_graph_tokens"] and values[name] is None:
+    captured = values["cuda_graph_mode"] in _MODES_WITH_MIXED_GRAPHS
+    if captured and not values["piecewise_cuda_graph_tokens"] and values[name] is None:
         on_cpu = values["device"] == "cpu"
         values[name] = min(budget, MAX_EMULATED_TOKENS) if on_cpu else budget
         reasons[name] = "the emulator keeps every tensor" if values[name] < budget else "max_num_batched_tokens"

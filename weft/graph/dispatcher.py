@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from weft.forward_context import BatchDescriptor, GraphMode
-from weft.graph.sizes import smallest_fitting
+from weft.graph.sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting
 
 MAX_PADDING = 2
 """A batch whose tokens would be padded to more than this multiple runs without a graph."""
@@ -88,7 +88,9 @@ class Dispatcher:
             return smallest_fitting(self.decode_sizes, batch.num_tokens)
         sizes = self.full_token_sizes if mode is GraphMode.FULL else self.token_sizes
         size = smallest_fitting(sizes, batch.num_tokens)
-        return size if size is not None and size <= MAX_PADDING * batch.num_tokens else None
+        if size is None or size > MAX_PADDING * batch.num_tokens:
+            return None
+        return size if batch.num_prefills <= MAX_PREFILLS and batch.num_chunks <= chunk_capacity(size) else None
 
 
 def rules_table() -> str:

@@ -69,6 +69,19 @@ def token_sizes(max_num_tokens: int, given: Sequence[int] | None = None, largest
     return sorted(size for size in wanted if size <= limit)
 
 
+MAX_PREFILLS = 16
+"""Prefilling sequences that a graph of recurrent layers takes besides any number of decodes. Room for more would cost
+idle programs in every step; a step that starts more sequences at once has enough work to run without a graph."""
+
+_CHUNKS_PER_PREFILL = 3
+"""Chunks of a sequence beyond those that its tokens fill: a broken one at either end, and a checkpoint."""
+
+
+def chunk_capacity(num_tokens: int) -> int:
+    """Chunks of the gated delta rule that a graph of ``num_tokens`` tokens takes (each has a token, most have 64)."""
+    return min(num_tokens, num_tokens // 64 + _CHUNKS_PER_PREFILL * MAX_PREFILLS)
+
+
 def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:
     """The smallest of the ascending ``sizes`` that holds ``wanted``, or None."""
     at = bisect.bisect_left(sizes, wanted)

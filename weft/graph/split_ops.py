@@ -32,8 +32,13 @@ from weft.forward_context import get_forward_context
 
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
-DEFAULT_SPLIT_OPS = ("attention", "gated_delta_net")
-"""Ops that break a pass unless ``splitting_ops`` says otherwise: both read lengths on the host."""
+DEFAULT_SPLIT_OPS = ("attention",)
+"""Ops that break a pass unless ``splitting_ops`` says otherwise. Gated DeltaNet finds all sizes on the device and stays
+inside; it can be split off by name."""
+
+
+OUTPUT_SUFFIX = "_with_output"
+"""Ends the name of a split op's operator, whose caller provides the output's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,14 @@ class SplitOp:
     Attributes:
         name: as ``splitting_ops`` names it.
         width: columns of the output, from the layer.
+        method: ``(layer, *inputs) -> output``, as the layer's class defines it.
         fill: ``(layer, inputs, out)``: run the layer's method on the real rows, write them, zero the others.
         operator: ``weft::<name>_with_output(*inputs, out, layer_name)``: ``fill`` with the layer looked up by name.
     """
 
     name: str
     width: Callable[[Any], int]
+    method: Callable[..., Tensor]
     fill: Callable[[Any, Sequence[Tensor], Tensor], None]
     operator: Callable[..., None]
 
@@ -73,14 +80,24 @@ def split_op(name: str, *, width: Callable[[Any], int]) -> Callable[[Method], Me
 
         @functools.wraps(method)
         def call(layer: Any, *inputs: Tensor) -> Tensor:
-            breaks = get_forward_context().breaks
-            if breaks is None or name not in breaks.names:
-                return method(layer, *inputs)
-            return breaks.at(op, layer, inputs)
+            return run_split_op(op, layer, inputs)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def run_split_op(op: SplitOp, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Run the op's method; or break the pass there, if the context says that it breaks at this op."""
+    breaks = get_forward_context().breaks
+    if breaks is None or op.name not in breaks.names:
+        return op.method(layer, *inputs)
+    return breaks.at(op, layer, inputs)
+
+
+def split_op_named(name: str) -> SplitOp:
+    """The split op that is defined under ``name``."""
+    return _OPS[name]
 
 
 def _make(name: str, width: Callable[[Any], int], method: Callable[..., Tensor]) -> SplitOp:
@@ -97,11 +114,11 @@ def _make(name: str, width: Callable[[Any], int], method: Callable[..., Tensor])
 
     _, *parameters = inspect.signature(method).parameters
     inputs = "".join(f"Tensor {parameter}, " for parameter in parameters)
-    full_name = f"{name}_with_output"
+    full_name = f"{name}{OUTPUT_SUFFIX}"
     _LIBRARY.define(f"{full_name}({inputs}Tensor(a!) out, str layer_name) -> ()")
     _LIBRARY.impl(full_name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"weft::{full_name}", lambda *_: None, lib=_LIBRARY)
-    return SplitOp(name, width, fill, getattr(torch.ops.weft, full_name).default)
+    return SplitOp(name, width, method, fill, getattr(torch.ops.weft, full_name).default)
 
 
 def output_like(op: SplitOp, layer: Any, inputs: Sequence[Tensor]) -> Tensor:
@@ -128,7 +145,7 @@ def select_split_ops(given: Iterable[str] | None = None) -> frozenset[str]:
         return frozenset(DEFAULT_SPLIT_OPS)
     names = list(given)
     extends = bool(names) and names[0].startswith("+")
-    short = [n.removeprefix("+").removeprefix("weft::").removesuffix("_with_output") for n in names]
+    short = [n.removeprefix("+").removeprefix("weft::").removesuffix(OUTPUT_SUFFIX) for n in names]
     for name in short:
         if name not in _OPS:
             raise ConfigError(f"splitting_ops names {name!r}, which is no split op; there are {', '.join(_OPS)}")

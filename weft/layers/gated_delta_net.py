@@ -166,16 +166,18 @@ class GatedDeltaNet(WeightModule):
         """Everything between the projections: ``[T, q | k | v | z | b | a] -> [T, value_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.state_cache(self.name)
-        n = batch.num_decodes
-        if n == projected.shape[0]:
-            return self._decode(projected, batch, cache)
+        slots = batch.state_slots[: batch.num_decodes] if batch.decode_slots is None else batch.decode_slots
+        if batch.num_decodes == projected.shape[0]:
+            return self._decode(projected, cache, slots)
         mixed = self._prefill(projected, batch, cache)
-        if n:
-            mixed[:n] = self._decode(projected[:n], batch, cache)
+        count = slots.shape[0]
+        if count:
+            self._decode(projected[:count], cache, slots, out=mixed[:count])
         return mixed
 
-    def _decode(self, projected: Tensor, batch: Batch, cache: StateCache) -> Tensor:
-        """Rows that bring one token to an existing state, up to the output projection."""
+    def _decode(self, projected: Tensor, cache: StateCache, slots: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
+        left as they are in a given ``out``."""
         local = self.local
         return gdn_decode(
             projected,
@@ -187,12 +189,14 @@ class GatedDeltaNet(WeightModule):
             self._eps,
             cache.conv,
             cache.recurrent,
-            batch.state_slots[: batch.num_decodes],
+            slots,
             num_k_heads=local.num_k_heads,
             num_v_heads=local.num_v_heads,
             head_k_dim=local.head_k_dim,
             head_v_dim=local.head_v_dim,
             backend=self._backend,
+            out=out,
+            keep_padding=out is not None,
         )
 
     def _prefill(self, projected: Tensor, batch: Batch, cache: StateCache) -> Tensor:

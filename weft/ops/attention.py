@@ -7,12 +7,15 @@ layer is. Unwritten cache entries may hold anything, NaN included; they are neve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.backend import Backend
+from weft.ops.device_work import device_reference, device_work
 
 # Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
 _BLOCK_ELEMENTS = 1 << 19
@@ -23,6 +26,9 @@ def paged_attention_reference(
 ) -> Tensor:
     """Torch reference of ``paged_attention``: decode rows in one call, prefill sequences one by one."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if batch.decode_slots is not None:
+        device_work("paged_attention", batch, (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64)), (out,))
+        return out
     if batch.num_decodes:
         _decode(q, k_cache, v_cache, batch, scale, out)
     if batch.num_decodes < batch.num_seqs:
@@ -30,6 +36,12 @@ def paged_attention_reference(
     if batch.num_tokens < q.shape[0]:
         out[batch.num_tokens :].zero_()
     return out
+
+
+@device_reference("paged_attention")
+def _attention_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    q, k_cache, v_cache, scale = inputs
+    paged_attention_reference(q, k_cache, v_cache, batch, scale=scale.item(), out=outputs[0])
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:

@@ -6,12 +6,15 @@ Job: ``y_t = silu(bias + sum_j weight[:, j] * x_{t - (W - 1) + j})``. Owns: the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, missing_kernel
+from weft.ops.device_work import device_reference, device_work
 
 
 def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch) -> Tensor:
@@ -21,6 +24,9 @@ def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv
     state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if batch.decode_slots is not None:
+        device_work("causal_conv1d", batch, (x, weight) if bias is None else (x, weight, bias), (out, conv_state))
+        return out
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
         return out
@@ -46,6 +52,13 @@ def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv
     conv_state.index_copy_(0, slots, _states(buffer, bases + query_lens, before, conv_state))
     _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch)
     return out
+
+
+@device_reference("causal_conv1d")
+def _convolution_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    x, weight, *bias = inputs
+    out, conv_state = outputs
+    out.copy_(causal_conv1d_reference(x, weight, bias[0] if bias else None, conv_state, batch))
 
 
 def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend, missing_kernel
+from weft.ops.device_work import device_reference, device_work
 
 CHUNK_SIZE = 64
 _L2_EPS = 1e-6
@@ -123,6 +125,9 @@ def chunk_gated_delta_rule_reference(
     of the state pass are then a slice, and the sequences still running a prefix.
     """
     out = v.new_zeros(v.shape) if out is None else out
+    if batch.decode_slots is not None:
+        device_work("chunk_gated_delta_rule", batch, (q, k, v, g, beta), (out, state))
+        return out
     out[batch.num_tokens :].zero_()
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
@@ -153,6 +158,13 @@ def chunk_gated_delta_rule_reference(
     out[tokens[valid]] = o[valid].to(out.dtype)
     state.index_copy_(0, slots, running.to(state.dtype))
     return out
+
+
+@device_reference("chunk_gated_delta_rule")
+def _chunk_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    q, k, v, g, beta = inputs
+    out, state = outputs
+    chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out.zero_())
 
 
 def _schedule(first: list[int]) -> tuple[list[int], list[int], list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend, missing_kernel
@@ -34,6 +35,7 @@ def gdn_decode_reference(
     head_v_dim: int,
     checkpoint_slots: Tensor | None = None,
     out: Tensor | None = None,
+    keep_padding: bool = False,
 ) -> Tensor:
     """Torch reference of ``gdn_decode``: the operations that it fuses, one after the other."""
     key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
@@ -45,7 +47,13 @@ def gdn_decode_reference(
     v = v.unflatten(-1, (num_v_heads, head_v_dim))
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
     normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, head_v_dim), norm_weight, eps)
-    normed = normed.view(-1, value_dim).masked_fill_((state_slots == 0)[:, None], 0.0)
+    padding = (state_slots == 0)[:, None]
+    normed = normed.view(-1, value_dim)
+    if keep_padding:
+        assert out is not None, "there is nothing to keep without out"
+        normed = torch.where(padding, out, normed)
+    else:
+        normed = normed.masked_fill_(padding, 0.0)
     if checkpoint_slots is not None:
         _store_checkpoints((conv_state, state), state_slots.long(), checkpoint_slots.long())
     return normed if out is None else out.copy_(normed)
@@ -76,6 +84,7 @@ def gdn_decode(
     backend: Backend,
     checkpoint_slots: Tensor | None = None,
     out: Tensor | None = None,
+    keep_padding: bool = False,
 ) -> Tensor:
     """One token for each of N rows that continue a state; both states advance in place.
 
@@ -92,24 +101,26 @@ def gdn_decode(
             reserved slot's state may change. Other slots occur once.
         checkpoint_slots: ``[N]`` int32 or None: a slot that receives both states after this token as well; -1 for none.
         out: ``[N, HV * V]`` to write to, optional.
+        keep_padding: leave the padding rows of ``out`` as they are.
 
     Returns:
         ``[N, HV * V]`` in projected's dtype, ready for the output projection.
     """
-    geometry: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_k_heads": num_k_heads,
         "num_v_heads": num_v_heads,
         "head_k_dim": head_k_dim,
         "head_v_dim": head_v_dim,
+        "checkpoint_slots": checkpoint_slots,
+        "out": out,
+        "keep_padding": keep_padding,
     }
     weights = (conv_weight, conv_bias, A_log, dt_bias, norm_weight, eps)
     states = (conv_state, state, state_slots)
     if backend is Backend.TORCH:
-        return gdn_decode_reference(
-            projected, *weights, *states, **geometry, checkpoint_slots=checkpoint_slots, out=out
-        )
+        return gdn_decode_reference(projected, *weights, *states, **options)
     if backend is Backend.TRITON:
         from weft.ops.triton.gdn_decode import gdn_decode_triton
 
-        return gdn_decode_triton(projected, *weights, *states, **geometry, checkpoint_slots=checkpoint_slots, out=out)
+        return gdn_decode_triton(projected, *weights, *states, **options)
     raise missing_kernel("gdn_decode", backend)

@@ -3,8 +3,9 @@
 Job: lay the scheduled requests out on one flat token axis and compute everything the layers and the sampler look up.
 Owns: the packed step buffers. Does not know: models, what the caches hold, graphs.
 
-Two halves, so that the second can be captured: ``fill`` works on the host (numpy) and ends with one copy to the device;
-``materialise`` makes tensors from the static device buffers for given, possibly padded sizes, with device work only.
+Two halves, so that the second can be captured. On the host (numpy): ``fill`` lays the step out, ``pad_...`` fill up to
+the sizes of the graph that it is to run in, ``send`` ends with one copy to the device. ``materialise`` makes tensors
+from the static device buffers for given, possibly padded sizes, with device work only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
+from weft.graph.sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import StepBuffers
 from weft.runner.rows import RowTable
@@ -39,6 +41,7 @@ class StepShape:
         num_chunks: rows of the chunk table.
         num_samples: sequences that sample a token.
         padded: True if rows beyond the real ones are present; their number is then known to the device only.
+        any_mixture: True if also how many sequences decode is known to the device only.
     """
 
     num_tokens: int
@@ -49,11 +52,26 @@ class StepShape:
     num_chunks: int
     num_samples: int
     padded: bool = False
+    any_mixture: bool = False
 
     @property
     def is_decode(self) -> bool:
         """Every sequence brings one token and samples one."""
         return self.num_decodes == self.num_seqs == self.num_samples
+
+    @staticmethod
+    def decodes(size: int, max_seq_len: int) -> StepShape:
+        """What a graph of ``size`` decodes computes."""
+        return StepShape(size, size, size, 1, max_seq_len, 0, size, padded=True)
+
+    @staticmethod
+    def mixture(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> StepShape:
+        """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
+        num_seqs = min(num_tokens, max_num_seqs)
+        chunks = chunk_capacity(num_tokens)
+        return StepShape(
+            num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +126,14 @@ class BatchBuilder:
         self._has_recurrent_layers = has_recurrent_layers
         # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint.
         max_chunks = max_num_tokens // CHUNK + (2 + MAX_CHECKPOINTS) * max_num_seqs
+        max_chunks = max(max_chunks, chunk_capacity(max_num_tokens))
+        self._max_num_seqs = max_num_seqs
         groups = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
             (torch.int64, max_num_seqs, ("rows", "sample_indices", "sample_rows")),
             (torch.int64, max_num_seqs, ("top_k", "seeds", "sample_positions")),
             (torch.float32, max_num_seqs, ("temperature", "top_p", "min_p")),
-            (torch.int32, max_num_seqs, ("seq_lens", "state_slots")),
+            (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
             (torch.int32, max_num_seqs + 1, ("cu_seqlens_q", "chunk_first")),
             (torch.int32, max_chunks, ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")),
             (torch.int32, 1, ("token_count",)),
@@ -123,31 +143,21 @@ class BatchBuilder:
         arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * rows.max_pages)
         self._buffers = StepBuffers(arrays, device)
         self._host: dict[str, np.ndarray] = {}
+        self._num_updates = 0
 
     # -- host ----------------------------------------------------------------------------------------------------
 
-    def fill(self, orders: SchedulerOutput, pad_to: int | None = None) -> StepShape:
-        """Lay out one step and send it to the device.
-
-        Args:
-            pad_to: sequences (and tokens) to fill up to with padding rows; only for steps that decode throughout.
-
-        Returns:
-            The real sizes.
-        """
+    def fill(self, orders: SchedulerOutput) -> StepShape:
+        """Lay out one step on the host. Returns the real sizes."""
         requests = orders.requests
         self._host = self._buffers.begin()
-        num_updates = self._fill_page_updates(requests)
+        self._num_updates = self._fill_page_updates(requests)
         num_decodes = _count_decodes(requests)
         starts = self._fill_tokens(requests)
         self._fill_sequences(requests, starts)
         num_samples = self._fill_samples(requests, starts)
         num_chunks = self._fill_chunks(requests, starts, num_decodes) if self._has_recurrent_layers else 0
         self._host["token_count"][0] = starts[-1]
-        if pad_to is not None:
-            self._fill_padding(len(requests), pad_to)
-        self._buffers.upload(2 * num_updates)
-        self._apply_page_updates(num_updates)
         return StepShape(
             num_tokens=starts[-1],
             num_seqs=len(requests),
@@ -157,6 +167,11 @@ class BatchBuilder:
             num_chunks=num_chunks,
             num_samples=num_samples,
         )
+
+    def send(self) -> None:
+        """Copy the step to the device."""
+        self._buffers.upload(2 * self._num_updates)
+        self._apply_page_updates(self._num_updates)
 
     def _fill_page_updates(self, requests: list[ScheduledRequest]) -> int:
         updates = self._host["page_updates"]
@@ -241,26 +256,58 @@ class BatchBuilder:
             first[i + 1] = at
         return at
 
-    def _fill_padding(self, real: int, padded: int) -> None:
-        """Padding sequences decode token 0 at position 0 of page 0 with state slot 0, and are sampled greedily."""
-        pad, host = slice(real, padded), self._host
-        for name in ("input_ids", "positions", "slot_mapping", "state_slots", "temperature", "min_p", "top_k", "seeds"):
-            host[name][pad] = 0
-        for name in ("token_rows", "rows", "sample_rows"):
-            host[name][pad] = self._rows.padding_row
-        host["seq_lens"][pad] = 1
-        host["top_p"][pad] = 1.0
-        host["sample_positions"][pad] = 0
-        host["sample_indices"][pad] = np.arange(real, padded)
-        host["cu_seqlens_q"][real + 1 : padded + 1] = np.arange(real + 1, padded + 1)
+    def pad_decodes(self, real: StepShape, size: int) -> None:
+        """Fill a step of decodes up to ``size``: padding sequences decode token 0 at position 0 of page 0 with state
+        slot 0, and are sampled greedily."""
+        count, host = real.num_seqs, self._host
+        self._pad_tokens(count, size)
+        host["rows"][count:size] = self._rows.padding_row
+        host["state_slots"][count:size] = 0
+        host["seq_lens"][count:size] = 1
+        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1)
+        self.pad_samples(real, size)
+        host["sample_indices"][count:size] = np.arange(count, size)
 
-    def fill_padding(self, size: int) -> None:
-        """Send a step of ``size`` padding rows and nothing else to the device, to run while graphs are captured."""
-        self._host = self._buffers.begin()
-        self._host["token_count"][0] = 0
-        self._host["cu_seqlens_q"][0] = 0
-        self._fill_padding(0, size)
-        self._buffers.upload(0)
+    def pad_mixture(self, real: StepShape, size: int) -> None:
+        """Fill any step up to ``size`` tokens that belong to no sequence, and with sequences that have no token."""
+        padded = StepShape.mixture(size, self._max_num_seqs, 0)
+        host, seqs = self._host, slice(real.num_seqs, padded.num_seqs)
+        chunks = slice(real.num_chunks, padded.num_chunks)
+        self._pad_tokens(real.num_tokens, size)
+        host["rows"][seqs] = self._rows.padding_row
+        host["state_slots"][seqs] = host["seq_lens"][seqs] = 0
+        host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens
+        host["decode_slots"][: real.num_decodes] = host["state_slots"][: real.num_decodes]
+        host["decode_slots"][real.num_decodes : padded.num_seqs] = 0
+        if self._has_recurrent_layers:
+            host["chunk_seq"][chunks] = host["chunk_start"][chunks] = host["chunk_length"][chunks] = 0
+            host["chunk_checkpoint"][chunks] = -1
+            host["chunk_first"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_chunks
+
+    def pad_samples(self, real: StepShape, size: int) -> None:
+        """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, for nobody."""
+        pad, host = slice(real.num_samples, size), self._host
+        for name in ("sample_indices", "sample_positions", "temperature", "min_p", "top_k", "seeds"):
+            host[name][pad] = 0
+        host["sample_rows"][pad] = self._rows.padding_row
+        host["top_p"][pad] = 1.0
+
+    def _pad_tokens(self, real: int, padded: int) -> None:
+        for name in ("input_ids", "positions", "slot_mapping"):
+            self._host[name][real:padded] = 0
+        self._host["token_rows"][real:padded] = self._rows.padding_row
+
+    def send_padding(self, shape: StepShape) -> None:
+        """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
+        nothing = StepShape(0, 0, 0, 0, 0, 0, 0)
+        self._host, self._num_updates = self._buffers.begin(), 0
+        self._host["token_count"][0] = self._host["cu_seqlens_q"][0] = self._host["chunk_first"][0] = 0
+        if shape.any_mixture:
+            self.pad_mixture(nothing, shape.num_tokens)
+            self.pad_samples(nothing, shape.num_samples)
+        else:
+            self.pad_decodes(nothing, shape.num_seqs)
+        self.send()
 
     # -- device --------------------------------------------------------------------------------------------------
 
@@ -281,8 +328,9 @@ class BatchBuilder:
             seq_lens=device("seq_lens", shape.num_seqs),
             page_table=self._rows.device_page_table[:, :num_pages].index_select(0, rows),
             state_slots=device("state_slots", shape.num_seqs),
-            chunks=self._chunk_table(shape) if shape.num_chunks else None,
+            chunks=self._chunk_table(shape) if shape.num_chunks and self._has_recurrent_layers else None,
             token_count=device("token_count", 1) if shape.padded else None,
+            decode_slots=device("decode_slots", shape.num_seqs) if shape.any_mixture else None,
         )
         return StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
 
@@ -294,6 +342,7 @@ class BatchBuilder:
             length=device("chunk_length", shape.num_chunks),
             checkpoint_slot=device("chunk_checkpoint", shape.num_chunks),
             first=device("chunk_first", shape.num_seqs + 1),
+            max_seqs=MAX_PREFILLS if shape.any_mixture else shape.num_seqs - shape.num_decodes,
         )
 
     def sample_rows(self, count: int) -> SampleRows:

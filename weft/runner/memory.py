@@ -96,7 +96,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def release_workspaces() -> None:
-    """Give back what the matrix library keeps per stream (32 MiB each on Hopper); the next engine uses other streams."""
+    """Give back what the matrix library keeps per stream (32 MiB each on Hopper); the next engine uses others."""
     if torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()  # torch has no public name for it
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.forward_context import BatchDescriptor, ForwardContext, GraphMode, KVCache, StateCache, forward_context
 from weft.graph.dispatcher import Choice, CudaGraphMode, Dispatcher
-from weft.graph.graph import GraphPool, make_pool
-from weft.graph.sizes import decode_sizes
+from weft.graph.graph import make_pool
+from weft.graph.sizes import decode_sizes, smallest_fitting, token_sizes
 from weft.layers.context import ModelContext
 from weft.layers.sampler import Sampler, SamplerOutput, logprobs_of
 from weft.layers.table import LayerTable
@@ -35,9 +36,9 @@ from weft.models.registry import create_model
 from weft.ops.backend import Backend, resolve_backend
 from weft.ops.kv_cache import copy_pages
 from weft.parallel.tensor_parallel import SingleRank
-from weft.runner.batch_builder import BatchBuilder, SampleRows, StepInputs, StepShape
+from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
 from weft.runner.buffers import to_device
-from weft.runner.decode_graphs import DecodeGraphs, DecodeOutputs
+from weft.runner.captured_steps import CapturedSteps, SampledLogits
 from weft.runner.memory import (
     GRAPH_BYTES,
     allocate_caches,
@@ -48,6 +49,7 @@ from weft.runner.piecewise import PiecewiseModel, capture_pieces
 from weft.runner.results import HostLogprobs, PendingStep, to_host
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.sized_graphs import SizedGraphs
 from weft.runner.startup import StartupTimes
 from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, one_layer_of_each_kind, powers_of_two
 from weft.weights import load_weights
@@ -61,6 +63,7 @@ class ModelRunner:
     Attributes:
         config, spec, plan: settings; the caches' geometry; their sizes.
         graphs: of the decode step, or None.
+        forward_graphs, sample_graphs: of any batch's forward pass, by tokens, and of drawing its tokens; or None.
         pieces: the model's forward pass in captured pieces, or None.
         startup: where the time of the start went.
 
@@ -76,7 +79,9 @@ class ModelRunner:
         self._sampler = Sampler(self._backend)
         self._graph_mode = CudaGraphMode(config.cuda_graph_mode)
         self._dispatcher = Dispatcher(CudaGraphMode.NONE)  # until something is captured
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: SizedGraphs[SampledLogits] | None = None
+        self.forward_graphs: SizedGraphs[Tensor] | None = None
+        self.sample_graphs: SizedGraphs[SampledLogits] | None = None
         self.pieces: PiecewiseModel | None = None
         self.caches: dict[str, KVCache | StateCache] = {}
         self.spec = CacheSpec.from_model(
@@ -128,12 +133,18 @@ class ModelRunner:
             for orders in covering_steps(limits, state_slot=1 if self.spec.num_linear_layers else 0):
                 self.launch(orders)
                 self._rows.last_token.zero_()  # what was sampled may be no token
-            if self._graph_mode.uses(GraphMode.FULL):
-                for size in powers_of_two(config.max_num_seqs):
-                    self._builder.fill_padding(size)
-                    self._padded_decode(size)
-                    self._rows.last_token.zero_()
+            self._walk_captured_steps()
         self.caches = {}
+
+    def _walk_captured_steps(self) -> None:
+        config, steps = self.config, self._steps
+        for size in powers_of_two(config.max_num_seqs) if GraphMode.FULL in self._graph_mode.decode else ():
+            steps.pad(steps.decode_shape(size))
+            steps.decode(size)
+            self._rows.last_token.zero_()
+        for size in powers_of_two(config.max_num_batched_tokens) if self._graph_mode.mixed else ():
+            steps.pad(steps.mixture_shape(size))
+            steps.forward(size)
 
     def _plan(self) -> CachePlan:
         config = self.config
@@ -201,43 +212,67 @@ class ModelRunner:
             device=self.device,
         )
         self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
+        self._steps = CapturedSteps(
+            self.model,
+            self._builder,
+            self._rows,
+            self._sampler,
+            self._sampling,
+            lambda batch: ForwardContext(batch, self.caches, self._layer_modules, mode=GraphMode.FULL),
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            hidden=self._hidden_room(),
+        )
+
+    def _hidden_room(self) -> Tensor:
+        """Memory for the hidden states of a captured forward pass, if there will be one."""
+        config = self.config
+        rows = config.max_num_batched_tokens if self._graph_mode.mixed else 0
+        return torch.zeros(
+            rows, config.model_config.hidden_size, dtype=getattr(torch, config.dtype), device=self.device
+        )
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         """Capture what the configured mode uses; all graphs share one pool, because they run one after the other."""
-        mode = self._graph_mode
+        mode, config, steps = self._graph_mode, self.config, self._steps
         if mode is CudaGraphMode.NONE:
             return
         pool, budget = make_pool(self.device), GRAPH_BYTES
-        if mode.uses(GraphMode.FULL):
-            self.graphs = self._capture_decodes(pool)
+        capture = partial(SizedGraphs, pool=pool, device=self.device, keep_gc=config.enable_cudagraph_gc)
+        sequences = decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs)
+        if GraphMode.FULL in mode.mixed:
+            tokens = token_sizes(
+                config.max_num_batched_tokens,
+                config.piecewise_cuda_graph_tokens,
+                config.piecewise_cuda_graph_max_tokens,
+            )
+            steps.pad(steps.mixture_shape(max(tokens)))
+            self.forward_graphs = capture("forward graphs", steps.forward, sizes=tokens, budget_bytes=budget)
+            budget -= self.forward_graphs.counters.capture_bytes
+        if GraphMode.FULL in mode.decode:
+            steps.pad(steps.decode_shape(max(sequences)))
+            self.graphs = capture("decode graphs", steps.decode, sizes=sequences, budget_bytes=budget)
             budget -= self.graphs.counters.capture_bytes
-        if mode.uses(GraphMode.PIECEWISE):
+        if mode.mixed:
+            steps.pad(steps.mixture_shape(max(sequences)))
+            self.sample_graphs = capture("sampling graphs", steps.sample, sizes=sequences, budget_bytes=budget)
+            budget -= self.sample_graphs.counters.capture_bytes
+        if GraphMode.PIECEWISE in mode.mixed:
             self.pieces = capture_pieces(
                 self.model,
                 self._builder,
+                steps.mixture_shape,
                 lambda batch: ForwardContext(batch, self.caches, self._layer_modules),
                 pool,
-                self.config,
+                config,
                 budget_bytes=budget,
             )
         self._dispatcher = Dispatcher(
             mode,
             decode_sizes=self.graphs.sizes if self.graphs is not None else (),
             token_sizes=self.pieces.sizes if self.pieces is not None else (),
-        )
-
-    def _capture_decodes(self, pool: GraphPool) -> DecodeGraphs:
-        config = self.config
-        sizes = decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs)
-        self._builder.fill_padding(max(sizes))
-        return DecodeGraphs(
-            self._padded_decode,
-            pool,
-            sizes,
-            device=self.device,
-            budget_bytes=GRAPH_BYTES,
-            keep_gc=config.enable_cudagraph_gc,
+            full_token_sizes=self.forward_graphs.sizes if self.forward_graphs is not None else (),
         )
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -252,64 +287,75 @@ class ModelRunner:
         self._update_rows(orders)
         self._move(orders)
         sampled = [r for r in orders.requests if r.samples]
-        choice = self._choose(orders)
-        if choice.mode is GraphMode.FULL:
-            return self._launch_graph(orders, sampled, choice.size)
-        return self._launch_batch(orders, sampled, choice)
+        shape = self._builder.fill(orders)
+        choice = self._choose(shape)
+        if choice.mode is GraphMode.FULL and shape.is_decode:
+            return self._launch_decode_graph(orders, sampled, shape, choice.size)
+        return self._launch_batch(orders, sampled, shape, choice)
 
-    def _choose(self, orders: SchedulerOutput) -> Choice:
+    def _choose(self, shape: StepShape) -> Choice:
         """How the step runs."""
-        requests = orders.requests
-        decodes = all(r.num_tokens == 1 and r.start and r.samples and not r.checkpoints for r in requests)
-        choice = self._dispatcher.choose(
-            BatchDescriptor(sum(r.num_tokens for r in requests), len(requests), uniform_decode=decodes)
+        descriptor = BatchDescriptor(
+            shape.num_tokens,
+            shape.num_seqs,
+            uniform_decode=shape.is_decode,
+            num_prefills=shape.num_seqs - shape.num_decodes if shape.num_chunks else 0,
+            num_chunks=shape.num_chunks,
         )
-        if decodes and self.graphs is not None and choice.mode is not GraphMode.FULL:
-            self.graphs.counters.eager_decodes += 1
+        choice = self._dispatcher.choose(descriptor)
+        graphs = self.graphs if shape.is_decode else self.forward_graphs
+        if graphs is not None and choice.mode is not GraphMode.FULL:
+            graphs.counters.missed += 1
         return choice
 
-    def _launch_batch(self, orders: SchedulerOutput, sampled: list[ScheduledRequest], choice: Choice) -> PendingStep:
-        """Run any batch, its forward pass eagerly or in pieces."""
-        inputs = self._builder.materialise(self._builder.fill(orders))
-        hidden_states = self._forward(inputs, choice)
-        prompt_logprobs = self._prompt_logprobs(orders, hidden_states)
-        if sampled:
-            logits = self.model.compute_logits(hidden_states.index_select(0, inputs.samples.indices))
-            result = self._draw(logits, inputs.samples, sampled)
-            pending = self._pending(orders.step, sampled, result, prompt_logprobs)
-        else:
-            pending = PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
-        pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - inputs.batch.num_tokens
-        return pending
-
-    def _launch_graph(self, orders: SchedulerOutput, sampled: list[ScheduledRequest], size: int) -> PendingStep:
-        """Replay a graph, which also samples; draw again where a row needs more than the graph's sampling offers."""
+    def _launch_decode_graph(
+        self, orders: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
+    ) -> PendingStep:
+        """Replay a decode step."""
         assert self.graphs is not None
-        shape = self._builder.fill(orders, pad_to=size)
-        logits, result = self.graphs.replay(size, shape.num_seqs)
-        if self._sampling.needs_more(sampled):
-            result = self._draw(logits, self._builder.sample_rows(shape.num_samples), sampled)
+        self._builder.pad_decodes(shape, size)
+        self._builder.send()
+        result = self._drawn(self.graphs.replay(size, shape.num_seqs), shape, sampled)
         pending = self._pending(orders.step, sampled, result, {})
-        pending.mode, pending.num_padding_tokens = "FULL", size - shape.num_seqs
+        pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
         return pending
 
-    def _padded_decode(self, size: int) -> DecodeOutputs:
-        """The whole decode step of ``size`` rows, of which only the device knows which are real. This is captured."""
-        shape = StepShape(
-            num_tokens=size,
-            num_seqs=size,
-            num_decodes=size,
-            max_query_len=1,
-            max_seq_len=self.plan.max_model_len,
-            num_chunks=0,
-            num_samples=size,
-            padded=True,
-        )
-        inputs = self._builder.materialise(shape)
-        logits = self.model.compute_logits(self._forward(inputs, Choice(GraphMode.FULL, size)))
-        result = self._sampler(logits, self._sampling.any_row(inputs.samples))
-        self._rows.set_last_tokens(inputs.samples.rows, result.token_ids)
-        return logits, result
+    def _launch_batch(
+        self, orders: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
+    ) -> PendingStep:
+        """Run any batch as chosen: its forward pass, then what it samples."""
+        sample_size = None
+        if choice.mode is not GraphMode.NONE:
+            self._builder.pad_mixture(shape, choice.size)
+            if sampled and self.sample_graphs is not None:
+                sample_size = smallest_fitting(self.sample_graphs.sizes, shape.num_samples)
+        if sample_size is not None:
+            self._builder.pad_samples(shape, sample_size)
+        self._builder.send()
+        hidden_states = self._forward(shape, choice)
+        prompt_logprobs = self._prompt_logprobs(orders, hidden_states)
+        if not sampled:
+            pending = PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
+        else:
+            if sample_size is not None and self.sample_graphs is not None:
+                if choice.mode is not GraphMode.FULL:
+                    self._steps.keep(hidden_states)
+                result = self._drawn(self.sample_graphs.replay(sample_size, shape.num_samples), shape, sampled)
+            else:
+                rows = self._builder.sample_rows(shape.num_samples)
+                logits = self.model.compute_logits(hidden_states.index_select(0, rows.indices))
+                result = self._draw(logits, rows, sampled)
+            pending = self._pending(orders.step, sampled, result, prompt_logprobs)
+        pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
+        return pending
+
+    def _drawn(self, replayed: SampledLogits, shape: StepShape, sampled: list[ScheduledRequest]) -> SamplerOutput:
+        """The real rows that a graph has drawn; drawn again where a row needs more than a graph's sampling offers."""
+        logits, result = replayed
+        count = shape.num_samples
+        if self._sampling.needs_more(sampled):
+            return self._draw(logits[:count], self._builder.sample_rows(count), sampled)
+        return SamplerOutput(result.token_ids[:count], None, result.nan_rows[:count])
 
     @torch.inference_mode()
     def decode_both_ways(self, orders: SchedulerOutput) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -318,31 +364,35 @@ class ModelRunner:
         Returns:
             ``(logits [N, V], token_ids [N])`` of both, as copies. To verify graphs; serving has no use for it.
         """
-        choice = self._choose(orders)
-        assert self.graphs is not None and choice.mode is GraphMode.FULL, "no graph fits the step"
-        size = choice.size
-        count = self._builder.fill(orders, pad_to=size).num_seqs
+        shape = self._builder.fill(orders)
+        choice = self._choose(shape)
+        assert self.graphs is not None and choice.mode is GraphMode.FULL and shape.is_decode, "no graph fits the step"
+        count = shape.num_seqs
+        self._builder.pad_decodes(shape, choice.size)
+        self._builder.send()
         slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
         states = [t for c in self.caches.values() if isinstance(c, StateCache) for t in (c.conv, c.recurrent)]
         before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
-        logits, result = self._padded_decode(size)
+        logits, result = self._steps.decode(choice.size)
         eager = logits[:count].clone(), result.token_ids[:count].clone()
         for tensor, values in zip(states, before, strict=True):
             tensor.index_copy_(0, slots, values)
         self._rows.last_token.copy_(last_token)
-        logits, result = self.graphs.replay(size, count)
-        return eager, (logits.clone(), result.token_ids.clone())
+        logits, result = self.graphs.replay(choice.size, count)
+        return eager, (logits[:count].clone(), result.token_ids[:count].clone())
 
-    def _forward(self, inputs: StepInputs, choice: Choice) -> Tensor:
-        """``[num_tokens, hidden_size]``; from pieces valid until the next step."""
+    def _forward(self, shape: StepShape, choice: Choice) -> Tensor:
+        """``[num_tokens, hidden_size]``; from graphs valid until the next step."""
+        if choice.mode is GraphMode.FULL:
+            assert self.forward_graphs is not None
+            return self.forward_graphs.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
+        inputs = self._builder.materialise(shape)
         context = ForwardContext(inputs.batch, self.caches, self._layer_modules, mode=choice.mode)
-        if self.pieces is None:
-            with forward_context(context):
-                return self.model(inputs.input_ids)
         if choice.mode is GraphMode.PIECEWISE:
+            assert self.pieces is not None
             return self.pieces.run(context, inputs.input_ids, choice.size)
         with forward_context(context):
-            return self.pieces(input_ids=inputs.input_ids)
+            return self.model(inputs.input_ids)
 
     def _draw(self, logits: Tensor, rows: SampleRows, sampled: list[ScheduledRequest]) -> SamplerOutput:
         """Sample, and remember what was sampled."""

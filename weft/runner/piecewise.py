@@ -154,6 +154,7 @@ class PiecewiseModel:
 def capture_pieces(
     model: CausalLM,
     builder: BatchBuilder,
+    shape: Callable[[int], StepShape],
     context: Callable[[Batch], ForwardContext],
     pool: GraphPool,
     config: EngineConfig,
@@ -164,18 +165,20 @@ def capture_pieces(
 
     Args:
         builder: its static buffers are what the pieces read of a batch.
+        shape: from a token count to the padded sizes of a batch of any sequences.
         context: from a batch to its forward context.
         budget_bytes: see ``PiecewiseModel``.
     """
     if config.device == "cuda":
         logger.warning("piecewise graphs are proven on the CPU's emulator only; compare with cuda_graph_mode=NONE")
     given, largest = config.piecewise_cuda_graph_tokens, config.piecewise_cuda_graph_max_tokens
-    builder.fill_padding(1)
+    sizes = token_sizes(config.max_num_batched_tokens, given, largest)
+    builder.send_padding(shape(max(sizes)))
     return PiecewiseModel(
         model,
-        lambda size: context(_captured_batch(builder, size)),
+        lambda size: context(builder.materialise(shape(size)).batch),
         pool,
-        token_sizes(config.max_num_batched_tokens, given, largest),
+        sizes,
         select_split_ops(),
         device=torch.device(config.device),
         budget_bytes=budget_bytes,
@@ -183,19 +186,3 @@ def capture_pieces(
         debug=config.enable_torch_compile_debug_mode,
         watched=dict(model.named_parameters()),
     )
-
-
-def _captured_batch(builder: BatchBuilder, size: int) -> Batch:
-    """What pieces see of a batch of ``size`` tokens: the real number of tokens, on the device. The rest is for split
-    ops, which do not run during capture."""
-    shape = StepShape(
-        num_tokens=size,
-        num_seqs=1,
-        num_decodes=0,
-        max_query_len=size,
-        max_seq_len=1,
-        num_chunks=0,
-        num_samples=1,
-        padded=True,
-    )
-    return builder.materialise(shape).batch

@@ -324,7 +324,7 @@ def paged_attention_triton(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
     only_decodes = batch.max_query_len == 1
-    decodes = only_decodes or batch.num_decodes > 0
+    decodes = only_decodes or batch.num_decodes > 0 or batch.decode_slots is not None
     if decodes:
         _decode(q, k_cache, v_cache, batch, scale, out)
     if not only_decodes or num_rows > num_seqs:

@@ -44,7 +44,8 @@ MULTIPROCESSORS = 132
 
 # Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
 _METADATA = [
-    "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens", "state_slots",
+    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
+    "state_slots",
 ]  # fmt: skip
 
 
@@ -124,24 +125,30 @@ def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.con
 @triton.jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def _scan_kernel(
     q, k, v, out, state, solve, attention, vectors,
-    chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
+    chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, stride_q, stride_k, stride_v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
     ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and slice of V: the chunks in order, the state's columns in registers."""
-    i_v, i_head, i_seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_head, i_prefill = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = o_k < K, o_v < V
-    if i_seq == 0:
+    num_chunks = tl.load(first_chunk + num_seqs)
+    if i_prefill == 0:
         num_tokens = tl.load(cu_seqlens_q + num_seqs)
         _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, HV, V, CHUNK)
         if ZERO_DECODES:
             begin = num_tokens
-            if tl.load(first_chunk + num_seqs) > 0:
+            if num_chunks > 0:
                 begin = tl.load(chunk_start)
             _zero_rows(out, 0, begin, i_head, o_v, v_mask, HV, V, CHUNK)
+    if num_chunks == 0:
+        return
+    i_seq = tl.load(chunk_seq) + i_prefill  # decodes stand before the first sequence that has chunks
+    if i_seq >= num_seqs:
+        return
     first, last = tl.load(first_chunk + i_seq), tl.load(first_chunk + i_seq + 1)
     if first == last:
         return
@@ -272,7 +279,7 @@ def choose_tile(num_rows: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
     """The scan's tile (measured on H200; see ``benchmarks/kernels/gdn.py``).
 
     Args:
-        num_rows: sequences (padded) times value heads.
+        num_rows: sequences times value heads.
         head_v_dim: V.
         dtype: of the operands.
     """
@@ -309,9 +316,10 @@ def chunk_gated_delta_rule_triton(
     out = v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     prepared = _prepare(q, k, g, beta, batch.chunks)
-    num_seqs = batch.chunks.first.shape[0] - 1
+    # A captured graph does not know how many sequences there will be; short latency is for the case of one.
+    num_seqs = 1 if batch.decode_slots is not None else batch.chunks.max_seqs
     tile = tile or choose_tile(num_seqs * v.shape[1], v.shape[2], q.dtype)
-    _scan(q, k, v, out, state, prepared, batch, num_seqs, tile, zero_decodes)
+    _scan(q, k, v, out, state, prepared, batch, tile, zero_decodes)
     return out
 
 
@@ -319,9 +327,7 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable
-) -> tuple[Tensor, Tensor, Tensor]:
+def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) -> tuple[Tensor, Tensor, Tensor]:
     """``solve``, ``attention`` ``[chunks, HV, 64, 64]`` in q's dtype and ``vectors [chunks, HV, 4, 64]`` float32."""
     num_chunks, num_heads, (_, num_k_heads, head_dim) = chunks.start.shape[0], g.shape[1], k.shape
     solve = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
@@ -346,7 +352,6 @@ def _scan(
     state: Tensor,
     prepared: tuple[Tensor, Tensor, Tensor],
     batch: Batch,
-    num_seqs: int,
     tile: Tile,
     zero_decodes: bool,
 ) -> None:
@@ -354,11 +359,11 @@ def _scan(
     assert chunks is not None
     num_rows, num_heads, head_v_dim = v.shape
     block_v = max(16, tile.block_v)
-    _scan_kernel[(triton.cdiv(head_v_dim, block_v), num_heads, num_seqs)](
+    _scan_kernel[(triton.cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
         q, k, v, out, state, *prepared,
-        chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
+        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, num_seqs, q.stride(0), k.stride(0), v.stride(0),
+        num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
         HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
         BLOCK_K=max(16, triton.next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
         ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype), STAGES=tile.stages,

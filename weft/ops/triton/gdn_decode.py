@@ -89,7 +89,8 @@ def _gdn_decode_kernel(
     vectors, out, stride_row, eps,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, KEEP_PADDING: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One row and key head."""
     i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -104,6 +105,8 @@ def _gdn_decode_kernel(
     slot = tl.load(state_slots + i_row).to(tl.int64)
     p_out = out + i_row * VALUE_DIM + i_key_head * GROUP * V + o_v
     if slot == 0:
+        if KEEP_PADDING:
+            return
         for i in tl.static_range(GROUP):
             for j in tl.static_range(TILES):
                 zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
@@ -202,6 +205,7 @@ def gdn_decode_triton(
     head_v_dim: int,
     checkpoint_slots: Tensor | None = None,
     out: Tensor | None = None,
+    keep_padding: bool = False,
     shape: Shape | None = None,
 ) -> Tensor:
     """Triton kernel of ``gdn_decode``; all arithmetic in float32, rounded at the stores only.
@@ -224,7 +228,7 @@ def gdn_decode_triton(
             HK=num_k_heads, HV=num_v_heads, K=head_k_dim, V=head_v_dim, W=kernel,
             BLOCK_K=triton.next_power_of_2(head_k_dim), BLOCK_V=min(shape.block_v, triton.next_power_of_2(head_v_dim)),
             BLOCK_G=triton.next_power_of_2(group * head_v_dim), BLOCK_H=triton.next_power_of_2(group),
-            HAS_BIAS=conv_bias is not None, HAS_CHECKPOINTS=checkpoint_slots is not None,
+            HAS_BIAS=conv_bias is not None, HAS_CHECKPOINTS=checkpoint_slots is not None, KEEP_PADDING=keep_padding,
             PREFETCH=shape.prefetch, num_warps=shape.warps, maxnreg=shape.max_registers,
         )  # fmt: skip
     return out

@@ -1,0 +1,93 @@
+"""What is captured as full graphs: a decode step, the forward pass of any batch, and sampling.
+
+Job: run each of them for a padded size, from the static step buffers, with device work only, so that a graph of it
+serves every batch that fits. Owns: the order of the work. Does not know: graphs, requests, which size a batch runs in.
+
+A decode step is one graph, from the packed inputs to the sampled token. A batch with prefill in it has as many tokens
+to sample as sequences that are through with their prompt, which is mostly few; so it runs as two graphs, one sized by
+its tokens and one by its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from weft.forward_context import Batch, ForwardContext, forward_context
+from weft.layers.sampler import Sampler, SamplerOutput
+from weft.models.decoder import CausalLM
+from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
+from weft.runner.rows import RowTable
+from weft.runner.sampling_inputs import SamplingInputs
+
+SampledLogits = tuple[Tensor, SamplerOutput]
+"""``logits [N, V]`` and the sampled tokens, on the device."""
+
+
+class CapturedSteps:
+    """The functions behind a runner's full graphs.
+
+    Args:
+        model, builder, rows, sampler, sampling: the runner's.
+        context: from a batch to its forward context.
+        max_num_seqs, max_model_len: what a graph must be able to serve.
+        hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        builder: BatchBuilder,
+        rows: RowTable,
+        sampler: Sampler,
+        sampling: SamplingInputs,
+        context: Callable[[Batch], ForwardContext],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        hidden: Tensor,
+    ) -> None:
+        self._model, self._builder, self._rows = model, builder, rows
+        self._sampler, self._sampling, self._context = sampler, sampling, context
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._hidden = hidden
+
+    def pad(self, shape: StepShape) -> None:
+        """Put padding of the given sizes into the step buffers."""
+        self._builder.send_padding(shape)
+
+    def decode_shape(self, size: int) -> StepShape:
+        return StepShape.decodes(size, self._max_model_len)
+
+    def mixture_shape(self, num_tokens: int) -> StepShape:
+        return StepShape.mixture(num_tokens, self._max_num_seqs, self._max_model_len)
+
+    def decode(self, size: int) -> SampledLogits:
+        """The whole decode step of ``size`` rows."""
+        inputs = self._builder.materialise(self.decode_shape(size))
+        with forward_context(self._context(inputs.batch)):
+            hidden_states = self._model(inputs.input_ids)
+        return self._sample(hidden_states, inputs.samples)
+
+    def forward(self, num_tokens: int) -> Tensor:
+        """The forward pass of ``num_tokens`` tokens of any sequences: ``[num_tokens, hidden_size]``, kept."""
+        inputs = self._builder.materialise(self.mixture_shape(num_tokens))
+        with forward_context(self._context(inputs.batch)):
+            hidden_states = self._model(inputs.input_ids)
+        return self.keep(hidden_states)
+
+    def keep(self, hidden_states: Tensor) -> Tensor:
+        """Leave ``[T, hidden_size]`` where ``sample`` finds it. Returns that memory."""
+        return self._hidden[: hidden_states.shape[0]].copy_(hidden_states)
+
+    def sample(self, size: int) -> SampledLogits:
+        """Draw ``size`` tokens from the kept hidden states."""
+        samples = self._builder.sample_rows(size)
+        return self._sample(self._hidden.index_select(0, samples.indices), samples)
+
+    def _sample(self, hidden_states: Tensor, samples: SampleRows) -> SampledLogits:
+        logits = self._model.compute_logits(hidden_states)
+        result = self._sampler(logits, self._sampling.any_row(samples))
+        self._rows.set_last_tokens(samples.rows, result.token_ids)
+        return logits, result
