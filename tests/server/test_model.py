@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,23 +24,16 @@ QUESTION = "What is 12 + 30?"
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[RunningServer]]:
-    running: list[RunningServer] = []
-    yield running
-    for server in running:
-        server.close()
-
-
-@pytest.fixture
-def mini(servers: list[RunningServer]) -> RunningServer:
-    """The module's server. One that died between two tests is replaced, and its last words are shown: that happened
-    once on a machine under heavy load, cause unknown."""
-    if not servers or servers[-1].process.poll() is not None:
-        if servers:
-            warnings.warn("the server died: " + "".join(servers[-1].log[-20:]), stacklevel=1)
-        servers.append(RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "16", module="weft"))
-        servers[-1].wait_ready()
-    return servers[-1]
+def mini() -> Iterator[RunningServer]:
+    """The module's server. It ends here and in no test: the order of tests is the runner's to choose."""
+    running = RunningServer("--cpu-cache-gib", "0.1", "--max-num-seqs", "16", module="weft")
+    try:
+        yield running.wait_ready()
+        load = running.client.get("/load").json()
+        assert (load["server_load"], load["num_running"], load["num_waiting"]) == (0, 0, 0)
+        assert running.stop() == 0, "".join(running.log[-20:])
+    finally:
+        running.close()
 
 
 @pytest.fixture
@@ -153,9 +145,3 @@ def test_forced_tool_calls(client: OpenAI, stream: bool) -> None:
             calls, content, reason = message.tool_calls, message.content or "", answer.choices[0].finish_reason
         assert len(calls) == 1 and calls[0].function.name in names and content == "" and reason == "tool_calls"
         assert set(json.loads(calls[0].function.arguments)) == {"answer", "sure"}
-
-
-def test_the_engine_is_idle_in_the_end(mini: RunningServer) -> None:
-    load = mini.client.get("/load").json()
-    assert (load["server_load"], load["num_running"], load["num_waiting"]) == (0, 0, 0)
-    assert mini.stop() == 0
