@@ -9,6 +9,8 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,28 +44,24 @@ def padded_size(runner: ModelRunner, batch: int) -> int:
     return next(size for size in runner.graphs.sizes if size >= batch)
 
 
-def replay_ms(runner: ModelRunner, batch: int, repeats: int = 30) -> float:
+def graph_ms(replay: Callable[[], Any], repeats: int = 30) -> float:
     """Median device milliseconds of one replay."""
-    assert runner.graphs is not None
-    size = padded_size(runner, batch)
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        runner.graphs.replay(size, batch)
+        replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
     return median(times)
 
 
-def kernels_us(runner: ModelRunner, batch: int, replays: int = 5) -> list[dict[str, Any]]:
-    """Microseconds and launches per step by kernel name, largest first."""
-    assert runner.graphs is not None
-    size = padded_size(runner, batch)
+def kernels_us(replay: Callable[[], Any], replays: int = 5) -> list[dict[str, Any]]:
+    """Microseconds and launches per replay by kernel name, largest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(replays):
-            runner.graphs.replay(size, batch)
+            replay()
         torch.cuda.synchronize()
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in trace.events():
@@ -99,8 +97,11 @@ def main() -> None:
     }
     for batch in args.batches:
         runner.run(decode_orders(runner, batch, args.context))
-        replay = replay_ms(runner, batch)
-        kernels = kernels_us(runner, batch)
+        size = padded_size(runner, batch)
+        graphs = runner.graphs
+        assert graphs is not None
+        run = partial(graphs.replay, size, batch)
+        replay, kernels = graph_ms(run), kernels_us(run)
         result["batches"][batch] = {"replay_ms": replay, "kernels": kernels}
         busy, launches = sum(k["us"] for k in kernels) / 1e3, sum(k["launches"] for k in kernels)
         print(f"{args.model} batch {batch}: replay {replay:.3f} ms, kernels {busy:.3f} ms in {launches:.0f} launches")

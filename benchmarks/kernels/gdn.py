@@ -205,9 +205,7 @@ def time_fla(lens: list[int]) -> dict[str, float]:
 
     def call(x: list[Tensor]) -> None:
         with torch.no_grad():
-            chunk_gated_delta_rule(
-                *x, initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True
-            )
+            chunk_gated_delta_rule(*x, initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
     return {"fla": time_us([lambda x=x: call(x) for x in sets])}
 

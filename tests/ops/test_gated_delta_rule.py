@@ -29,6 +29,13 @@ def inputs(num_tokens: int, hk: int = 2, hv: int = 4, dk: int = 8, dv: int = 6, 
     return [q, k, v, g, beta]
 
 
+def for_transformers(x: list[Tensor]) -> list[Tensor]:
+    """The same inputs with a key head for each value head: not every version of transformers repeats them itself."""
+    q, k, v, g, beta = x
+    q, k = (t.repeat_interleave(v.shape[1] // t.shape[1], dim=1) for t in (q, k))
+    return [q, k, v, g, beta]
+
+
 def states(num_slots: int, hv: int = 4, dk: int = 8, dv: int = 6) -> Tensor:
     return torch.randn(num_slots, hv, dk, dv, generator=torch.Generator().manual_seed(7))
 
@@ -53,7 +60,7 @@ def test_chunked_equals_oracle_and_transformers(num_tokens: int, heads: tuple[in
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)
     torch.testing.assert_close(state[1].double(), after[-1], **TOLERANCE)
     theirs, their_state = torch_chunk_gated_delta_rule(
-        *(t[None] for t in x), output_final_state=True, use_qk_l2norm_in_kernel=True
+        *(t[None] for t in for_transformers(x)), output_final_state=True, use_qk_l2norm_in_kernel=True
     )
     torch.testing.assert_close(out, theirs[0], **TOLERANCE)
     torch.testing.assert_close(state[1], their_state[0], **TOLERANCE)
@@ -142,7 +149,7 @@ def test_recurrent_step_equals_oracle_and_transformers(heads: tuple[int, int]) -
     before, slots = state.clone(), torch.tensor([3, 7, 1, 0, 0], dtype=torch.int32)
     out = recurrent_gated_delta_rule(*x, state, slots, backend=TORCH)
     theirs, their_state = torch_recurrent_gated_delta_rule(
-        *(t[:, None] for t in x),
+        *(t[:, None] for t in for_transformers(x)),
         initial_state=before[slots.long()],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,

@@ -41,8 +41,9 @@ def on_device(batch: Batch) -> Batch:
     moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     moved = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in moved.items()}
     if batch.chunks is not None:
-        tensors = (getattr(batch.chunks, f.name).to(DEVICE) for f in dataclasses.fields(batch.chunks))
-        moved["chunks"] = type(batch.chunks)(*tensors)
+        columns = {f.name: getattr(batch.chunks, f.name) for f in dataclasses.fields(batch.chunks)}
+        columns = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in columns.items()}
+        moved["chunks"] = type(batch.chunks)(**columns)
     return Batch(**moved)
 
 

@@ -117,7 +117,7 @@ class LLM:
             raise
 
     def _drain(self) -> None:
-        """Take in a step that was launched before its requests were known to have ended: what they held is free then."""
+        """Take in a step that was launched before its requests had ended; what they held is free then."""
         while self._core.has_work:
             self._core.step()
 

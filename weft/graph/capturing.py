@@ -15,12 +15,10 @@ NUM_WARMUPS = 2
 """Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
 
 
-def used_bytes(device: torch.device) -> int:
-    """Device memory in use by everyone; 0 on the CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+def reserved_bytes(device: torch.device) -> int:
+    """Device memory that this process holds for tensors; 0 on the CPU. What grows across a capture belongs to its graph:
+    warm-ups take theirs from the common pool, where every other step finds it again."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def free_text(device: torch.device) -> str:

@@ -18,6 +18,7 @@ from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
+from weft.runner.forms import ModelForms
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 
@@ -52,6 +53,8 @@ class CapturedSteps:
         self._sampler, self._sampling, self._context = sampler, sampling, context
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._hidden = hidden
+        self._compiled: Callable[..., Tensor] = model
+        self._max_compiled = 0
 
     def pad(self, shape: StepShape) -> None:
         """Put padding of the given sizes into the step buffers."""
@@ -63,11 +66,22 @@ class CapturedSteps:
     def mixture_shape(self, num_tokens: int) -> StepShape:
         return StepShape.mixture(num_tokens, self._max_num_seqs, self._max_model_len)
 
-    def decode(self, size: int) -> SampledLogits:
-        """The whole decode step of ``size`` rows."""
+    def compile_decodes(self, forms: ModelForms, max_size: int) -> None:
+        """From now on, decode steps of up to ``max_size`` rows run the form of the model that is made for them."""
+        batch = self._builder.materialise(self.decode_shape(min(max_size, self._max_num_seqs))).batch
+        self._compiled = forms.for_decodes(self._context(batch), batch.num_tokens)
+        self._max_compiled = max_size
+
+    def decode(self, size: int, *, compiled: bool = True) -> SampledLogits:
+        """The whole decode step of ``size`` rows.
+
+        Args:
+            compiled: run the compiled form of the model, where there is one for this size.
+        """
         inputs = self._builder.materialise(self.decode_shape(size))
+        model = self._compiled if compiled and size <= self._max_compiled else self._model
         with forward_context(self._context(inputs.batch)):
-            hidden_states = self._model(inputs.input_ids)
+            hidden_states = model(input_ids=inputs.input_ids)
         return self._sample(hidden_states, inputs.samples)
 
     def forward(self, num_tokens: int) -> Tensor:

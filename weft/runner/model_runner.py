@@ -39,6 +39,7 @@ from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
 from weft.runner.buffers import to_device
 from weft.runner.captured_steps import CapturedSteps, SampledLogits
+from weft.runner.forms import ModelForms
 from weft.runner.memory import (
     GRAPH_BYTES,
     allocate_caches,
@@ -92,6 +93,7 @@ class ModelRunner:
         with explained_out_of_memory("loading the weights", config):
             with stage("model"):
                 self.model = self._make_model()
+                self._forms = ModelForms(config, self.model)
                 self._layer_modules = self._layers.by_name()
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
                 load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
@@ -252,6 +254,8 @@ class ModelRunner:
             budget -= self.forward_graphs.counters.capture_bytes
         if GraphMode.FULL in mode.decode:
             steps.pad(steps.decode_shape(max(sequences)))
+            if config.torch_compile_max_bs is not None:
+                steps.compile_decodes(self._forms, config.torch_compile_max_bs)
             self.graphs = capture("decode graphs", steps.decode, sizes=sequences, budget_bytes=budget)
             budget -= self.graphs.counters.capture_bytes
         if mode.mixed:
@@ -260,7 +264,8 @@ class ModelRunner:
             budget -= self.sample_graphs.counters.capture_bytes
         if GraphMode.PIECEWISE in mode.mixed:
             self.pieces = capture_pieces(
-                self.model,
+                self._forms,
+                dict(self.model.named_parameters()),
                 self._builder,
                 steps.mixture_shape,
                 lambda batch: ForwardContext(batch, self.caches, self._layer_modules),
@@ -373,7 +378,7 @@ class ModelRunner:
         slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
         states = [t for c in self.caches.values() if isinstance(c, StateCache) for t in (c.conv, c.recurrent)]
         before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
-        logits, result = self._steps.decode(choice.size)
+        logits, result = self._steps.decode(choice.size, compiled=False)
         eager = logits[:count].clone(), result.token_ids[:count].clone()
         for tensor, values in zip(states, before, strict=True):
             tensor.index_copy_(0, slots, values)

@@ -17,14 +17,13 @@ from tqdm import tqdm
 
 from weft.config import EngineConfig
 from weft.forward_context import Batch, BatchDescriptor, ForwardContext, GraphMode, forward_context
-from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, used_bytes
+from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, reserved_bytes
 from weft.graph.graph import GraphPool
 from weft.graph.pieces import PieceCapture
 from weft.graph.sizes import token_sizes
-from weft.graph.split_ops import select_split_ops
 from weft.graph.wrapper import GraphWrapper
-from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder, StepShape
+from weft.runner.forms import ModelForms
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +38,8 @@ class PiecewiseCounters:
         replays: steps that ran in pieces.
         tokens, padding_tokens: rows replayed, and how many of them were padding.
         capture_seconds: time that capturing took, warm-ups included.
+        compiled, cache_hits: distinct pieces that this start compiled, and that it found on disk; both zero unless the
+            pieces come from a compiler.
         capture_bytes: device memory that the graphs and the static buffers hold (0 on the CPU).
     """
 
@@ -49,6 +50,8 @@ class PiecewiseCounters:
     padding_tokens: int = 0
     capture_seconds: float = 0.0
     capture_bytes: int = 0
+    compiled: int = 0
+    cache_hits: int = 0
 
 
 class PiecewiseModel:
@@ -90,26 +93,24 @@ class PiecewiseModel:
         self._wrapper = GraphWrapper(
             model, GraphMode.PIECEWISE, self._source.capture, debug=debug, watched=watched if debug else None
         )
-        started, before = time.perf_counter(), used_bytes(device)
+        started = time.perf_counter()
         with frozen_gc(enabled=not keep_gc):
-            self._capture_all(context, sorted(sizes, reverse=True), before, budget_bytes, show_progress)
+            self._capture_all(context, sorted(sizes, reverse=True), budget_bytes, show_progress)
         self.sizes = sorted(descriptor.num_tokens for descriptor in self._wrapper.descriptors)
         self.counters.captures = len(self.sizes)
         self.counters.pieces = self._source.num_breaks + 1
-        self.counters.capture_bytes = used_bytes(device) - before
         self.counters.capture_seconds = time.perf_counter() - started
 
     def _capture_all(
         self,
         context: Callable[[int], ForwardContext],
         sizes: list[int],
-        before: int,
         budget: int,
         show_progress: bool,
     ) -> None:
         with tqdm(sizes, desc="Capturing pieces", disable=not show_progress, dynamic_ncols=True) as bar:
             for size in bar:
-                used = used_bytes(self._device) - before
+                used = self.counters.capture_bytes
                 if used > budget:
                     left = [s for s in sizes if s <= size]
                     logger.warning(
@@ -123,7 +124,9 @@ class PiecewiseModel:
         with forward_context(replace(context, breaks=self._source)):
             for _ in range(NUM_WARMUPS):
                 self._source.warm_up(lambda: self._model(input_ids=ids))
+            before = reserved_bytes(self._device)
             self._wrapper.capture(BatchDescriptor(ids.shape[0]), input_ids=ids)
+            self.counters.capture_bytes += reserved_bytes(self._device) - before
 
     def __call__(self, *, input_ids: Tensor) -> Tensor:
         """The model itself, as the active forward context runs it."""
@@ -152,7 +155,8 @@ class PiecewiseModel:
 
 
 def capture_pieces(
-    model: CausalLM,
+    forms: ModelForms,
+    watched: Mapping[str, Tensor],
     builder: BatchBuilder,
     shape: Callable[[int], StepShape],
     context: Callable[[Batch], ForwardContext],
@@ -164,6 +168,8 @@ def capture_pieces(
     """The model in pieces, as the config says.
 
     Args:
+        forms: of the model.
+        watched: see ``PiecewiseModel``.
         builder: its static buffers are what the pieces read of a batch.
         shape: from a token count to the padded sizes of a batch of any sequences.
         context: from a batch to its forward context.
@@ -174,15 +180,21 @@ def capture_pieces(
     given, largest = config.piecewise_cuda_graph_tokens, config.piecewise_cuda_graph_max_tokens
     sizes = token_sizes(config.max_num_batched_tokens, given, largest)
     builder.send_padding(shape(max(sizes)))
-    return PiecewiseModel(
-        model,
-        lambda size: context(builder.materialise(shape(size)).batch),
+
+    def context_of(size: int) -> ForwardContext:
+        return context(builder.materialise(shape(size)).batch)
+
+    pieces = PiecewiseModel(
+        forms.for_pieces(context_of(max(sizes)), max(sizes)),
+        context_of,
         pool,
         sizes,
-        select_split_ops(),
+        forms.split_ops,
         device=torch.device(config.device),
         budget_bytes=budget_bytes,
         keep_gc=config.enable_cudagraph_gc,
         debug=config.enable_torch_compile_debug_mode,
-        watched=dict(model.named_parameters()),
+        watched=watched,
     )
+    pieces.counters.compiled, pieces.counters.cache_hits = forms.counters.compiled, forms.counters.cache_hits
+    return pieces

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from tqdm import tqdm
 
-from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, used_bytes
+from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, reserved_bytes
 from weft.graph.graph import Graph, GraphPool
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,11 @@ class SizedGraphs(Generic[T]):
         self.counters = GraphCounters()
         self._graphs: dict[int, tuple[Graph, T]] = {}
         self._device = device
-        started, before = time.perf_counter(), used_bytes(self._device)
+        started = time.perf_counter()
         with frozen_gc(enabled=not keep_gc):
-            self._capture_all(what, function, pool, sorted(sizes, reverse=True), before, budget_bytes, show_progress)
+            self._capture_all(what, function, pool, sorted(sizes, reverse=True), budget_bytes, show_progress)
         self.sizes = sorted(self._graphs)
         self.counters.captures = len(self.sizes)
-        self.counters.capture_bytes = used_bytes(self._device) - before
         self.counters.capture_seconds = time.perf_counter() - started
 
     def _capture_all(
@@ -90,20 +89,21 @@ class SizedGraphs(Generic[T]):
         function: Callable[[int], T],
         pool: GraphPool,
         sizes: list[int],
-        before: int,
         budget: int | None,
         show_progress: bool,
     ) -> None:
         with tqdm(sizes, desc=f"Capturing {what}", disable=not show_progress, dynamic_ncols=True) as bar:
             for size in bar:
-                used = used_bytes(self._device) - before
+                used = self.counters.capture_bytes
                 if budget is not None and used > budget:
                     left = [s for s in sizes if s <= size]
                     logger.warning("%s hold %d MiB, the budget is used up: none for sizes %s", what, used >> 20, left)
                     return
                 for _ in range(NUM_WARMUPS):
                     function(size)
+                before = reserved_bytes(self._device)
                 self._graphs[size] = pool.capture(lambda size=size: function(size))  # type: ignore[misc]
+                self.counters.capture_bytes += reserved_bytes(self._device) - before
                 bar.set_postfix_str(free_text(self._device), refresh=False)
 
     def replay(self, size: int, num_rows: int) -> T:

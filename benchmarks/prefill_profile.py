@@ -1,0 +1,120 @@
+"""Where the time of a prefill goes on a GPU: the captured forward pass of one prompt, its kernels, a measured floor.
+
+    python benchmarks/prefill_profile.py --model qwen3-0.6b --lengths 128 1024 8192 --json FILE
+
+The floor is measured where it can be: the model's matrix products at that length (experts excepted), replayed in one
+graph; plus, from bytes and FLOPs, the attention, the gated delta rule and the experts at the device's ceilings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.decode_profile import CONFIGS, graph_ms, kernels_us
+from weft import report
+from weft.bench.roofline import Work, ceilings_of
+from weft.config import resolve
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.runner.model_runner import ModelRunner
+
+
+def prefill_orders(runner: ModelRunner, length: int) -> SchedulerOutput:
+    """A step that computes one prompt and samples a token."""
+    pages = list(range(1, 1 + runner.spec.pages_for(length)))
+    new = NewRequest(0, [7] * length, length, RowSampling(temperature=0.0))
+    return SchedulerOutput(1, [ScheduledRequest(0, 0, length, pages, 1, True)], [new])
+
+
+def products_ms(runner: ModelRunner, length: int) -> float:
+    """Milliseconds of all dense matrix products of the model at that length, in one graph."""
+    weights = [
+        p for name, p in runner.model.named_parameters()
+        if p.dim() == 2 and not any(other in name for other in ("embed", "lm_head", "conv1d"))
+    ]  # fmt: skip
+    inputs = {
+        width: torch.randn(length, width, dtype=weights[0].dtype, device="cuda")
+        for width in {w.shape[1] for w in weights}
+    }
+
+    def run() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph_ms(graph.replay)
+
+
+def rest_ms(runner: ModelRunner, length: int) -> dict[str, float]:
+    """Floors in milliseconds of what is no dense product."""
+    model, spec = runner.config.model_config, runner.spec
+    ceilings = ceilings_of("cuda")
+    assert ceilings is not None
+    floors = {
+        "attention": Work(length * spec.kv_bytes_per_token, spec.flops_per_pair * length * (length + 1) / 2).floor_s(
+            ceilings
+        )
+    }
+    if model.linear is not None:
+        linear, layers = model.linear, len(model.linear_layers)
+        # Chunked form, 64 tokens a chunk: products with the state (3 of K x V) and inside the chunk.
+        per_token = linear.num_v_heads * (
+            6 * linear.head_k_dim * linear.head_v_dim + 64 * (4 * linear.head_k_dim + 2 * linear.head_v_dim)
+        )
+        moved = length * (linear.conv_dim + 2 * linear.value_dim) * 2
+        floors["gated delta rule"] = layers * Work(moved, length * per_token).floor_s(ceilings)
+    if model.moe is not None:
+        moe = model.moe
+        weights = 3 * model.hidden_size * moe.intermediate_size
+        hit = moe.num_experts * (1 - (1 - moe.num_experts_per_tok / moe.num_experts) ** length)
+        flops = 2.0 * weights * length * moe.num_experts_per_tok
+        floors["experts"] = len(moe.sparse_layers) * Work(hit * weights * 2, flops).floor_s(ceilings)
+    return {name: seconds * 1e3 for name, seconds in floors.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 8192])
+    parser.add_argument("--settings", default="{}")
+    parser.add_argument("--json", required=True)
+    args = parser.parse_args()
+    base = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": 256,
+        "device": "cuda", "cuda_graph_mode": "FULL", "piecewise_cuda_graph_tokens": args.lengths,
+    }  # fmt: skip
+    runner = ModelRunner(resolve(model=str(CONFIGS / args.model), **(base | json.loads(args.settings))))
+    assert runner.forward_graphs is not None
+    result: dict[str, Any] = {
+        "benchmark": "prefill_profile",
+        **report.provenance("cuda"),
+        "model": args.model,
+        "lengths": {},
+    }
+    for length in args.lengths:
+        runner.run(prefill_orders(runner, length))
+        replay = lambda length=length: runner.forward_graphs.replay(length, length)  # noqa: E731
+        total, kernels = graph_ms(replay), kernels_us(replay)
+        floors = {"products": products_ms(runner, length), **rest_ms(runner, length)}
+        floor = sum(floors.values())
+        result["lengths"][length] = {"replay_ms": total, "floor_ms": floor, "floors": floors, "kernels": kernels}
+        parts = ", ".join(f"{name} {ms:.3f}" for name, ms in floors.items())
+        print(f"{args.model} {length} tokens: {total:.3f} ms, floor {floor:.3f} ({total / floor:.2f}x): {parts}")
+        for row in kernels[:16]:
+            print(f"   {row['us']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
+    Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
