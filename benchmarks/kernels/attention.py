@@ -32,14 +32,22 @@ MODELS = {"A": (16, 8, 128), "B": (16, 2, 256)}
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 # (split, programs aimed at, tile)
-DECODE_TILES = {
-    "A": [(256, 8192, Tile(16, 64, 4, 2, False)), (256, 2048, Tile(16, 64, 4, 3, True))],
-    "B": [(256, 8192, Tile(16, 64, 4, 2, False)), (256, 2048, Tile(16, 64, 4, 3, True))],
-}
+_DECODE = [
+    (split, aim, Tile(16, *shape, ahead))
+    for split, aim, ahead in ((256, 8192, False), (256, 2048, True), (128, 2048, True), (128, 8192, False))
+    for shape in ((64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3), (128, 4, 2))
+]
+DECODE_TILES = {"A": _DECODE, "B": _DECODE}
 PREFILL_TILES = {
-    "A": [Tile(*t) for t in ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2))],
-    "B": [Tile(*t) for t in ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 4, 3))],
-}
+    "A": [
+        Tile(*t)
+        for t in (
+            (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 4, 3),
+            (128, 64, 8, 4), (128, 128, 4, 2), (128, 32, 8, 4),
+        )
+    ],
+    "B": [Tile(*t) for t in ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3))],
+}  # fmt: skip
 
 
 def make_case(
@@ -175,7 +183,7 @@ def main() -> None:
                 rows += decode_rows(model, size, 1024, 16384, sweep=True)
             rows += decode_rows(model, 4, 16000, 16384, sweep=False)
             for length in (16, 128, 512, 1024, 2048, 4096, 8192):
-                rows += prefill_rows(model, [length], 0, sweep=length in (512, 8192))
+                rows += prefill_rows(model, [length], 0, sweep=length in (1024, 8192))
             rows += prefill_rows(model, [256] * 16, 0, sweep=False)
             rows += prefill_rows(model, [512], 4096, sweep=False)
     else:
