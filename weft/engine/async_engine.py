@@ -11,6 +11,7 @@ that never reads costs the tokens of its own answer and nothing more.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
@@ -26,6 +27,8 @@ from weft.outputs import RequestOutput
 from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 PromptDelta = tuple[int, CompletionDelta]
 """Number of the prompt within its call, and what one of its completions got."""
@@ -105,9 +108,13 @@ class ResponseStream:
     def take(self, index: int, request: Request) -> str | None:
         """A completion of prompt ``index`` has news. Returns the stop string that ends it."""
         stop = self.outputs[index].take(request)
+        self.touch(index)
+        return stop
+
+    def touch(self, index: int) -> None:
+        """There is news of prompt ``index``."""
         self._changed.add(index)
         self._news.set()
-        return stop
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
@@ -193,10 +200,17 @@ class AsyncEngine:
             if owner is None:
                 continue  # its reader has gone, or a stop string ended it
             stream, index, request = owner
-            update.apply(request)
-            stop = stream.take(index, request)
-            if stop is not None:
-                self._stop(request, stop)
+            try:
+                update.apply(request)
+                stop = stream.take(index, request)
+            except Exception:
+                logger.exception(
+                    "%s: its tokens could not be turned into text; it ends with an error", update.request_id
+                )
+                self._give_up(stream, index, request)
+            else:
+                if stop is not None:
+                    self._stop(request, stop)
             if request.finish_reason is not None:
                 del self._owners[request.request_id]
 
@@ -206,6 +220,13 @@ class AsyncEngine:
             self._link.send(wire.FinishRequests([request.request_id], "stop"))
             request.times.finished = time.monotonic()
         request.finish_reason, request.stop_reason = "stop", stop
+
+    def _give_up(self, stream: ResponseStream, index: int, request: Request) -> None:
+        """This completion cannot go on; the others do."""
+        if request.finish_reason is None:
+            self._link.send(wire.FinishRequests([request.request_id]))
+        request.finish_reason = "error"
+        stream.touch(index)
 
     def forget(self, stream: ResponseStream) -> None:
         """Nobody reads this stream any more; what is unfinished is aborted."""

@@ -9,6 +9,7 @@ what it lets in, and the engine sends at most one message per step.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ class ServerChannel:
             socket.bind(_address(directory, name))
 
     def send(self, message: wire.ToEngine) -> None:
-        self._requests.send(wire.encode(message), zmq.NOBLOCK)
+        """Never blocks. If nobody is connected the engine has gone, and what it was to do has gone with it."""
+        with contextlib.suppress(zmq.Again):
+            self._requests.send(wire.encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> wire.FromEngine:
         return wire.decode_from_engine(await self._outputs.recv())

@@ -3,8 +3,10 @@
 Job: a small file, mapped by both processes: the engine's beat, its steps, and when the running step began.
 Owns: the layout of the file. Does not know: requests, sockets.
 
-The beat comes from a thread of its own, so a step may take as long as it likes: the engine is frozen only if the whole
-process stands still (stopped, swapped out, stuck in the kernel).
+The beat comes from a thread of its own, so a step may take as long as it likes. That thread may still be kept waiting,
+by a long call that holds the interpreter lock, or because the machine has no processor to spare. So the server also
+looks at what the kernel knows of the process: one that uses processor time, or waits for a processor, is not frozen.
+Frozen is what stands still: stopped, stuck in the kernel, in a deadlock.
 """
 
 from __future__ import annotations
@@ -69,12 +71,24 @@ class Pulse:
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(_LAYOUT.size))
         self._memory = _map(path)
+        self._processor_s = 0.0
+        self._moved_at = 0.0
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last beat; infinite before the first."""
+        """Seconds since the last sign of life, a beat or what ``look`` saw; infinite before the first beat."""
         beat = self._read()[0]
-        return time.monotonic() - beat if beat else float("inf")
+        return time.monotonic() - max(beat, self._moved_at) if beat else float("inf")
+
+    def look(self, pid: int) -> None:
+        """See whether the process moves without a beat; for a caller that looks about once a second."""
+        try:
+            used = processor_s(pid)
+            moves = used != self._processor_s or _waits_for_processor(pid)
+        except OSError:  # it has ended, which is for others to notice
+            return
+        if moves:
+            self._processor_s, self._moved_at = used, time.monotonic()
 
     @property
     def num_steps(self) -> int:
@@ -88,6 +102,22 @@ class Pulse:
 
     def _read(self) -> tuple[float, int, float]:
         return _LAYOUT.unpack(self._memory[: _LAYOUT.size])
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time that a process has used, all threads. Raises OSError if there is no such process."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _waits_for_processor(pid: int) -> bool:
+    """True if a thread of the process could run, had it a processor."""
+    return any(_stat(task / "stat")[0] == "R" for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields of proc(5)'s ``stat`` from the third, the state, on; a name with spaces stands before them."""
+    return path.read_text().rpartition(")")[2].split()
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -7,6 +7,8 @@ Owns: the child process, its private directory and the server's side of its sock
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -23,7 +25,15 @@ from weft.engine import wire
 from weft.engine.channel import EngineStart, ServerChannel
 from weft.engine.heartbeat import Pulse
 
+logger = logging.getLogger(__name__)
+
 ENGINE_MODULE = "weft.engine.process"
+
+_LAST_WORDS_S = 5.0
+"""How long the message of an engine that has failed may be on its way, on a machine that is busy."""
+
+_LOOK_S = 0.5
+"""Seconds between two looks at the process."""
 
 _GRACE_S = 10.0
 """Seconds that an engine gets to leave after ``Shutdown`` before it is killed."""
@@ -56,7 +66,9 @@ class EngineProcess:
         self.pulse = Pulse(self._directory / "heartbeat")
         self._channel = ServerChannel(self._directory)
         self._process = self._spawn([sys.executable, "-m", module], settings, verbose)
+        self._has_failed = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
+        self._looker = asyncio.create_task(self._look())
         self._ended = asyncio.Event()
         threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
 
@@ -82,7 +94,20 @@ class EngineProcess:
             if isinstance(message, wire.Ready):
                 # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
                 shutil.rmtree(self._directory, ignore_errors=True)
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:
+                # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
+                logger.exception("a message of the engine could not be handled; the engine is ended")
+                self.kill()
+                return
+            if isinstance(message, wire.Failed):
+                self._has_failed.set()
+
+    async def _look(self) -> None:
+        while True:
+            self.pulse.look(self.pid)
+            await asyncio.sleep(_LOOK_S)
 
     def _watch(self) -> None:
         """In a thread: wait for the end of the process, which no message can announce."""
@@ -97,7 +122,12 @@ class EngineProcess:
         self._loop.create_task(self._settle(status))
 
     async def _settle(self, status: int) -> None:
-        await asyncio.sleep(0.05)  # its last words may be on their way through the socket
+        if status == wire.FAILED_STATUS:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_failed.wait(), _LAST_WORDS_S)
+        else:
+            await asyncio.sleep(0.05)  # what it had sent may be on its way through the socket
+        self._looker.cancel()
         self._reader.cancel()
         self._channel.close()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -67,9 +67,19 @@ class EngineLoop:
             for message in self._channel.receive(0 if self._core.has_work else _IDLE_MS):
                 if isinstance(message, wire.Shutdown):
                     return
-                self._obey(message)
+                try:
+                    self._obey(message)
+                except Exception:
+                    logger.exception("a message could not be obeyed")
+                    if isinstance(message, wire.AddRequest):
+                        self._refuse(message.request_id)
             if self._core.has_work:
                 self._step()
+
+    def _refuse(self, request_id: str) -> None:
+        """One request that cannot be taken in is no reason to end those that run."""
+        self._sent.pop(request_id, None)
+        self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._stats()))
 
     def _obey(self, message: wire.AddRequest | wire.FinishRequests | wire.Inspect) -> None:
         if isinstance(message, wire.Inspect):
@@ -196,7 +206,7 @@ def main(make: Start = start_core) -> int:
         if not isinstance(error, WeftError):
             logger.exception("the engine ends")
         channel.send(wire.failure(error))
-        return 1
+        return wire.FAILED_STATUS
     finally:
         channel.close()
     core.shutdown()

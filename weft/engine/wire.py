@@ -124,6 +124,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     capacity: Capacity
 
 
+FAILED_STATUS = 70
+"""Exit status of an engine that has sent ``Failed``."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine is about to exit. ``user_error``: the settings are to blame, and ``message`` says what to do."""
 

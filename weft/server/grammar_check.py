@@ -15,10 +15,18 @@ from pathlib import Path
 
 import msgspec
 
+from weft.engine.heartbeat import processor_s
 from weft.errors import RequestError
+from weft.server.errors import ApiError
 
 TIMEOUT_S = 2.0
-_START_S = 20.0
+"""Processor time that a compilation may take. Not time by the clock: on a busy machine a small grammar may wait long
+for its turn, and that is no fault of the caller's."""
+
+_PATIENCE_S = 30.0
+"""Time by the clock after which a worker is given up, whatever it used."""
+
+_GLANCE_S = 0.05
 _MAX_REMEMBERED = 512
 _MAX_LINE = 4 << 20
 
@@ -44,7 +52,12 @@ class GrammarChecker:
         self._answers: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, grammar: str, param: str) -> None:
-        """Raises RequestError, blaming ``param``, if the grammar cannot be compiled within the limits."""
+        """Try a grammar.
+
+        Raises:
+            RequestError: it cannot be compiled within the limits; ``param`` is to blame.
+            ApiError: 503, the machine is too busy to try.
+        """
         problem = self._answers.get(grammar)
         if problem is None:
             async with self._turn:
@@ -56,19 +69,35 @@ class GrammarChecker:
             raise RequestError(f"{param} cannot be used: {problem[:500]}", param)
 
     async def _ask(self, grammar: str) -> str:
+        """What is wrong with the grammar, or nothing. Raises ApiError as above."""
+        worker = await self._running()
         try:
-            worker = await self._running()
-            async with asyncio.timeout(TIMEOUT_S):
-                return await _exchange(worker, grammar)
-        except TimeoutError:
+            return await self._answer(worker, grammar)
+        except _TooLongError:
             await self.close()
             return f"compiling it takes longer than {TIMEOUT_S:g} s; make it simpler"
+        except TimeoutError as error:
+            await self.close()
+            raise _busy() from error
         except (EOFError, OSError, ValueError, msgspec.DecodeError):
             await self.close()
             return "compiling it takes too much memory; make it simpler"
         except asyncio.CancelledError:
             self._kill()  # an answer that nobody reads would be taken for the next one's
             raise
+
+    async def _answer(self, worker: asyncio.subprocess.Process, grammar: str) -> str:
+        """Raises _TooLongError, TimeoutError, or what ``_exchange`` raises."""
+        answer = asyncio.ensure_future(_exchange(worker, grammar))
+        used = processor_s(worker.pid)
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not (await asyncio.wait((answer,), timeout=_GLANCE_S))[0]:
+                    if processor_s(worker.pid) - used > TIMEOUT_S:
+                        raise _TooLongError
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._worker is None or self._worker.returncode is not None:
@@ -82,8 +111,15 @@ class GrammarChecker:
                 limit=_MAX_LINE,
                 start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
             )
-            async with asyncio.timeout(_START_S):
-                await _exchange(self._worker, self._hello)
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    await _exchange(self._worker, self._hello)
+            except (TimeoutError, EOFError, OSError) as error:
+                await self.close()
+                raise _busy() from error
+            except asyncio.CancelledError:
+                self._kill()
+                raise
         return self._worker
 
     async def close(self) -> None:
@@ -97,6 +133,20 @@ class GrammarChecker:
         if worker is not None and worker.returncode is None:
             worker.kill()
         return worker
+
+
+class _TooLongError(Exception):
+    """The worker has used up its processor time."""
+
+
+def _busy() -> ApiError:
+    return ApiError(
+        503,
+        "the process that tries grammars does not answer; the machine may be overloaded, try again later",
+        type="server_error",
+        code="busy",
+        retry_after_s=1,
+    )
 
 
 async def _exchange(worker: asyncio.subprocess.Process, question: object) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -21,13 +22,20 @@ Result = TypeVar("Result")
 
 NUM_THREADS = 2
 
+_GLANCE_S = 0.01
+
 
 class TemplateTimeout(Exception):
     """Raised inside a template that runs too long."""
 
 
 class RenderPool:
-    """Threads for text work. ``timeout_s``: limit of what runs under ``run_limited``."""
+    """Threads for text work.
+
+    Args:
+        timeout_s: processor time that ``run_limited`` grants. Not time by the clock: on a busy machine a short template
+            may have to wait for its turn.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -43,7 +51,7 @@ class RenderPool:
             RequestError: it took longer than the limit.
         """
         limited = _Limited(work, args)
-        alarm = asyncio.get_running_loop().call_later(self._timeout_s, limited.interrupt)
+        alarm = _Alarm(limited, self._timeout_s)
         try:
             return await self.run(limited)
         except (TemplateTimeout, RequestError) as error:
@@ -67,12 +75,11 @@ class _Limited:
         self._args = args
         self._lock = threading.Lock()
         self._thread_id: int | None = None
-        self._is_late = False
+        self._began = 0.0
 
     def __call__(self) -> Any:
         with self._lock:
-            if self._is_late:
-                raise TemplateTimeout  # it waited for a thread for so long
+            self._began = time.thread_time()
             self._thread_id = threading.get_ident()
         try:
             return self._work(*self._args)
@@ -80,10 +87,37 @@ class _Limited:
             with self._lock:
                 self._thread_id = None
 
+    @property
+    def processor_s(self) -> float:
+        """Seconds of processor time used so far; 0.0 before the call has begun and after its end."""
+        with self._lock:
+            if self._thread_id is None:
+                return 0.0
+            return time.clock_gettime(time.pthread_getcpuclockid(self._thread_id)) - self._began
+
     def interrupt(self) -> None:
         with self._lock:
-            self._is_late = True
             if self._thread_id is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(TemplateTimeout)
                 )
+
+
+class _Alarm:
+    """Interrupts a call when it has used up its time; it looks as rarely as it can."""
+
+    def __init__(self, limited: _Limited, timeout_s: float) -> None:
+        self._limited = limited
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(timeout_s, self._look)
+
+    def _look(self) -> None:
+        left = self._timeout_s - self._limited.processor_s
+        if left <= 0:
+            self._limited.interrupt()
+        else:
+            self._handle = self._loop.call_later(max(left, _GLANCE_S), self._look)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
