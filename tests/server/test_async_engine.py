@@ -150,6 +150,29 @@ def test_the_death_of_the_engine_ends_every_stream(inputs: InputProcessor) -> No
     run(inputs, body)
 
 
+@pytest.mark.parametrize("where", ["engine", "server"])
+def test_a_request_that_breaks_ends_alone(inputs: InputProcessor, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        good, bad = submit(engine, name="good"), submit(engine, name="bad")
+        add = link.core.add
+
+        def refuse(request: Any) -> None:
+            if request.request_id.startswith("bad"):
+                raise AssertionError("broken")
+            add(request)
+
+        if where == "engine":
+            monkeypatch.setattr(link.core, "add", refuse)
+        else:
+            monkeypatch.setattr(bad.outputs[0], "take", refuse)
+        link.run(100)
+        assert (await bad.results())[0].outputs[0].finish_reason == "error"
+        assert (await good.results())[0].outputs[0].text == TEXT
+        assert engine.num_open_completions == 0 and not link.core.requests
+
+    run(inputs, body)
+
+
 def test_all_prompts_or_none(inputs: InputProcessor) -> None:
     async def body(engine: AsyncEngine, link: Link) -> None:
         stream = engine.submit("r", [inputs.prepare_prompt(t) for t in ("ab", "cde")], SamplingParams())

@@ -67,21 +67,25 @@ class EngineLoop:
             for message in self._channel.receive(0 if self._core.has_work else _IDLE_MS):
                 if isinstance(message, wire.Shutdown):
                     return
-                try:
-                    self._obey(message)
-                except Exception:
-                    logger.exception("a message could not be obeyed")
-                    if isinstance(message, wire.AddRequest):
-                        self._refuse(message.request_id)
+                self._obey(message)
             if self._core.has_work:
                 self._step()
 
+    def _obey(self, message: wire.AddRequest | wire.FinishRequests | wire.Inspect) -> None:
+        """What cannot be obeyed is no reason to end the requests that run."""
+        try:
+            self._apply(message)
+        except Exception:
+            logger.exception("a message could not be obeyed")
+            if isinstance(message, wire.AddRequest):
+                self._refuse(message.request_id)
+
     def _refuse(self, request_id: str) -> None:
-        """One request that cannot be taken in is no reason to end those that run."""
+        """A request that cannot be taken in ends with an error."""
         self._sent.pop(request_id, None)
         self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._stats()))
 
-    def _obey(self, message: wire.AddRequest | wire.FinishRequests | wire.Inspect) -> None:
+    def _apply(self, message: wire.AddRequest | wire.FinishRequests | wire.Inspect) -> None:
         if isinstance(message, wire.Inspect):
             self._channel.send(self._core.snapshot(message.tokens_per_node))
             return
