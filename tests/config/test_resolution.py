@@ -125,9 +125,6 @@ def test_tokenizer_from_elsewhere(checkpoint: Path) -> None:
 LATER = {name: option for name, option in OPTIONS.items() if option.later}
 OTHER_VALUES: dict[str, Any] = {
     "tensor_parallel_size": 2,
-    "splitting_ops": ["attention"],
-    "enable_torch_compile": True,
-    "torch_compile_max_bs": 8,
 }
 
 
@@ -146,16 +143,6 @@ def test_what_comes_later_is_off_with_a_reason(name: str) -> None:
 def test_what_comes_later_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}=.*{re.escape(LATER[name].later or '')}.*does not have"):
         resolve(**{name: OTHER_VALUES[name]})
-
-
-LATER_CHOICES = [(name, choice) for name, option in OPTIONS.items() for choice in option.later_choices]
-
-
-@pytest.mark.parametrize(("name", "choice"), LATER_CHOICES)
-def test_single_choices_that_come_later(name: str, choice: str) -> None:
-    option = OPTIONS[name]
-    with pytest.raises(ConfigError, match=rf"{name}='{choice}' needs {option.later_choices[choice]}, .*allowed are"):
-        resolve(**{name: choice})
 
 
 def test_names_of_other_engines_for_choices() -> None:
@@ -280,11 +267,27 @@ def test_graphs_and_overlap_follow_the_device(no_gpu: None) -> None:
         ({"piecewise_cuda_graph_tokens": [16]}, "no effect with cuda_graph_mode='NONE'"),
         ({"cuda_graph_mode": "FULL_DECODE_ONLY", "piecewise_cuda_graph_max_tokens": 16}, "no effect"),
         ({"enable_torch_compile_debug_mode": True}, "no effect"),
+        (
+            {"piecewise_cuda_graph_compiler": "eager", "cuda_graph_mode": "FULL"},
+            "no effect with cuda_graph_mode='FULL'",
+        ),
+        ({"splitting_ops": ["attention"]}, "splitting_ops.*no effect"),
+        ({"enable_torch_compile": True}, "no effect with cuda_graph_mode='NONE'"),
+        ({"enable_torch_compile": True, "cuda_graph_mode": "PIECEWISE"}, "no effect"),
+        ({"torch_compile_max_bs": 8, "cuda_graph_mode": "FULL"}, "no effect without enable_torch_compile"),
     ],
 )
 def test_contradicting_graph_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(device="cpu", **settings)
+
+
+def test_compiled_decodes_have_a_limit() -> None:
+    config = resolve(device="cpu", cuda_graph_mode="FULL_DECODE_ONLY", enable_torch_compile=True)
+    assert config.torch_compile_max_bs == 32 and "torch_compile_max_bs" in config.reasons
+    given = resolve(device="cpu", cuda_graph_mode="FULL", enable_torch_compile=True, torch_compile_max_bs=4)
+    assert given.torch_compile_max_bs == 4
+    assert resolve(device="cpu", cuda_graph_mode="FULL").torch_compile_max_bs is None
 
 
 def test_pieces_by_flag_or_by_mode() -> None:

@@ -31,7 +31,6 @@ class Option:
         choices: allowed texts.
         later: the feature that this version lacks. The default then resolves to ``off``; ``off`` itself may be asked
             for; anything else is refused by name.
-        later_choices: single choices that wait for a feature, by choice.
         synonyms: other names of choices, in the words of other engines.
     """
 
@@ -44,17 +43,11 @@ class Option:
     choices: tuple[str, ...] = ()
     later: str | None = None
     off: Any = None
-    later_choices: Mapping[str, str] = field(default_factory=dict)
     synonyms: Mapping[str, str] = field(default_factory=dict)
 
 
 def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata={"option": Option(help=help, kind=kind, default=default, **limits)})
-
-
-TRACING = "traced pieces"
-SPLITTING = "pieces that hold Gated DeltaNet"
-COMPILE = "torch.compile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +124,10 @@ class EngineConfig:
         "other mode replays recorded operations, to test what a graph would do)",
         choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
     )  # fmt: skip
+    graph_profile: str | None = _option(
+        "text", None, "file of `weft tune` that says which batches run as graphs, or none; default: the one stored for "
+        "this device, model and version, if there is one and no other setting names the mode",
+    )  # fmt: skip
     cuda_graph_bs: tuple[int, ...] | None = _option("ints", None, "decode batch sizes to capture", low=1)
     cuda_graph_max_bs: int | None = _option("int", None, "largest decode batch to capture; default: 1024", low=1)
     enable_cudagraph_gc: bool = _option("bool", False, "leave the garbage collector on during capture")
@@ -141,21 +138,22 @@ class EngineConfig:
         "ints", None, "token counts to capture for prefill and mixed batches", low=1
     )
     piecewise_cuda_graph_max_tokens: int | None = _option(
-        "int", None, "largest token count to capture for prefill and mixed batches; default: that of a step, on the CPU "
-        "at most 512",
+        "int", None, "largest token count to capture for prefill and mixed batches; default: that of a step, on the "
+        "CPU at most 512",
         low=1,
     )  # fmt: skip
     piecewise_cuda_graph_compiler: str = _option(
-        "text", "capture", "where pieces come from", choices=("capture", "eager", "inductor"),
-        later_choices={"eager": TRACING, "inductor": TRACING},
+        "text", "capture", "where pieces come from: capture (of the running model), eager (of a traced model) or "
+        "inductor (compiled once for all sizes, and kept on disk)", choices=("capture", "eager", "inductor"),
     )  # fmt: skip
     splitting_ops: tuple[str, ...] | None = _option(
-        "texts", None, "operations that separate the pieces", later=SPLITTING
+        "texts",
+        None,
+        "operations that separate the pieces; a first name with + extends the default list instead of "
+        "replacing it; default: attention",
     )
-    enable_torch_compile: bool = _option(
-        "bool", False, "compile the model inside decode graphs", later=COMPILE, off=False
-    )
-    torch_compile_max_bs: int | None = _option("int", None, "largest batch to compile for", low=1, later=COMPILE)
+    enable_torch_compile: bool = _option("bool", False, "compile the model inside decode graphs, with Inductor")
+    torch_compile_max_bs: int | None = _option("int", None, "largest decode batch to compile for; default: 32", low=1)
     enable_torch_compile_debug_mode: bool = _option(
         "bool", False, "check on every replay that what the pieces read has not moved"
     )

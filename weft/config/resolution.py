@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from weft.config.checkpoint import read_checkpoint_config, read_generation_config
 from weft.config.fields import OPTIONS, EngineConfig
+from weft.config.graph_profile import differences, empty_profile, find_profile, read_profile
 from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
 from weft.config.validate import check_names, check_value
@@ -22,6 +24,7 @@ from weft.errors import ConfigError
 MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_EMULATED_TOKENS = 512
+MAX_COMPILED_BATCH = 32
 
 
 def resolve(**user: Any) -> EngineConfig:
@@ -52,10 +55,10 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
     _choose_names(values, reasons)
     _choose_device(values, reasons)
-    _choose_graphs(values, reasons)
     _choose_dtypes(values, reasons, model)
     _choose_context(values, reasons, model)
     _choose_batch_limits(values, reasons)
+    _choose_graphs(values, reasons, model)
     _choose_piece_sizes(values, reasons)
     _explain_pools(values, reasons)
     return EngineConfig(
@@ -125,7 +128,7 @@ def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:
         )
 
 
-def _choose_graphs(values: dict[str, Any], reasons: dict[str, str]) -> None:
+def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
     mode, pieces = values["cuda_graph_mode"], values["enable_piecewise_cuda_graph"]
     if values["enforce_eager"] and mode not in (None, "NONE"):
         raise ConfigError(f"enforce_eager=True contradicts cuda_graph_mode={mode!r}; leave one of them out")
@@ -134,8 +137,10 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str]) -> None:
     if pieces and mode not in (None, *_MODES_WITH_PIECES):
         raise ConfigError(
             f"enable_piecewise_cuda_graph=True contradicts cuda_graph_mode={mode!r}; leave it out, or use "
-            f"{' or '.join(_MODES_WITH_PIECES)}"
+            "PIECEWISE or FULL_AND_PIECEWISE"
         )
+    _choose_compiled_batch(values, reasons)
+    _choose_graph_profile(values, reasons, model)
     if mode is None:
         mode, reasons["cuda_graph_mode"] = _default_graph_mode(values)
         values["cuda_graph_mode"] = mode
@@ -147,16 +152,62 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str]) -> None:
     _refuse_without_effect(values, _PIECES_SETTINGS, mode not in _MODES_WITH_PIECES)
 
 
-_MODES_WITH_PIECES = ("PIECEWISE", "FULL_AND_PIECEWISE")
+def _choose_graph_profile(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+    """The measured modes, where no setting names one; None means that the rules of the mode hold."""
+    name, given = "graph_profile", values["graph_profile"]
+    modes = ("cuda_graph_mode", "enforce_eager", "enable_piecewise_cuda_graph")
+    named = next((mode for mode in modes if values[mode]), None)
+    if given == NO_PROFILE or (given is None and named is not None):
+        values[name] = None
+        reasons[name] = "asked for" if given else f"{named} says how batches run"
+        return
+    if named is not None:
+        raise ConfigError(f"{name}={given!r} contradicts {named}={values[named]!r}; leave one of them out")
+    tuned = values | {"cuda_graph_mode": TUNED}
+    _choose_piece_sizes(tuned, {})
+    if given is None:
+        path, reasons[name] = find_profile(tuned, model)
+        values[name] = str(path) if path is not None else None
+        return
+    values[name] = str(Path(given).expanduser())
+    misfits = differences(read_profile(Path(values[name])), empty_profile(tuned, model))
+    if misfits:
+        raise ConfigError(
+            f"{name}={given!r} was measured for something else: {'; '.join(misfits)}; "
+            f"run `weft tune` with these settings, or give {name}={NO_PROFILE!r}"
+        )
+
+
+def _choose_compiled_batch(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    name = "torch_compile_max_bs"
+    if not values["enable_torch_compile"]:
+        if values[name] is not None:
+            raise ConfigError(
+                f"{name}={values[name]} has no effect without enable_torch_compile=True; give both or none"
+            )
+        return
+    if values[name] is None:
+        values[name] = MAX_COMPILED_BATCH
+        reasons[name] = "larger batches gain little: they compute more than they launch"
+
+
+TUNED = "TUNED"
+"""The mode in which a profile decides. It is chosen by naming a profile, or by having one."""
+
+NO_PROFILE = "none"
+
+_MODES_WITH_PIECES = ("PIECEWISE", "FULL_AND_PIECEWISE", TUNED)
 _MODES_WITH_MIXED_GRAPHS = ("FULL", *_MODES_WITH_PIECES)
-_DECODE_GRAPH_SETTINGS = ("cuda_graph_bs", "cuda_graph_max_bs")
+_DECODE_GRAPH_SETTINGS = ("cuda_graph_bs", "cuda_graph_max_bs", "enable_torch_compile")
 _TOKEN_SETTINGS = ("piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens")
-_PIECES_SETTINGS = ("enable_torch_compile_debug_mode",)
+_PIECES_SETTINGS = ("enable_torch_compile_debug_mode", "splitting_ops", "piecewise_cuda_graph_compiler")
 
 
 def _default_graph_mode(values: dict[str, Any]) -> tuple[str, str]:
     """The mode where the user named none, and why."""
     on_cpu = values["device"] == "cpu"
+    if values["graph_profile"]:
+        return TUNED, "graph_profile"
     if values["enable_piecewise_cuda_graph"]:
         return "PIECEWISE" if on_cpu else "FULL_AND_PIECEWISE", "enable_piecewise_cuda_graph"
     if values["enforce_eager"]:

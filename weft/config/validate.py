@@ -43,12 +43,6 @@ def check_value(name: str, value: Any) -> Any:
     if option.later and value not in (option.default, option.off):
         remedy = "leave it out" if option.off is None else f"leave it out or set it to {option.off!r}"
         raise ConfigError(f"{name}={value!r} needs {option.later}, which this version of Weft does not have; {remedy}")
-    if isinstance(value, str) and value in option.later_choices:
-        allowed = [c for c in option.choices if c not in option.later_choices]
-        raise ConfigError(
-            f"{name}={value!r} needs {option.later_choices[value]}, which this version of Weft does not have; "
-            f"allowed are {', '.join(allowed)}"
-        )
     return value
 
 

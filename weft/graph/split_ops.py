@@ -41,6 +41,10 @@ OUTPUT_SUFFIX = "_with_output"
 """Ends the name of a split op's operator, whose caller provides the output's memory."""
 
 
+REQUIRED_SPLIT_OPS = ("attention",)
+"""Ops that pieces cannot hold: the page table is gathered anew for every step."""
+
+
 @dataclass(frozen=True, slots=True)
 class SplitOp:
     """One kind of break.
@@ -139,7 +143,7 @@ def select_split_ops(given: Iterable[str] | None = None) -> frozenset[str]:
             first one starts with ``+``, they extend it. None: the default list.
 
     Raises:
-        ConfigError: a name that is no split op.
+        ConfigError: a name that is no split op, or a list without an op that has to break.
     """
     if given is None:
         return frozenset(DEFAULT_SPLIT_OPS)
@@ -149,4 +153,10 @@ def select_split_ops(given: Iterable[str] | None = None) -> frozenset[str]:
     for name in short:
         if name not in _OPS:
             raise ConfigError(f"splitting_ops names {name!r}, which is no split op; there are {', '.join(_OPS)}")
-    return frozenset(short) | frozenset(DEFAULT_SPLIT_OPS if extends else ())
+    chosen = frozenset(short) | frozenset(DEFAULT_SPLIT_OPS if extends else ())
+    if missing := [name for name in REQUIRED_SPLIT_OPS if name not in chosen]:
+        raise ConfigError(
+            f"splitting_ops={' '.join(names)} leaves out {', '.join(missing)}, which pieces cannot hold; name it too, "
+            f"or extend the default list: +{' '.join(short)}"
+        )
+    return chosen

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.backend import Backend
+from weft.ops.traced import traced_op
 
 
 def silu_and_mul_reference(x: Tensor) -> Tensor:
@@ -17,6 +18,7 @@ def silu_and_mul_reference(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+@traced_op(silu_and_mul_reference, fusible=True)
 def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     """``silu(x[..., :I]) * x[..., I:]``.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.backend import Backend
+from weft.ops.traced import traced_op
 
 
 def topk_router_reference(
@@ -31,6 +32,7 @@ def topk_router_reference(
     return weights, ids
 
 
+@traced_op(topk_router_reference)
 def topk_router(
     logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int | Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]:
@@ -102,6 +104,7 @@ _LIBRARY.define("fused_moe_reference(Tensor x, Tensor gate_up, Tensor down, Tens
 _LIBRARY.impl("fused_moe_reference", _experts, "CompositeExplicitAutograd")
 
 
+@traced_op(fused_moe_reference, fake=lambda x, *_, **__: torch.empty_like(x))
 def fused_moe(
     x: Tensor,
     gate_up: Tensor,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.backend import Backend, missing_kernel
+from weft.ops.traced import traced_op
 
 
 @overload
@@ -44,6 +45,7 @@ def rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]: ...
+@traced_op(rms_norm_reference, fusible=True)
 def rms_norm(
     x: Tensor,
     weight: Tensor,

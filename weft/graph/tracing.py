@@ -1,0 +1,141 @@
+"""A model's forward pass as one FX graph with a symbolic number of tokens.
+
+Job: run Dynamo over the pass once, with split ops and kernels as opaque operators, and tell what of the graph's inputs
+is bound for good. Owns: nothing. Does not know: models, how the graph is cut or compiled.
+
+Only what never moves may be bound: parameters, buffers, and static memory of the batch builder. What a batch carries in
+tensors of its own size belongs to split ops, which look it up when they run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from weft.errors import ConfigError
+from weft.forward_context import Batch, ForwardContext, forward_context
+from weft.graph.split_ops import SplitOp, known_split_ops, output_like
+
+STATIC_BATCH_FIELDS = ("token_count",)
+"""Tensors of a batch that have one place and size in every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPass:
+    """One pass.
+
+    Attributes:
+        graph: inputs in the order of ``inputs``; returns a tuple of one tensor ``[num_tokens, hidden_size]``.
+        inputs: what is bound to each input: a tensor; or ``NUM_TOKENS`` or ``TOKEN_IDS``, which a call brings.
+    """
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+
+
+NUM_TOKENS, TOKEN_IDS = "num_tokens", "token_ids"
+
+
+class Opaque:
+    """The ``breaks`` of a trace: every split op becomes an operator that writes into memory of its caller.
+
+    Args:
+        operations: names of ``traced_op`` functions that stay operators; others are traced through their references.
+    """
+
+    def __init__(self, operations: frozenset[str]) -> None:
+        self.names = operations | frozenset(known_split_ops())
+
+    def at(self, op: SplitOp, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        out = output_like(op, layer, inputs)
+        op.operator(*inputs, out, layer.name)
+        return out
+
+
+def trace(
+    model: Callable[..., Tensor],
+    context: ForwardContext,
+    device: torch.device,
+    num_tokens: int,
+    operations: frozenset[str] = frozenset(),
+) -> TracedPass:
+    """Trace ``model(ids)``. Nothing of it runs.
+
+    Args:
+        model: ``[T] int64 -> [T, hidden_size]``.
+        context: of a captured batch, of any size.
+        num_tokens: the size that a compiler shall have in mind; the graph holds for every size.
+        operations: see ``Opaque``.
+
+    Raises:
+        ConfigError: Python code of the model that cannot be traced, or that decides by the number of tokens, or that
+            reads tensors of the batch outside of a split op.
+    """
+    import torch._dynamo  # takes a second, and only traced pieces need it
+
+    traced: list[tuple[GraphModule, Sequence[Any]]] = []
+
+    def take(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        traced.append((graph, list(examples)))
+        return lambda *_: (torch.empty(0),)
+
+    ids = torch.zeros(max(2, num_tokens), dtype=torch.int64, device=device)
+    torch._dynamo.mark_dynamic(ids, 0)
+    compiled = torch.compile(_fresh_code(model), backend=take, fullgraph=True)
+    try:
+        with forward_context(dataclasses.replace(context, breaks=Opaque(operations))):
+            compiled(ids)
+    except (
+        torch._dynamo.exc.TorchDynamoException,
+        torch.fx.experimental.symbolic_shapes.ConstraintViolationError,
+    ) as e:
+        raise ConfigError(
+            f"the model's forward pass cannot be traced ({_first_line(e)}); "
+            "use piecewise_cuda_graph_compiler='capture' without enable_torch_compile, which runs any model"
+        ) from e
+    ((graph, examples),) = traced
+    _check_bound(graph, examples, ids, context.batch)
+    return TracedPass(graph, tuple(_binding(example, ids) for example in examples))
+
+
+def _fresh_code(model: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function with a code object of its own: Dynamo files its results, and counts its attempts, by code object."""
+
+    def forward(ids: Tensor) -> Tensor:
+        return model(ids)
+
+    code = forward.__code__.replace(co_name="traced_forward")
+    return types.FunctionType(code, forward.__globals__, "traced_forward", None, forward.__closure__)
+
+
+def _binding(example: Any, ids: Tensor) -> Any:
+    if example is ids:
+        return TOKEN_IDS
+    return example if isinstance(example, Tensor) else NUM_TOKENS
+
+
+def _check_bound(graph: GraphModule, examples: Sequence[Any], ids: Tensor, batch: Batch) -> None:
+    moving = {id(tensor): name for name, tensor in _tensors_of(batch) if name not in STATIC_BATCH_FIELDS}
+    for example in examples:
+        if id(example) in moving:
+            raise ConfigError(
+                f"the model reads batch.{moving[id(example)]} outside of a split op, so its pass cannot be traced; "
+                "make the method that reads it a split op, or use piecewise_cuda_graph_compiler='capture'"
+            )
+    assert any(example is ids for example in examples), "the pass does not read its token ids"
+
+
+def _tensors_of(batch: Batch) -> list[tuple[str, Tensor]]:
+    fields = [(f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch)]
+    return [(name, value) for name, value in fields if isinstance(value, Tensor)]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

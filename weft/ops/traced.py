@@ -1,0 +1,137 @@
+"""Operations that a tracer sees as one: ``weft::<name>``, generated from the function itself.
+
+Job: keep Dynamo out of a function that launches kernels or decides by sizes on the host. Called in a trace, it
+appears in the graph as one operator; called anywhere else, it is the plain function. Owns: the names of these
+operations. Does not know: what an operation computes, what becomes of the graph.
+
+The schema comes from the annotations, the fake from the torch reference, which has the same signature but for
+``backend`` and returns the same shapes:
+
+    @traced_op(rms_norm_reference, fusible=True)
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tensor: ...
+
+A tracer for a compiler that fuses may want to see through some of them: it then finds the reference instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence, Set
+from enum import Enum
+from typing import Any, ParamSpec, TypeVar, Union
+
+import torch
+from torch import Tensor
+
+from weft.forward_context import get_forward_context
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_FUSIBLE: dict[str, bool] = {}
+
+
+def traced_op(
+    reference: Callable[..., Any], *, fusible: bool = False, fake: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function an operator to tracers.
+
+    Args:
+        reference: its torch reference.
+        fusible: bound by memory, so that a compiler gains by fusing it with what stands around it.
+        fake: shapes and dtypes of the results, called as the reference. Default: the reference, which then must run on
+            fake tensors.
+
+    The function takes tensors, numbers, truth values and enumerations of texts, and returns tensors that are new. A
+    parameter that is a number or a tensor has to be a tensor in a trace: a number would be frozen.
+
+    In a trace, the call is an operator if the ``breaks`` of the forward context name the function, else the reference.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+        _FUSIBLE[name] = fusible
+        dropped = inspect.signature(function).parameters.keys() - inspect.signature(reference).parameters.keys()
+        operator = _register(function, dropped, fake or reference)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch.compiler.is_dynamo_compiling():
+                return function(*args, **kwargs)
+            breaks = get_forward_context().breaks
+            if breaks is not None and name not in breaks.names:
+                return reference(*args, **{p: v for p, v in kwargs.items() if p not in dropped})
+            plain = {p: _plain(v) for p, v in kwargs.items()}
+            results = operator(*(_plain(v) for v in args), **plain)
+            return results[0] if len(results) == 1 else tuple(results)  # type: ignore[return-value]
+
+        return call
+
+    return decorate
+
+
+def opaque_ops(*, fusible: bool) -> frozenset[str]:
+    """Names of all such operations, or of those alone that are not fusible.
+
+    Args:
+        fusible: whether fusible operations are wanted too.
+    """
+    return frozenset(name for name, is_fusible in _FUSIBLE.items() if fusible or not is_fusible)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _register(function: Callable[..., Any], dropped: Set[str], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator of a function, with its fake, which does not take the parameters in ``dropped``."""
+    name, hints = function.__name__, typing.get_type_hints(function)
+    enums = {p: hint for p, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Enum)}
+
+    def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+        return _listed(function(*args, **{p: enums[p](v) if p in enums else v for p, v in kwargs.items()}))
+
+    def shapes(*args: Any, **kwargs: Any) -> list[Tensor]:
+        given = {p: v for p, v in kwargs.items() if p not in dropped}
+        return [x.contiguous() for x in _listed(fake(*args, **given))]
+
+    _LIBRARY.define(f"{name}({_schema(function, hints)}) -> Tensor[]")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", shapes, lib=_LIBRARY)
+    return getattr(torch.ops.weft, name).default
+
+
+def _listed(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def _schema(function: Callable[..., Any], hints: dict[str, Any]) -> str:
+    """The parameters in the words of torch's operator schemas."""
+    parts, keyword_only = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default}"
+        parts.append(f"{_type_name(hints[parameter.name])} {parameter.name}{default}")
+    return ", ".join(parts)
+
+
+_TYPE_NAMES: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        members = typing.get_args(hint)
+        optional = "?" if type(None) in members else ""
+        first = Tensor if Tensor in members else next(m for m in members if m is not type(None))
+        return _type_name(first) + optional
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "str"
+    assert hint in _TYPE_NAMES, f"an operator cannot take a parameter of type {hint}"
+    return _TYPE_NAMES[hint]

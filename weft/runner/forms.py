@@ -1,0 +1,108 @@
+"""The model in the forms that graphs are captured of: as it is, traced, or compiled.
+
+Job: choose the sources that the settings name, and make each form once. Owns: the forms and their counters. Does not
+know: how graphs are captured, which batch runs how.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.config import EngineConfig
+from weft.config.cache_folder import cache_folder
+from weft.forward_context import ForwardContext
+from weft.graph.compilers import CompileCounters, Forward, PieceSource, Traced, Uncompiled, run_eagerly
+from weft.graph.inductor import PieceCompiler
+from weft.graph.split_ops import select_split_ops
+from weft.ops.traced import opaque_ops
+
+FOLDER = "pieces"
+"""Of compiled pieces, in the cache folder."""
+
+
+def make_source(name: str, device: torch.device) -> PieceSource:
+    """The source that the setting ``piecewise_cuda_graph_compiler`` names.
+
+    Raises:
+        ConfigError: it is not available on this machine.
+    """
+    if name == "capture":
+        return Uncompiled()
+    if name == "eager":
+        return Traced(name, device, run_eagerly, opaque_ops(fusible=True))
+    assert name == "inductor", f"there is no source {name}"
+    compiler = PieceCompiler(device, cache_folder() / FOLDER)
+    return Traced(name, device, compiler, opaque_ops(fusible=False), compiler.counters)
+
+
+@dataclass(slots=True)
+class FormCounters:
+    """Totals since the start.
+
+    Attributes:
+        compiled, cache_hits, reused: as in ``CompileCounters``, of all sources.
+        seconds: time that tracing and compiling took.
+    """
+
+    compiled: int = 0
+    cache_hits: int = 0
+    reused: int = 0
+    seconds: float = 0.0
+
+
+class ModelForms:
+    """One model's forms.
+
+    Args:
+        model: ``model(input_ids=ids)``: ``[T] int64 -> [T, hidden_size]``.
+
+    Attributes:
+        split_ops: names of the ops that break a pass in pieces.
+
+    Raises:
+        ConfigError: a source that is not available here, or a split op that does not exist.
+    """
+
+    def __init__(self, config: EngineConfig, model: Callable[..., Tensor]) -> None:
+        self.split_ops = select_split_ops(config.splitting_ops)
+        self._model, device = model, torch.device(config.device)
+        self._pieces_source = config.piecewise_cuda_graph_compiler
+        self._decodes_source = "inductor" if config.enable_torch_compile else "capture"
+        self._sources = {name: make_source(name, device) for name in {self._pieces_source, self._decodes_source}}
+        self._forms: dict[str, Forward] = {}
+        self._seconds = 0.0
+
+    def for_pieces(self, context: ForwardContext, num_tokens: int) -> Forward:
+        """What pieces are captured of.
+
+        Args:
+            context: of a captured batch.
+            num_tokens: of the largest one.
+        """
+        return self._form(self._pieces_source, context, num_tokens)
+
+    def for_decodes(self, context: ForwardContext, num_tokens: int) -> Forward:
+        """What full graphs of decodes are captured of, up to ``torch_compile_max_bs``. Arguments as above."""
+        return self._form(self._decodes_source, context, num_tokens)
+
+    @property
+    def counters(self) -> FormCounters:
+        every: list[CompileCounters] = [source.counters for source in self._sources.values()]
+        return FormCounters(
+            sum(c.compiled for c in every),
+            sum(c.cache_hits for c in every),
+            sum(c.reused for c in every),
+            self._seconds,
+        )
+
+    def _form(self, name: str, context: ForwardContext, num_tokens: int) -> Forward:
+        if name not in self._forms:
+            started = time.perf_counter()
+            self._forms[name] = self._sources[name].prepare(self._model, context, num_tokens)
+            self._seconds += time.perf_counter() - started
+        return self._forms[name]
