@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from weft.cli import build_parser, main
+from weft.cli import VERBS, build_parser, main
 from weft.cli.flags import _SAMPLING_FLAGS, SAMPLING_NAMES, engine_settings, sampling_params, sampling_settings
 from weft.config.aliases import ALIASES
 from weft.config.fields import OPTIONS
@@ -123,3 +123,20 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--max-model-len" in done.stdout
     assert time.perf_counter() - start < 2.0
+
+
+def test_the_list_of_verbs_loads_none_of_them() -> None:
+    """What it takes to print it is what is imported: the parser, and nothing of the engine or of a verb."""
+    code = (
+        "import sys, weft.cli\ntry: weft.cli.main(['--help'])\n"
+        "finally: print('LOADED', *(m for m in sys.modules if m[:4] in ('weft', 'msgs', 'asyn')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.rpartition("LOADED")[2].split())
+    assert loaded == {"weft", "weft.cli", "weft.cli.parser", "weft.errors"}
+    assert all(name in done.stdout for name in VERBS)
+
+
+def test_a_verb_is_listed_with_the_words_of_its_parser() -> None:
+    whole = build_parser().format_help()
+    assert whole == build_parser("serve").format_help() == build_parser("").format_help()
