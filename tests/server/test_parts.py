@@ -13,12 +13,15 @@ import pytest
 from weft.config.aliases import SERVER_FLAGS
 from weft.errors import ConfigError, RequestError
 from weft.server.admission import Admission
+from weft.server.app import POSTS, build_app, media_types
 from weft.server.caller import Caller
 from weft.server.chat import template_message
 from weft.server.errors import ApiError, as_api_error
 from weft.server.gate import Gate
+from weft.server.openapi import openapi_document
 from weft.server.rendering import RenderPool
 from weft.server.requestlog import Formatter
+from weft.server.service import Service
 from weft.server.settings import ServerSettings
 
 
@@ -148,3 +151,16 @@ def test_messages_for_templates() -> None:
     for bad in ({"content": "x"}, {"role": "user", "content": 5}, {"role": "user", "content": "x", "tool_calls": [1]}):
         with pytest.raises(RequestError, match="messages"):
             template_message(bad, 0)
+
+
+def test_every_route_is_in_the_openapi_document() -> None:
+    gate = build_app(Service(ServerSettings(), {}))
+    document = openapi_document({path: kind for path, (_, kind) in POSTS.items()}, media_types())
+    described = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
+    routes = gate._app.routes  # type: ignore[attr-defined]
+    answered = {(route.path.replace(":path}", "}"), next(iter(route.methods - {"HEAD"}))) for route in routes}
+    assert described == answered and {("/inspect", "GET"), ("/v1/models/{name}", "GET")} < described
+    name = document["paths"]["/v1/models/{name}"]["get"]["parameters"][0]
+    assert (name["name"], name["in"], name["required"]) == ("name", "path", True)
+    assert "text/event-stream" in document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+    assert "text/plain" in document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]

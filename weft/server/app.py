@@ -67,11 +67,20 @@ GETS: dict[str, Callable[[Context], Any]] = {
 """Path -> what it gives: a JSON value, or a status and one."""
 
 
+MODEL_PATH = "/v1/models/{name:path}"
+
+
+def media_types() -> dict[str, str]:
+    """What each path gives when it is read with GET."""
+    json = [*GETS, MODEL_PATH, "/inspect", "/openapi.json"]
+    return dict.fromkeys(json, "application/json") | {"/metrics": CONTENT_TYPE.partition(";")[0]} | page.media_types()
+
+
 def build_app(service: Service) -> ASGIApp:
     """The application over a service."""
     settings = service.settings
     context = Context(service, settings, BodyReader(settings.strict), Metrics(service), RequestLog())
-    document = msgspec.json.encode(openapi_document({path: kind for path, (_, kind) in POSTS.items()}, list(GETS)))
+    document = msgspec.json.encode(openapi_document({path: kind for path, (_, kind) in POSTS.items()}, media_types()))
 
     async def metrics(request: Request) -> Response:
         return Response(context.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -94,7 +103,7 @@ def build_app(service: Service) -> ASGIApp:
     routes = [
         *(Route(path, _post(context, handler), methods=["POST"]) for path, (handler, _) in POSTS.items()),
         *(Route(path, _get(context, handler), methods=["GET"]) for path, handler in GETS.items()),
-        Route("/v1/models/{name:path}", one_model, methods=["GET"]),
+        Route(MODEL_PATH, one_model, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/inspect", inspect, methods=["GET"]),

@@ -2,10 +2,13 @@
 
 Job: describe paths and request bodies, from the types that read them. Owns: the document's frame.
 Does not know: handlers.
+
+A path may hold ``{name:path}``, as Starlette writes it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,13 +39,19 @@ _ERROR_SCHEMA = {
 _STATUSES = ("400", "401", "403", "404", "413", "429", "503", "504")
 
 
-def openapi_document(posts: Mapping[str, type[msgspec.Struct]], gets: Sequence[str]) -> dict[str, Any]:
-    """The document, as plain values. ``posts``: body type by path."""
+def openapi_document(posts: Mapping[str, type[msgspec.Struct]], gets: Mapping[str, str]) -> dict[str, Any]:
+    """The document, as plain values.
+
+    Args:
+        posts: body type by path.
+        gets: media type of the answer by path.
+    """
     _, schemas = msgspec.json.schema_components(posts.values(), ref_template="#/components/schemas/{name}")
-    paths: dict[str, Any] = {path: {"get": {"responses": _responses()}} for path in gets}
+    paths = {_plain(path): {"get": _get(path, media_type)} for path, media_type in gets.items()}
     for path, kind in posts.items():
         body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": _responses()}}
+        post = {"requestBody": {"required": True, "content": body}, "responses": _responses(_post_types(kind))}
+        paths[path] = {"post": post}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Weft", "version": __version__},
@@ -51,5 +60,32 @@ def openapi_document(posts: Mapping[str, type[msgspec.Struct]], gets: Sequence[s
     }
 
 
-def _responses() -> dict[str, Any]:
-    return {"200": {"description": "done"}} | dict.fromkeys(_STATUSES, _ERROR)
+def _plain(path: str) -> str:
+    return re.sub(r"{(\w+):\w+}", r"{\1}", path)
+
+
+def _get(path: str, media_type: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {"responses": _responses([media_type])}
+    names = re.findall(r"{(\w+)", path)
+    if names:
+        text = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"name": n, "in": "path", "required": True, "schema": text} for n in names]
+    if path in ("/health", "/ready"):  # 503 is one of their answers, and no error of the request
+        operation["responses"]["503"] = {"description": "no", "content": {media_type: {}}}
+    if path == "/inspect":
+        ids = {"type": "array", "items": {"type": "string"}}
+        operation["parameters"] = [
+            {"name": "request", "in": "query", "description": "ids of the caller's own requests", "schema": ids}
+        ]
+    return operation
+
+
+def _post_types(kind: type[msgspec.Struct]) -> list[str]:
+    streams = "stream" in kind.__struct_fields__
+    return ["application/json", "text/event-stream"] if streams else ["application/json"]
+
+
+def _responses(media_types: Sequence[str]) -> dict[str, Any]:
+    return {"200": {"description": "done", "content": {name: {} for name in media_types}}} | dict.fromkeys(
+        _STATUSES, _ERROR
+    )

@@ -40,15 +40,25 @@ HEADERS = {
 """No other host, no inline script or style, no frame; text can become markup nowhere."""
 
 
+def media_types() -> dict[str, str]:
+    """The media type of each path."""
+    return {path: _TYPES[_file(path).suffix].partition(";")[0] for path in sorted(PATHS)}
+
+
 def routes() -> list[Route]:
     """A route for each file; ``/`` is ``index.html``."""
-    return [_route(path, path.removeprefix("/") or "index.html") for path in sorted(PATHS)]
+    return [_route(path) for path in sorted(PATHS)]
 
 
-def _route(path: str, name: str) -> Route:
-    content = (_FOLDER / name).read_bytes()
+def _file(path: str) -> Path:
+    return _FOLDER / (path.removeprefix("/") or "index.html")
+
+
+def _route(path: str) -> Route:
+    file = _file(path)
+    content = file.read_bytes()
 
     async def endpoint(request: Request) -> Response:
-        return Response(content, headers=HEADERS | {"Content-Type": _TYPES[Path(name).suffix]})
+        return Response(content, headers=HEADERS | {"Content-Type": _TYPES[file.suffix]})
 
     return Route(path, endpoint, methods=["GET"])
