@@ -122,6 +122,7 @@ class BatchDescriptor:
         uniform_decode: every sequence brings one token to an existing state.
         num_prefills, num_chunks: sequences that run through chunks of the gated delta rule, and their chunks; 0 where
             the graph takes as many as its token count allows.
+        num_decodes: sequences that decode; 0 where the graph takes any number.
     """
 
     num_tokens: int
@@ -129,6 +130,7 @@ class BatchDescriptor:
     uniform_decode: bool = False
     num_prefills: int = 0
     num_chunks: int = 0
+    num_decodes: int = 0
 
 
 class Breaks(Protocol):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import __version__
+from weft.config.cpu import cpu_name
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.errors import ConfigError
 
@@ -42,7 +43,7 @@ def device_name(device: str) -> str:
 
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"{_cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
 
 
 def settings(config: EngineConfig) -> dict[str, Any]:
@@ -95,12 +96,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from weft.forward_context import BatchDescriptor, GraphMode
+from weft.graph.profile import ModeTable
 from weft.graph.sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting
 
 MAX_PADDING = 2
@@ -25,6 +26,7 @@ class CudaGraphMode(StrEnum):
     FULL = "FULL"
     FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
     FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+    TUNED = "TUNED"
 
     @property
     def decode(self) -> tuple[GraphMode, ...]:
@@ -47,6 +49,7 @@ _RULES: dict[CudaGraphMode, tuple[tuple[GraphMode, ...], tuple[GraphMode, ...]]]
     CudaGraphMode.FULL: ((GraphMode.FULL,), (GraphMode.FULL,)),
     CudaGraphMode.FULL_DECODE_ONLY: ((GraphMode.FULL,), ()),
     CudaGraphMode.FULL_AND_PIECEWISE: ((GraphMode.FULL, GraphMode.PIECEWISE), (GraphMode.PIECEWISE,)),
+    CudaGraphMode.TUNED: ((GraphMode.FULL, GraphMode.PIECEWISE), (GraphMode.FULL, GraphMode.PIECEWISE)),
 }
 
 
@@ -68,27 +71,35 @@ class Dispatcher:
         token_sizes: ascending token counts captured in pieces.
         full_token_sizes: ascending token counts with a full graph for any batch; only where every operation of the
             model is graph-safe.
+        table: measured modes; they go before the rules, and before the limit of padding.
     """
 
     mode: CudaGraphMode
     decode_sizes: Sequence[int] = ()
     token_sizes: Sequence[int] = ()
     full_token_sizes: Sequence[int] = ()
+    table: ModeTable | None = None
 
     def choose(self, batch: BatchDescriptor) -> Choice:
-        """The first mode that the rules allow and whose captured sizes hold the batch; otherwise none."""
+        """The measured mode, or the first one that the rules allow, if its captured sizes hold the batch; otherwise
+        none."""
+        measured = self.table.mode(batch) if self.table is not None else None
+        if measured is GraphMode.NONE:
+            return Choice(GraphMode.NONE, batch.num_tokens)
+        if measured is not None and (size := self._size(measured, batch, max_padding=None)) is not None:
+            return Choice(measured, size)
         for mode in self.mode.decode if batch.uniform_decode else self.mode.mixed:
             size = self._size(mode, batch)
             if size is not None:
                 return Choice(mode, size)
         return Choice(GraphMode.NONE, batch.num_tokens)
 
-    def _size(self, mode: GraphMode, batch: BatchDescriptor) -> int | None:
+    def _size(self, mode: GraphMode, batch: BatchDescriptor, max_padding: int | None = MAX_PADDING) -> int | None:
         if mode is GraphMode.FULL and batch.uniform_decode:
             return smallest_fitting(self.decode_sizes, batch.num_tokens)
         sizes = self.full_token_sizes if mode is GraphMode.FULL else self.token_sizes
         size = smallest_fitting(sizes, batch.num_tokens)
-        if size is None or size > MAX_PADDING * batch.num_tokens:
+        if size is None or (max_padding is not None and size > max_padding * batch.num_tokens):
             return None
         return size if batch.num_prefills <= MAX_PREFILLS and batch.num_chunks <= chunk_capacity(size) else None
 

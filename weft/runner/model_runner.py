@@ -14,8 +14,10 @@ step, and ``PendingStep.result`` fetches them when the host wants to know.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,10 +25,12 @@ from torch import Tensor
 from weft.cache.plan import CachePlan, plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
+from weft.config.graph_profile import read_profile
 from weft.forward_context import BatchDescriptor, ForwardContext, GraphMode, KVCache, StateCache, forward_context
 from weft.graph.dispatcher import Choice, CudaGraphMode, Dispatcher
-from weft.graph.graph import make_pool
-from weft.graph.sizes import decode_sizes, smallest_fitting, token_sizes
+from weft.graph.graph import GraphPool, make_pool
+from weft.graph.profile import ModeTable
+from weft.graph.sizes import smallest_fitting
 from weft.layers.context import ModelContext
 from weft.layers.sampler import Sampler, SamplerOutput, logprobs_of
 from weft.layers.table import LayerTable
@@ -38,6 +42,7 @@ from weft.ops.kv_cache import copy_pages
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
 from weft.runner.buffers import to_device
+from weft.runner.capture_sizes import capture_sizes
 from weft.runner.captured_steps import CapturedSteps, SampledLogits
 from weft.runner.forms import ModelForms
 from weft.runner.memory import (
@@ -61,6 +66,10 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """One rank: weights, caches, rows.
 
+    Args:
+        config: resolved settings.
+        pool_maker: where graphs come from, for a device.
+
     Attributes:
         config, spec, plan: settings; the caches' geometry; their sizes.
         graphs: of the decode step, or None.
@@ -72,13 +81,16 @@ class ModelRunner:
         WeightsError, UnsupportedModelError, CapacityError: the model cannot be loaded, and why.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, pool_maker: Callable[[torch.device], GraphPool] = make_pool) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
         self._sampler = Sampler(self._backend)
         self._graph_mode = CudaGraphMode(config.cuda_graph_mode)
+        profile = read_profile(Path(config.graph_profile)) if config.graph_profile else None
+        self._table = ModeTable.of(profile) if profile is not None else None
+        self._make_pool = pool_maker
         self._dispatcher = Dispatcher(CudaGraphMode.NONE)  # until something is captured
         self.graphs: SizedGraphs[SampledLogits] | None = None
         self.forward_graphs: SizedGraphs[Tensor] | None = None
@@ -104,6 +116,8 @@ class ModelRunner:
                 self._attach(self.plan)
             with stage("graphs"):
                 self._capture_graphs()
+        why = config.reasons.get("graph_profile" if config.graph_profile else "cuda_graph_mode", "given")
+        logger.info("graphs: mode %s (%s), profile %s", config.cuda_graph_mode, why, config.graph_profile or "none")
 
     def _make_model(self) -> CausalLM:
         """The model with parameters that are not filled yet."""
@@ -240,29 +254,24 @@ class ModelRunner:
         mode, config, steps = self._graph_mode, self.config, self._steps
         if mode is CudaGraphMode.NONE:
             return
-        pool, budget = make_pool(self.device), GRAPH_BYTES
+        sizes = capture_sizes(config, self.plan.max_num_seqs, self._table)
+        pool, budget = self._make_pool(self.device), GRAPH_BYTES
         capture = partial(SizedGraphs, pool=pool, device=self.device, keep_gc=config.enable_cudagraph_gc)
-        sequences = decode_sizes(self.plan.max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs)
-        if GraphMode.FULL in mode.mixed:
-            tokens = token_sizes(
-                config.max_num_batched_tokens,
-                config.piecewise_cuda_graph_tokens,
-                config.piecewise_cuda_graph_max_tokens,
-            )
-            steps.pad(steps.mixture_shape(max(tokens)))
-            self.forward_graphs = capture("forward graphs", steps.forward, sizes=tokens, budget_bytes=budget)
+        if sizes.forward:
+            steps.pad(steps.mixture_shape(max(sizes.forward)))
+            self.forward_graphs = capture("forward graphs", steps.forward, sizes=sizes.forward, budget_bytes=budget)
             budget -= self.forward_graphs.counters.capture_bytes
-        if GraphMode.FULL in mode.decode:
-            steps.pad(steps.decode_shape(max(sequences)))
+        if sizes.decode:
+            steps.pad(steps.decode_shape(max(sizes.decode)))
             if config.torch_compile_max_bs is not None:
                 steps.compile_decodes(self._forms, config.torch_compile_max_bs)
-            self.graphs = capture("decode graphs", steps.decode, sizes=sequences, budget_bytes=budget)
+            self.graphs = capture("decode graphs", steps.decode, sizes=sizes.decode, budget_bytes=budget)
             budget -= self.graphs.counters.capture_bytes
-        if mode.mixed:
-            steps.pad(steps.mixture_shape(max(sequences)))
-            self.sample_graphs = capture("sampling graphs", steps.sample, sizes=sequences, budget_bytes=budget)
+        if sizes.samples:
+            steps.pad(steps.mixture_shape(max(sizes.samples)))
+            self.sample_graphs = capture("sampling graphs", steps.sample, sizes=sizes.samples, budget_bytes=budget)
             budget -= self.sample_graphs.counters.capture_bytes
-        if GraphMode.PIECEWISE in mode.mixed:
+        if sizes.pieces:
             self.pieces = capture_pieces(
                 self._forms,
                 dict(self.model.named_parameters()),
@@ -271,6 +280,7 @@ class ModelRunner:
                 lambda batch: ForwardContext(batch, self.caches, self._layer_modules),
                 pool,
                 config,
+                sizes.pieces,
                 budget_bytes=budget,
             )
         self._dispatcher = Dispatcher(
@@ -278,7 +288,18 @@ class ModelRunner:
             decode_sizes=self.graphs.sizes if self.graphs is not None else (),
             token_sizes=self.pieces.sizes if self.pieces is not None else (),
             full_token_sizes=self.forward_graphs.sizes if self.forward_graphs is not None else (),
+            table=self._table,
         )
+
+    @contextmanager
+    def dispatching(self, change: Callable[[Dispatcher], Dispatcher]) -> Iterator[None]:
+        """Choose graphs by another dispatcher in the body: to measure and to compare; serving has no use for it."""
+        before = self._dispatcher
+        self._dispatcher = change(before)
+        try:
+            yield
+        finally:
+            self._dispatcher = before
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -306,6 +327,7 @@ class ModelRunner:
             uniform_decode=shape.is_decode,
             num_prefills=shape.num_seqs - shape.num_decodes if shape.num_chunks else 0,
             num_chunks=shape.num_chunks,
+            num_decodes=shape.num_decodes,
         )
         choice = self._dispatcher.choose(descriptor)
         graphs = self.graphs if shape.is_decode else self.forward_graphs

@@ -20,7 +20,6 @@ from weft.forward_context import Batch, BatchDescriptor, ForwardContext, GraphMo
 from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, reserved_bytes
 from weft.graph.graph import GraphPool
 from weft.graph.pieces import PieceCapture
-from weft.graph.sizes import token_sizes
 from weft.graph.wrapper import GraphWrapper
 from weft.runner.batch_builder import BatchBuilder, StepShape
 from weft.runner.forms import ModelForms
@@ -162,6 +161,7 @@ def capture_pieces(
     context: Callable[[Batch], ForwardContext],
     pool: GraphPool,
     config: EngineConfig,
+    sizes: Sequence[int],
     *,
     budget_bytes: int,
 ) -> PiecewiseModel:
@@ -173,12 +173,10 @@ def capture_pieces(
         builder: its static buffers are what the pieces read of a batch.
         shape: from a token count to the padded sizes of a batch of any sequences.
         context: from a batch to its forward context.
-        budget_bytes: see ``PiecewiseModel``.
+        sizes, budget_bytes: see ``PiecewiseModel``.
     """
     if config.device == "cuda":
         logger.warning("piecewise graphs are proven on the CPU's emulator only; compare with cuda_graph_mode=NONE")
-    given, largest = config.piecewise_cuda_graph_tokens, config.piecewise_cuda_graph_max_tokens
-    sizes = token_sizes(config.max_num_batched_tokens, given, largest)
     builder.send_padding(shape(max(sizes)))
 
     def context_of(size: int) -> ForwardContext:
