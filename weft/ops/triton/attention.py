@@ -7,8 +7,9 @@ The query heads that share a key head stand together as rows of one tile (``row 
 is read once per group. Softmax is computed online (FlashAttention-2, arXiv 2307.08691) in base 2.
 
 Sequences with one query token go to the decode kernel: their keys are cut into splits of a size that depends on the
-width of the page table alone, so under one width a row's result does not depend on its neighbours; a second kernel
-merges the splits' partial results by their log-sum-exp (Flash-Decoding). The partial results take
+width of the page table alone, so under one width a row's result does not depend on its neighbours. The program that is
+through last merges the splits' partial results by their log-sum-exp (Flash-Decoding), in order, so the result does not
+depend on who that is. The partial results take
 ``num_seqs * max_splits * Hq * (D + 1)`` floats of workspace.
 
 Graph-safe: grids depend on tensor shapes alone; which rows are real, and which sequences decode, is read on the device.
@@ -18,6 +19,7 @@ captured with some decodes and some longer queries serves any batch of its size.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -45,6 +47,9 @@ _LONG_ROWS = 131072
 
 _SHORT_ROWS = 24576
 """Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
+
+_MERGED_VALUES = 8192
+"""Partial results that are held in registers at a time while splits are merged."""
 
 _LOG2E = 1.4426950408889634
 
@@ -101,16 +106,53 @@ def _accumulate(
     return acc, row_sum, new_max
 
 
+@triton.jit
+def _merge(
+    out, partial, partial_lse, row, seq, num_splits, max_splits, stride_out, kv_head,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of one sequence's query heads of one key head, in order."""
+    groups = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    head_ids = kv_head * GROUP + groups
+    head_mask = groups < GROUP
+    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    weight_sum = tl.zeros([BLOCK_G], dtype=tl.float32)
+    largest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    for start in range(0, num_splits, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        valid = (splits < num_splits)[:, None] & head_mask[None, :]
+        place = (seq.to(tl.int64) * max_splits + splits)[:, None] * NUM_HEADS + head_ids[None, :]
+        # Other programs wrote these a moment ago: they are in the L2 cache, and may not be read from the L1 cache.
+        lse = tl.load(partial_lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        offsets = place[:, :, None] * HEAD_DIM + dims[None, None, :]
+        mask = valid[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+        values = tl.load(partial + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, tl.max(lse, 0))
+        new_largest = tl.where(head_mask, new_largest, 0.0)
+        shrink = tl.exp2(largest - new_largest)
+        weights = tl.exp2(lse - new_largest[None, :])
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
+        weight_sum = weight_sum * shrink + tl.sum(weights, 0)
+        largest = new_largest
+    result = (acc / weight_sum[:, None]).to(out.dtype.element_ty)
+    offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(
+        out + row.to(tl.int64) * stride_out + offsets, result, mask=head_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    )
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=_METADATA
 )
 def _decode_kernel(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse, arrivals,
     scale_log2, num_rows, num_seqs, max_splits,
     stride_q, stride_out, stride_slot, stride_table,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+    MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     if SPLITS_LAST:
@@ -170,39 +212,16 @@ def _decode_kernel(
                     place = (seq.to(tl.int64) * max_splits + split) * NUM_HEADS + head_ids
                     tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=heads < GROUP)
                     tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-
-
-@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q"])
-def _merge_kernel(
-    out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out,
-    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    seq = tl.program_id(1)
-    row = tl.load(cu_seqlens_q + seq)
-    query_len = tl.load(cu_seqlens_q + seq + 1) - row
-    kv_len = tl.load(seq_lens + seq)
-    num_splits = tl.cdiv(kv_len, SPLIT)
-    if (query_len == 1) & (num_splits > 1):
-        dims = tl.arange(0, BLOCK_D)
-        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-        weight_sum = 0.0
-        largest = float("-inf")
-        for start in range(0, num_splits, SPLITS):
-            splits = start + tl.arange(0, SPLITS)
-            valid = splits < num_splits
-            place = (seq.to(tl.int64) * max_splits + splits) * NUM_HEADS + head
-            lse = tl.load(partial_lse + place, mask=valid, other=float("-inf"))
-            mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
-            values = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-            new_largest = tl.maximum(largest, tl.max(lse, 0))
-            shrink = tl.exp2(largest - new_largest)
-            weights = tl.exp2(lse - new_largest)
-            acc = acc * shrink + tl.sum(values * weights[:, None], 0)
-            weight_sum = weight_sum * shrink + tl.sum(weights, 0)
-            largest = new_largest
-        result = (acc / weight_sum).to(out.dtype.element_ty)
-        tl.store(out + row.to(tl.int64) * stride_out + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+            if num_splits > 1:
+                # The program that arrives last merges. Its counter is zero again for the next launch.
+                tl.debug_barrier()
+                arrival = arrivals + seq * tl.num_programs(0) + kv_head
+                if tl.atomic_add(arrival, 1, sem="acq_rel") == tl.minimum(step, num_splits) - 1:
+                    tl.store(arrival, 0)
+                    _merge(
+                        out, partial, partial_lse, row, seq, num_splits, max_splits, stride_out, kv_head,
+                        HEAD_DIM, GROUP, NUM_HEADS, BLOCK_G, BLOCK_D, MERGED,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -372,20 +391,25 @@ def launch_decode(
     block_d = max(16, triton.next_power_of_2(head_dim))
     # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits together.
     grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
+    group = num_heads // num_kv_heads
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
+        _arrivals(q.device, triton.next_power_of_2(num_seqs * num_kv_heads)),
         scale * _LOG2E, num_rows, num_seqs, max_splits,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
-        HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
-        SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
+        HEAD_DIM=head_dim, GROUP=group, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
+        SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d, BLOCK_G=triton.next_power_of_2(group),
+        MERGED=max(2, min(16, _MERGED_VALUES // (triton.next_power_of_2(group) * block_d))),
         PRECISION=_precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
         num_warps=tile.warps,
     )  # fmt: skip
-    if merges:
-        _merge_kernel[(num_heads, num_seqs)](
-            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, max_splits, out.stride(0),
-            HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d, num_warps=4,
-        )  # fmt: skip
+
+
+@functools.cache
+def _arrivals(device: torch.device, size: int) -> Tensor:
+    """Counters of the programs that are through with their splits, one per sequence and key head, always left at zero.
+    Launches share them, because they run one after the other."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def launch_prefill(
