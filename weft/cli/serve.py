@@ -60,6 +60,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "--reasoning-parser": {"dest": "reasoning_parser", "choices": ("auto", "none"), "help": "auto reads <think>"},
     "--log-format": {"dest": "log_format", "choices": ("text", "json"), "help": "form of the log's lines"},
+    "--otlp-traces-endpoint": {
+        "dest": "otlp_traces_endpoint", "metavar": "URL", "help": "send OpenTelemetry spans there (http://HOST:4318)",
+    },
 }  # fmt: skip
 
 

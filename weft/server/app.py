@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -39,6 +39,9 @@ from weft.server.protocol import (
 from weft.server.requestlog import RequestLog
 from weft.server.responses import ResponsesRequest, responses
 from weft.server.service import Service
+
+if TYPE_CHECKING:
+    from weft.server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +79,10 @@ def media_types() -> dict[str, str]:
     return dict.fromkeys(json, "application/json") | {"/metrics": CONTENT_TYPE.partition(";")[0]} | page.media_types()
 
 
-def build_app(service: Service) -> ASGIApp:
+def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
     """The application over a service."""
     settings = service.settings
-    context = Context(service, settings, BodyReader(settings.strict), Metrics(service), RequestLog())
+    context = Context(service, settings, BodyReader(settings.strict), Metrics(service), RequestLog(), tracer)
     document = msgspec.json.encode(openapi_document({path: kind for path, (_, kind) in POSTS.items()}, media_types()))
 
     async def metrics(request: Request) -> Response:

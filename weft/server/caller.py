@@ -9,7 +9,16 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """The caller's span (W3C Trace Context): ids in hexadecimal; bit 0 of ``flags``: it is sampled."""
+
+    trace_id: str
+    span_id: str
+    flags: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +26,16 @@ class Caller:
     """Attributes:
     identity: a text per API key, from which the key cannot be found; None: the server has no keys.
     is_admin: the admin key was presented.
-    trace_id: from the ``traceparent`` header (W3C Trace Context).
+    trace: the span that this request belongs to, from the ``traceparent`` header.
     """
 
     identity: str | None = None
     is_admin: bool = False
-    trace_id: str | None = None
+    trace: TraceParent | None = None
+
+    @property
+    def trace_id(self) -> str | None:
+        return None if self.trace is None else self.trace.trace_id
 
     def cache_salt(self, given: str | None) -> str | None:
         """Callers with different keys share no cached prefixes, nor do calls of one key with different salts."""
@@ -38,7 +51,10 @@ def identity_of(key: bytes) -> str:
     return hashlib.blake2b(key, digest_size=16, person=b"weft cache salt").hexdigest()
 
 
-def read_traceparent(header: bytes | None) -> str | None:
-    """The trace id, or None if the header is absent or malformed."""
+def read_traceparent(header: bytes | None) -> TraceParent | None:
+    """The caller's span, or None if the header is absent or malformed."""
     match = _TRACEPARENT.fullmatch(header) if header is not None else None
-    return match.group(1).decode() if match else None
+    if match is None:
+        return None
+    trace_id, span_id, flags = (part.decode() for part in match.groups())
+    return TraceParent(trace_id, span_id, int(flags, 16))

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.async_engine import AsyncEngine, ResponseStream
 from weft.engine.inputs import PreparedPrompt
@@ -27,6 +27,9 @@ from weft.server.service import Service
 from weft.server.settings import ServerSettings
 from weft.server.structured import Constraint, WholeGrammar
 
+if TYPE_CHECKING:
+    from weft.server.tracing import Tracer
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -37,6 +40,7 @@ class Context:
     bodies: BodyReader
     metrics: Metrics
     log: RequestLog
+    tracer: Tracer | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +53,8 @@ class Call:
         engine: the one that serves it.
         stream: the completions.
         prompts: as submitted.
+        params: how they are sampled.
+        operation: what OpenTelemetry calls it, ``chat`` or ``text_completion``.
         created: Unix time.
     """
 
@@ -57,6 +63,8 @@ class Call:
     engine: AsyncEngine
     stream: ResponseStream
     prompts: Sequence[PreparedPrompt]
+    params: SamplingParams
+    operation: str
     context: Context
     caller: Caller
     leave: Callable[[], None]
@@ -72,6 +80,9 @@ class Call:
         self.leave()
         self.context.metrics.observe(self.stream)
         self.context.log.ended(self.id, self.stream, self.caller)
+        if self.context.tracer is not None:
+            trace = self.caller.trace
+            self.context.tracer.ended(self.operation, self.model, self.id, self.params, self.stream, trace)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -143,6 +154,7 @@ async def open_call(
     request_id: str | None = None,
     priority: int | None = None,
     constraint: Constraint | WholeGrammar | None = None,
+    operation: str = "chat",
 ) -> Call:
     """Admit a call, wait for its prompts and submit it.
 
@@ -165,7 +177,7 @@ async def open_call(
     except BaseException:
         leave()
         raise
-    return Call(call_id, model, engine, stream, prompts, context, caller, leave)
+    return Call(call_id, model, engine, stream, prompts, params, operation, context, caller, leave)
 
 
 def _check_id(request_id: str | None) -> str:

@@ -43,6 +43,7 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
         request_id=request.request_id,
         priority=request.priority,
         constraint=constraint_of(request, context.settings.max_schema_bytes),
+        operation="text_completion",
     )
     answer = CompletionAnswer(call, request, params.n)
     timeout_s = context.settings.request_timeout_s

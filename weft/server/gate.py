@@ -80,7 +80,7 @@ class Gate:
 
     def _identify(self, path: str, headers: dict[bytes, bytes]) -> Caller:
         """Who calls. Raises ApiError (401) if a key is needed and none of ours was presented."""
-        trace_id = read_traceparent(headers.get(b"traceparent"))
+        trace = read_traceparent(headers.get(b"traceparent"))
         given = presented_key(headers)
         digest = _digest(given or b"")
         # Every key is compared, in constant time each, so that nothing is learned from how long it takes.
@@ -94,7 +94,7 @@ class Gate:
                 code="invalid_api_key",
             )
         identity = identity_of(given) if given is not None and is_known else None
-        return Caller(identity, is_admin, trace_id)
+        return Caller(identity, is_admin, trace)
 
 
 def presented_key(headers: dict[bytes, bytes]) -> bytes | None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import uvicorn
 import uvloop
@@ -25,6 +25,9 @@ from weft.server.app import build_app
 from weft.server.requestlog import configure_logging
 from weft.server.service import Service, State
 from weft.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from weft.server.tracing import Tracer
 
 _SWITCH_S = 0.0005
 """How long a rendering thread may keep the event loop from running (the interpreter's default is 5 ms)."""
@@ -48,10 +51,28 @@ def serve(
         ConfigError: the settings are not valid, or the address cannot be had.
     """
     settings.check()
+    tracer = _tracer(settings.otlp_traces_endpoint)
     listener = _listen(settings)
     sys.setswitchinterval(_SWITCH_S)
     configure_logging(settings.log_format == "json", verbose)
-    return uvloop.run(_run(settings, engine_settings, listener, engine_module, verbose))
+    try:
+        return uvloop.run(_run(settings, engine_settings, listener, tracer, engine_module, verbose))
+    finally:
+        if tracer is not None:
+            tracer.close()
+
+
+def _tracer(endpoint: str | None) -> Tracer | None:
+    """Raises ConfigError if spans are wanted and cannot be made."""
+    if endpoint is None:
+        return None
+    try:
+        from weft.server.tracing import Tracer
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs {error.name}; install it with: pip install 'weft[otel]'"
+        ) from error
+    return Tracer.towards(endpoint)
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -101,6 +122,7 @@ async def _run(
     settings: ServerSettings,
     engine_settings: dict[str, Any],
     listener: socket.socket,
+    tracer: Tracer | None,
     engine_module: str,
     verbose: bool,
 ) -> int:
@@ -108,7 +130,7 @@ async def _run(
     report.head(settings, listener)
     service = Service(settings, engine_settings, report.stage, engine_module, verbose=verbose)
     config = uvicorn.Config(
-        build_app(service),
+        build_app(service, tracer),
         log_config=None,
         access_log=False,
         server_header=False,

@@ -35,6 +35,7 @@ class ServerSettings:
         tool_call_parser: how tool calls are read from the text: auto, hermes, qwen3_coder, none.
         reasoning_parser: how reasoning is told from the answer: auto, qwen3, none.
         log_format: text or json.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector; None: no traces.
     """
 
     host: str = "127.0.0.1"
@@ -56,6 +57,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     log_format: str = "text"
+    otlp_traces_endpoint: str | None = None
 
     @property
     def is_loopback(self) -> bool:
