@@ -15,7 +15,7 @@ from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.process import main
-from weft.engine.views import PoolView, Snapshot, Totals
+from weft.engine.views import PoolView, Snapshot, StepCounts, Totals
 from weft.messages import TokenLogprobs
 from weft.request import FinishReason, Request
 from weft.scheduler.scheduler import SchedulerStats
@@ -96,6 +96,9 @@ class FakeCore:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(0, len(self.requests), 256 - len(self.requests), 8, 0)
+
+    def step_counts(self) -> StepCounts:
+        return StepCounts({"NONE": 1}, 2, 3, 4)
 
     def snapshot(self, tokens_per_node: int) -> Snapshot:
         return Snapshot(

@@ -31,7 +31,7 @@ from weft.cache.tuning import AlphaTuner
 from weft.config import EngineConfig
 from weft.engine.grammars import Grammars
 from weft.engine.inspection import Inspection
-from weft.engine.views import Snapshot
+from weft.engine.views import Snapshot, StepCounts
 from weft.executor.in_process import InProcessExecutor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
@@ -170,6 +170,9 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def step_counts(self) -> StepCounts:
+        return self._inspection.steps.counts()
 
     def snapshot(self, tokens_per_node: int = 0) -> Snapshot:
         """What the inspector shows: the latest steps and requests, tree and pools."""

@@ -25,6 +25,7 @@ from weft.engine.views import (
     PoolView,
     RequestView,
     Snapshot,
+    StepCounts,
     StepView,
     Totals,
 )
@@ -39,7 +40,11 @@ class StepLog:
     def __init__(self) -> None:
         self.steps: deque[StepView] = deque(maxlen=MAX_STEPS)
         self.num_steps = self.num_prefill_tokens = self.num_decode_tokens = self.num_padding_tokens = 0
+        self._by_mode: dict[str, int] = {}
         self._last_end = 0.0
+
+    def counts(self) -> StepCounts:
+        return StepCounts(dict(self._by_mode), self.num_prefill_tokens, self.num_decode_tokens, self.num_padding_tokens)
 
     def ended(self, orders: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
         """A step's results are on the host. ``launched``: when its launch began."""
@@ -60,6 +65,7 @@ class StepLog:
         )
         self._last_end = now
         self.num_steps += 1
+        self._by_mode[mode] = self._by_mode.get(mode, 0) + 1
         self.num_prefill_tokens += num_prefill
         self.num_decode_tokens += num_decodes
         self.num_padding_tokens += num_padding_tokens

@@ -27,7 +27,7 @@ from weft.errors import WeftError
 from weft.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from weft.engine.views import Snapshot
+    from weft.engine.views import Snapshot, StepCounts
     from weft.scheduler.scheduler import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Core(Protocol):
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool: ...
     def step(self) -> list[Request]: ...
     def stats(self) -> SchedulerStats: ...
+    def step_counts(self) -> StepCounts: ...
     def snapshot(self, tokens_per_node: int) -> Snapshot: ...
     def shutdown(self) -> None: ...
     @property
@@ -152,6 +153,7 @@ class EngineLoop:
             num_evictable_slots=cache.num_evictable_slots,
             num_evicted_pages=cache.num_evicted_pages,
             num_evicted_states=cache.num_evicted_states,
+            steps=self._core.step_counts(),
         )
 
 

@@ -113,6 +113,15 @@ class PoolView(msgspec.Struct, frozen=True):
     num_evicted: int
 
 
+class StepCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Counters over all steps since the start. ``by_mode``: steps by how they ran (NONE, PIECEWISE, FULL)."""
+
+    by_mode: dict[str, int] = {}
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_padding_tokens: int = 0
+
+
 class Totals(msgspec.Struct, frozen=True):
     """Counters since the start, and gauges (``num_waiting``, ``num_running``)."""
 

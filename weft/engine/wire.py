@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from weft.config import EngineConfig
-from weft.engine.views import Snapshot
+from weft.engine.views import Snapshot, StepCounts
 from weft.errors import ConfigError, WeftError
 from weft.messages import RowSampling, TokenLogprobs
 from weft.outputs import CacheReport
@@ -177,6 +177,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_evictable_slots: int = 0
     num_evicted_pages: int = 0
     num_evicted_states: int = 0
+    steps: StepCounts = StepCounts()
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -190,6 +190,13 @@ class _EngineCollector(Collector):
         yield _counter("weft:evicted_pages", "KV pages given up for new requests", stats.num_evicted_pages, labels)
         yield _counter("weft:evicted_states", "states given up for new requests", stats.num_evicted_states, labels)
         yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
+        yield _counters("weft:steps", "steps by how they ran", "mode", stats.steps.by_mode, labels)
+        tokens = {
+            "prefill": stats.steps.num_prefill_tokens,
+            "decode": stats.steps.num_decode_tokens,
+            "padding": stats.steps.num_padding_tokens,
+        }
+        yield _counters("weft:step_tokens", "tokens computed, and padding of captured graphs", "kind", tokens, labels)
         yield _gauge("weft:open_completions", "completions accepted and not ended", service.admission.num_open, labels)
 
 
@@ -202,4 +209,12 @@ def _gauge(name: str, help: str, value: float, labels: dict[str, str] | None = N
 def _counter(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> CounterMetricFamily:
     family = CounterMetricFamily(name, help, labels=list(labels or ()))
     family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def _counters(name: str, help: str, label: str, values: dict[str, int], labels: dict[str, str]) -> CounterMetricFamily:
+    """One counter for each value of a further label."""
+    family = CounterMetricFamily(name, help, labels=[*labels, label])
+    for key, value in values.items():
+        family.add_metric([*labels.values(), key], value)
     return family
