@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -37,6 +38,7 @@ BUDGET = 512
 """Tokens per step: the longest prompt runs in two chunks."""
 NUM_TOKENS = 5
 COMPANION_TOKENS = 10
+
 COMPANIONS = [[7, 90, 31], [5] * 18]
 
 
@@ -147,14 +149,35 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return {arch: Reference(arch, tmp_path_factory.mktemp("tiny")) for arch in ARCHITECTURES}
 
 
-@pytest.fixture(scope="module", params=list(product(ARCHITECTURES, MODES, OVERLAP)), ids=lambda p: "-".join(p))
+COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVERLAP)] + [
+    (arch, "PIECEWISE", "overlap", "eager") for arch in ARCHITECTURES
+]
+"""Model, mode, overlap, and where pieces come from."""
+
+
+@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     """One engine per column, for all its cases."""
-    arch, mode, overlap = request.param
+    with open_engine(*request.param, references) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
+    with open_engine("Qwen3NextForCausalLM", "PIECEWISE", "in turn", "inductor", references) as engine:
+        yield engine
+
+
+@contextmanager
+def open_engine(
+    arch: str, mode: str, overlap: str, source: str, references: dict[str, Reference]
+) -> Iterator[Poisoned]:
     reference = references[arch]
     settings: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap == "overlap"}
-    if mode != "NONE":
+    if mode not in ("NONE", "PIECEWISE"):
         settings["cuda_graph_bs"] = [1, 2, 4]
+    if source != "capture":
+        settings["piecewise_cuda_graph_compiler"] = source
     with LLM(
         str(reference.folder),
         skip_tokenizer_init=True,
@@ -167,12 +190,15 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
         engine = Poisoned(llm, reference)
         yield engine
         runner = llm._core._executor._runner
-        graphs, mixed = runner.graphs, runner.forward_graphs
-        assert (graphs is not None) == (mode != "NONE") and (mixed is not None) == (mode == "FULL")
+        graphs, mixed, pieces = runner.graphs, runner.forward_graphs, runner.pieces
+        assert (graphs is not None) == ("cuda_graph_bs" in settings) and (mixed is not None) == (mode == "FULL")
+        assert (pieces is not None) == ("PIECEWISE" in mode)
         if graphs is not None and engine.num_cases:
             assert graphs.counters.replays and graphs.counters.padding_rows
         if mixed is not None and engine.num_cases:
             assert mixed.counters.replays and mixed.counters.padding_rows and not mixed.counters.missed
+        if pieces is not None and engine.num_cases:
+            assert pieces.counters.replays
 
 
 def prompt_of(length: int) -> list[int]:
@@ -248,6 +274,17 @@ def run_preempted(engine: Poisoned, prompt: list[int], salt: str, phase: str) ->
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
+    check(engine, path, phase, length)
+
+
+@pytest.mark.parametrize("length", [64, 65, 210])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: str, length: int) -> None:
+    check(compiled_engine, path, phase, length)
+
+
+def check(engine: Poisoned, path: str, phase: str, length: int) -> None:
     prompt, salt = prompt_of(length), engine.begin()
     if path == "preempted":
         request, companions = run_preempted(engine, prompt, salt, phase)
