@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     json_path = report.open_json(args.json)
     from weft.config import resolve
 
-    config = resolve(**({"skip_tokenizer_init": True} | engine_settings(args)))
-    if config.cuda_graph_mode in ("NONE", "PIECEWISE"):
+    config = resolve(**({"skip_tokenizer_init": True, "graph_profile": "none"} | engine_settings(args)))
+    if config.cuda_graph_mode in ("NONE", "PIECEWISE", "TUNED"):
         raise ConfigError(
             f"there are no decode graphs to verify with cuda_graph_mode={config.cuda_graph_mode!r}; "
             "set --cuda-graph-mode FULL_DECODE_ONLY "

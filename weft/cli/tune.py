@@ -1,0 +1,124 @@
+"""``weft tune``: measure which batches gain by which graphs, and keep it for the next start.
+
+Job: an engine with every kind of graph, its figures as a table, and the profile on disk. Owns: the verb's output.
+Does not know: how steps are timed, how a profile decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import report
+from weft.cli.flags import add_engine_flags, engine_settings
+from weft.cli.parser import add_verb
+from weft.config.fields import EngineConfig
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.config.graph_profile import GraphProfile
+
+_DECIDED = ("cuda_graph_mode", "graph_profile", "enforce_eager", "enable_piecewise_cuda_graph")
+"""Settings that say how batches run: what is measured here."""
+
+CONTEXT = {"cuda": 1024, "cpu": 64}
+"""Tokens that a decoding sequence has, where the user does not say."""
+
+
+def add_parser(verbs: Any) -> None:
+    parser = add_verb(
+        verbs, "tune", run, "measure which batches gain by which graphs, for the next start", usage="tune [flags]"
+    )
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--output", metavar="FILE", help="write the profile there; default: where a start looks for it")
+    group.add_argument("--repeats", type=int, default=15, metavar="N", help="rounds per batch; default: 15")
+    group.add_argument("--seconds", type=float, default=0.5, metavar="X", help="most time per batch; default: 0.5")
+    group.add_argument("--context", type=int, metavar="N", help="tokens of a decoding sequence; default: 1024, CPU 64")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    config = tuning_config(engine_settings(args))
+    from weft.config.graph_profile import default_path, empty_profile, write_profile
+    from weft.runner.measuring import Effort, measure_modes
+    from weft.runner.model_runner import ModelRunner
+
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    profile = empty_profile(values, config.model_config)
+    path = Path(args.output).expanduser() if args.output else default_path(profile)
+    _check_folder(path)
+    effort = Effort(args.repeats, args.seconds, args.context or CONTEXT[config.device])
+    measured = measure_modes(ModelRunner(config), profile, effort)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    write_profile(_dated(measured, date), path)
+    _print_tables(measured, report.device_name(config.device))
+    found = "every start with these settings uses it" if not args.output else f"use it with --graph-profile {path}"
+    print(f"Written to {path}: {found}.")
+    return 0
+
+
+def tuning_config(settings: dict[str, Any]) -> EngineConfig:
+    """The config of an engine that captures every kind of graph.
+
+    Raises:
+        ConfigError: a setting that says how batches run.
+    """
+    from weft.config import resolve
+    from weft.config.resolution import TUNED
+
+    for name in _DECIDED:
+        if name in settings:
+            raise ConfigError(
+                f"{name}={settings[name]!r} says how batches run, which is what is measured; leave it out"
+            )
+    config = resolve(**({"skip_tokenizer_init": True} | settings | {"cuda_graph_mode": "FULL_AND_PIECEWISE"}))
+    return dataclasses.replace(config, cuda_graph_mode=TUNED)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for flag, value in (("--repeats", args.repeats), ("--context", args.context)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value}: give 1 or more")
+    if not args.seconds > 0:
+        raise ConfigError(f"--seconds {args.seconds}: give a number above 0")
+
+
+def _check_folder(path: Path) -> None:
+    """Fail now rather than after the measurement."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the profile {path} cannot be written: {error.strerror or error}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"the profile {path} cannot be written; give --output a file in a folder that can be")
+
+
+def _dated(profile: GraphProfile, date: str) -> GraphProfile:
+    import msgspec
+
+    return msgspec.structs.replace(profile, date=date)
+
+
+def _print_tables(profile: GraphProfile, device: str) -> None:
+    from weft.graph.profile import ModeTable
+
+    table = ModeTable.of(profile)
+    kinds = (
+        ("Prompts", profile.prefill, table.prefill),
+        ("Prompts and decodes", profile.mixed, table.mixed),
+        ("Decodes", profile.decode, table.decode),
+    )
+    for title, timings, limits in kinds:
+        modes = sorted({mode for timing in timings for mode in timing.ms})
+        rows = [[str(t.num_tokens), *(_shown(t.ms.get(mode)) for mode in modes)] for t in timings]
+        report.table(f"{title} on {device}: ms per step", ("tokens", *modes), rows)
+        print("  " + (", ".join(f"up to {tokens}: {mode}" for tokens, mode in limits) or "nothing measured"))
+
+
+def _shown(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.3f}"

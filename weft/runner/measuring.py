@@ -1,0 +1,198 @@
+"""Milliseconds of whole steps, of any size and in any graph mode.
+
+Job: make steps that can run again and again, time them, compare modes. Owns: the method below. Does not know: files,
+what the figures decide.
+
+Method: a step is timed from an idle device, by device events on a GPU (so that gaps between launches count) and by the
+clock on the CPU, from the orders to the sampled tokens. Candidates take turns, each round in another order; the figure
+is the median. Prompts are random tokens, sampling is greedy, which costs a step without graphs the least. Sequences
+have pages of their own as far as the cache goes; what the pages hold is nonsense, but finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from weft.config.graph_profile import GraphProfile, Timing
+from weft.forward_context import GraphMode
+from weft.graph.dispatcher import Dispatcher
+from weft.graph.profile import ModeTable, points_to_measure
+from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.runner.model_runner import ModelRunner
+
+Change = Callable[[Dispatcher], Dispatcher]
+"""How a candidate differs: from the runner's dispatcher to its own."""
+
+NUM_WARMUPS = 2
+
+MIN_REPEATS = 5
+"""Rounds that every comparison gets, however long its steps take."""
+
+MIXED_DECODES = 16
+"""Decodes in a mixed batch, at most."""
+
+_GREEDY = RowSampling(temperature=0.0)
+
+
+class StepMaker:
+    """Steps of given sizes, for an idle runner. Decodes need a context, which is computed when they are first made;
+    making prompts may take rows away from decodes made before.
+
+    Args:
+        context: tokens that a decoding sequence has.
+    """
+
+    def __init__(self, runner: ModelRunner, context: int, seed: int = 0) -> None:
+        self._runner, self._rng = runner, random.Random(seed)
+        limits = runner.config.max_num_batched_tokens, runner.plan.max_model_len - 2
+        self._context = max(1, min(context, *limits))
+        self._num_ready = 0  # rows from 0 on that hold a context
+        self._next_page = 0
+
+    def prefill(self, num_tokens: int) -> SchedulerOutput:
+        """Prompts of ``num_tokens`` together, as few as the context length allows."""
+        return self._prompts(num_tokens, first_row=0)
+
+    def decode(self, num_seqs: int) -> SchedulerOutput:
+        """A token each of ``num_seqs`` sequences."""
+        while self._num_ready < num_seqs:
+            count = max(1, min(num_seqs - self._num_ready, self._room // self._context))
+            ready = self._num_ready + count
+            self._runner.run(self._prompts(count * self._context, self._num_ready, self._context))
+            self._num_ready = ready
+        return SchedulerOutput(0, [self._order(row, self._context, 1, []) for row in range(num_seqs)])
+
+    def mixed(self, num_tokens: int) -> SchedulerOutput:
+        """Decodes, and prompts that fill up to ``num_tokens``, which is 2 or more."""
+        num_decodes = min(MIXED_DECODES, num_tokens - 1, self._runner.plan.max_num_seqs - 1)
+        decodes, prompts = self.decode(num_decodes), self._prompts(num_tokens - num_decodes, num_decodes)
+        return SchedulerOutput(0, decodes.requests + prompts.requests, prompts.new_requests)
+
+    @property
+    def _room(self) -> int:
+        return self._runner.config.max_num_batched_tokens
+
+    def _prompts(self, num_tokens: int, first_row: int, longest: int | None = None) -> SchedulerOutput:
+        """Prompts in the rows from ``first_row`` on, none longer than ``longest``."""
+        longest = longest or self._runner.plan.max_model_len - 1
+        lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
+        self._num_ready = min(self._num_ready, first_row)
+        vocabulary = self._runner.config.model_config.vocab_size
+        orders, new = [], []
+        for row, length in enumerate(lengths, start=first_row):
+            pages = self._pages(self._runner.spec.pages_for(length + 1))
+            orders.append(self._order(row, 0, length, pages))
+            new.append(NewRequest(row, [self._rng.randrange(vocabulary) for _ in range(length)], length, _GREEDY))
+        return SchedulerOutput(0, orders, new)
+
+    def _order(self, row: int, start: int, num_tokens: int, pages: list[int]) -> ScheduledRequest:
+        slots = self._runner.plan.num_slots - 1
+        slot = 1 + row % slots if self._runner.spec.num_linear_layers else 0
+        return ScheduledRequest(row, start, num_tokens, pages, slot, True)
+
+    def _pages(self, count: int) -> list[int]:
+        usable = self._runner.plan.num_pages - 1
+        first, self._next_page = self._next_page, self._next_page + count
+        return [1 + page % usable for page in range(first, first + count)]
+
+
+def time_step(runner: ModelRunner, orders: SchedulerOutput) -> tuple[float, str]:
+    """Milliseconds of one step from an idle device, and the mode it ran in."""
+    if runner.device.type != "cuda":
+        start = time.perf_counter()
+        pending = runner.launch(orders)
+        return (time.perf_counter() - start) * 1e3, pending.mode
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(runner.device)
+    begin.record()
+    pending = runner.launch(orders)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end), pending.mode
+
+
+def compare(
+    runner: ModelRunner, orders: SchedulerOutput, candidates: Mapping[str, Change], repeats: int, max_s: float
+) -> dict[str, list[float]]:
+    """Milliseconds of one step under several dispatchers, in interleaved rounds.
+
+    Args:
+        orders: a step that can run again and again.
+        repeats: rounds; fewer, but ``MIN_REPEATS``, where they would take more than ``max_s`` seconds.
+    """
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for name in names * NUM_WARMUPS:
+        _time_as(runner, orders, candidates[name])
+    started = time.perf_counter()
+    for done in range(repeats):
+        if done >= MIN_REPEATS and time.perf_counter() - started > max_s:
+            break
+        for name in names:
+            found[name].append(_time_as(runner, orders, candidates[name])[0])
+        names = names[1:] + names[:1]
+    return found
+
+
+def _time_as(runner: ModelRunner, orders: SchedulerOutput, change: Change) -> tuple[float, str]:
+    with runner.dispatching(change):
+        return time_step(runner, orders)
+
+
+def forced(mode: GraphMode, num_tokens: int) -> Change:
+    """The candidate that runs every batch of at most ``num_tokens`` tokens in ``mode``, if a captured size holds it."""
+    table = ModeTable.always(mode, num_tokens)
+    return lambda dispatcher: dataclasses.replace(dispatcher, table=table)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure: rounds per batch, and seconds that they may take; tokens of context of a decode."""
+
+    repeats: int = 15
+    max_s: float = 0.5
+    context: int = 1024
+
+
+def measure_modes(
+    runner: ModelRunner, profile: GraphProfile, effort: Effort, *, show_progress: bool = True
+) -> GraphProfile:
+    """The profile with figures: every mode that has a graph for it, at the ends of every captured size.
+
+    Args:
+        runner: idle, with graphs of every mode; its caches are overwritten.
+        profile: without figures.
+    """
+    maker = StepMaker(runner, effort.context)
+    decode = sorted(points_to_measure(runner.graphs.sizes if runner.graphs is not None else ()))
+    captured = set(runner.pieces.sizes if runner.pieces is not None else ())
+    captured |= set(runner.forward_graphs.sizes if runner.forward_graphs is not None else ())
+    tokens = points_to_measure(sorted(captured))
+    # Decodes first and from the largest on, because they keep their contexts until prompts take their rows.
+    work: list[tuple[str, Callable[[int], SchedulerOutput], int]]
+    work = [("decode", maker.decode, n) for n in reversed(decode)]
+    if runner.plan.max_num_seqs > 1:
+        work += [("mixed", maker.mixed, n) for n in sorted({max(2, n) for n in tokens if tokens[-1] > 1})]
+    work += [("prefill", maker.prefill, n) for n in tokens]
+    found: dict[str, list[Timing]] = {"decode": [], "mixed": [], "prefill": []}
+    with tqdm(work, desc="Measuring", disable=not show_progress, dynamic_ncols=True) as bar:
+        for kind, make, num_tokens in bar:
+            bar.set_postfix_str(f"{kind} of {num_tokens}", refresh=False)
+            found[kind].append(_measure(runner, make(num_tokens), num_tokens, effort))
+    found["decode"].reverse()
+    return msgspec.structs.replace(profile, **found)
+
+
+def _measure(runner: ModelRunner, orders: SchedulerOutput, num_tokens: int, effort: Effort) -> Timing:
+    candidates = {str(mode): forced(mode, num_tokens) for mode in GraphMode}
+    possible = {name: change for name, change in candidates.items() if _time_as(runner, orders, change)[1] == name}
+    times = compare(runner, orders, possible, effort.repeats, effort.max_s)
+    return Timing(num_tokens, {name: round(median(ms), 4) for name, ms in times.items()})
