@@ -18,6 +18,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,9 @@ class PieceCompiler:
         device: where the pieces will run.
         folder: of the artefacts.
 
+    Attributes:
+        folder: where they are in fact.
+
     Raises:
         ConfigError: Inductor lacks what it needs on this machine.
     """
@@ -78,7 +82,7 @@ class PieceCompiler:
     def __init__(self, device: torch.device, folder: Path) -> None:
         check_available(device)
         self.counters = CompileCounters()
-        self._folder, self._environment = folder, _environment(device)
+        self.folder, self._environment = _usable(folder), _environment(device)
         self._known: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, graph: GraphModule) -> CompiledPiece:
@@ -103,7 +107,7 @@ class PieceCompiler:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _from_disk(self, key: str) -> Callable[..., Any] | None:
-        path = self._folder / key / _ARTEFACT
+        path = self.folder / key / _ARTEFACT
         if not path.exists():
             return None
         from torch._inductor import CompiledArtifact
@@ -121,12 +125,26 @@ class PieceCompiler:
     def _compiled(self, key: str, graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         from torch._inductor import config, standalone_compile
 
-        folder = self._folder / key
+        folder = self.folder / key
         with _cache_at(folder), config.patch(compile_threads=1):
             artefact = standalone_compile(graph, examples, dynamic_shapes="from_graph")
             self.counters.compiled += 1
             _save(artefact, folder)
         return artefact
+
+
+def _usable(folder: Path) -> Path:
+    """The folder, or a temporary one where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    except OSError as error:
+        logger.warning(
+            "the cache folder cannot be made (%s), so the next start compiles again; name another one in the variable "
+            "WEFT_CACHE_DIR",
+            error,
+        )
+        return Path(tempfile.mkdtemp(prefix="weft-pieces-"))
 
 
 def _save(artefact: Any, folder: Path) -> None:

@@ -79,6 +79,8 @@ def trace(
             reads tensors of the batch outside of a split op.
     """
     import torch._dynamo  # takes a second, and only traced pieces need it
+    from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
     traced: list[tuple[GraphModule, Sequence[Any]]] = []
 
@@ -92,15 +94,14 @@ def trace(
     try:
         with forward_context(dataclasses.replace(context, breaks=Opaque(operations))):
             compiled(ids)
-    except (
-        torch._dynamo.exc.TorchDynamoException,
-        torch.fx.experimental.symbolic_shapes.ConstraintViolationError,
-    ) as e:
+    except (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode) as error:
         raise ConfigError(
-            f"the model's forward pass cannot be traced ({_first_line(e)}); "
+            f"the model's forward pass cannot be traced ({_first_line(error)}); "
             "use piecewise_cuda_graph_compiler='capture' without enable_torch_compile, which runs any model"
-        ) from e
+        ) from error
     ((graph, examples),) = traced
+    _check_any_size(graph)
+    _check_no_fetches(graph)
     _check_bound(graph, examples, ids, context.batch)
     return TracedPass(graph, tuple(_binding(example, ids) for example in examples))
 
@@ -119,6 +120,31 @@ def _binding(example: Any, ids: Tensor) -> Any:
     if example is ids:
         return TOKEN_IDS
     return example if isinstance(example, Tensor) else NUM_TOKENS
+
+
+def _check_any_size(graph: GraphModule) -> None:
+    """A decision by the number of tokens leaves a condition behind under which alone the graph holds."""
+    values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    sizes = [value for value in values if isinstance(value, torch.SymInt)]
+    conditions = [str(guard.expr) for size in sizes for guard in size.node.shape_env.guards]
+    if conditions:
+        raise ConfigError(
+            f"the model's forward pass cannot be traced: it decides by the number of tokens ({'; '.join(conditions)}); "
+            "make what decides a split op or an operation, or use piecewise_cuda_graph_compiler='capture'"
+        )
+
+
+def _check_no_fetches(graph: GraphModule) -> None:
+    """A number that the device computes and the host fetches would stop a capture."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(value):
+            raise ConfigError(
+                f"the model's forward pass cannot be traced: the host waits for {node.name} of the device; "
+                "make what reads it a split op, or use piecewise_cuda_graph_compiler='capture'"
+            )
 
 
 def _check_bound(graph: GraphModule, examples: Sequence[Any], ids: Tensor, batch: Batch) -> None:

@@ -1,0 +1,213 @@
+"""Sources of pieces: traced and compiled passes break, replay and compute as the model does, and are found on disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.graph.fake_model import SIZE, Model, context_of
+from tests.graph.test_pieces import NAMES, SIZES, AllAtOnce, eager, random_lengths
+from weft.errors import ConfigError
+from weft.forward_context import BatchDescriptor, GraphMode, forward_context, get_forward_context
+from weft.graph.compilers import CompileCounters, PieceSource, Traced, Uncompiled, run_eagerly
+from weft.graph.graph import EmulatedGraphPool
+from weft.graph.inductor import PieceCompiler, code_of
+from weft.graph.pieces import PieceCapture
+from weft.graph.split_ops import known_split_ops
+from weft.graph.splitting import split_graph
+from weft.graph.tracing import trace
+from weft.graph.wrapper import GraphWrapper
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds what the first test compiles."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+def make(name: str, folder: Path) -> PieceSource:
+    if name == "capture":
+        return Uncompiled()
+    if name == "eager":
+        return Traced(name, CPU, run_eagerly, frozenset())
+    compiler = PieceCompiler(CPU, folder)
+    return Traced(name, CPU, compiler, frozenset(), compiler.counters)
+
+
+class Pieces:
+    """A prepared model captured in pieces for ``SIZES``, largest first."""
+
+    def __init__(self, model: Model, source: PieceSource) -> None:
+        self.model, self.pool = model, EmulatedGraphPool()
+        self.ids = torch.zeros(max(SIZES), dtype=torch.int64)
+        self.forward = source.prepare(model, context_of([1], {}), max(SIZES))
+        self.capture = PieceCapture(self.pool, NAMES, max(SIZES))
+        self.wrapper = GraphWrapper(lambda ids: self.forward(ids), GraphMode.PIECEWISE, self.capture.capture)
+        for size in reversed(SIZES):
+            with forward_context(context_of([1], model.table(), breaks=self.capture)):
+                self.capture.warm_up(lambda size=size: self.forward(self.ids[:size]))  # type: ignore[misc]
+                self.wrapper.capture(BatchDescriptor(size), ids=self.ids[:size])
+
+    def run(self, ids: Tensor, lengths: list[int], size: int) -> Tensor:
+        self.ids[: ids.shape[0]] = ids
+        self.ids[ids.shape[0] : size] = 0
+        fields = {"mode": GraphMode.PIECEWISE, "descriptor": BatchDescriptor(size)}
+        with forward_context(context_of(lengths, self.model.table(), **fields)):
+            return self.wrapper(ids=self.ids[:size])[: ids.shape[0]]
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ["capture", "eager", "inductor"])
+def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name: str, folder: Path) -> None:
+    pieces, rng = Pieces(model, make(name, folder)), random.Random(4)
+    kept = []
+    for _ in range(150):
+        size = rng.choice(SIZES)
+        count = rng.randint(1, size)
+        ids, lengths = torch.randint(50, (count,)), random_lengths(count, rng)
+        pieces.pool.scribble()
+        pieces.capture.buffers.scribble()
+        kept.append(torch.full((rng.randint(1, 4000),), torch.nan))
+        torch.testing.assert_close(pieces.run(ids, lengths, size), eager(model, ids, lengths), rtol=1e-5, atol=1e-5)
+    assert pieces.wrapper.counters.captures == len(SIZES) and pieces.wrapper.counters.replays == 150
+    # One input, one output, one result, whatever the source.
+    assert pieces.capture.buffers.num_bytes == 3 * max(SIZES) * SIZE * 4
+
+
+def test_outputs_that_live_together_do_not_share_memory(folder: Path) -> None:
+    model = AllAtOnce().requires_grad_(False)
+    pieces, ids = Pieces(model, make("eager", folder)), torch.randint(50, (63,))
+    torch.testing.assert_close(pieces.run(ids, [20, 43], 64), eager(model, ids, [20, 43]), rtol=0, atol=1e-6)
+    # Two outputs live together; the graph forgets them before the third, where Python's variables would not.
+    assert pieces.capture.buffers.num_bytes == (1 + 2 + 1) * max(SIZES) * SIZE * 4
+
+
+def test_a_prepared_model_outside_of_pieces_is_the_model(model: Model, folder: Path) -> None:
+    forward = make("eager", folder).prepare(model, context_of([1], {}), 4)
+    ids = torch.arange(7)
+    with forward_context(context_of([3, 4], model.table())):
+        assert torch.equal(forward(input_ids=ids), model(ids))
+
+
+def test_each_distinct_piece_is_compiled_once_and_found_at_the_next_start(model: Model, tmp_path: Path) -> None:
+    """Layers that are built alike share their code; other weights do not matter."""
+    first = make("inductor", tmp_path)
+    pieces = Pieces(model, first)
+    assert first.counters == CompileCounters(compiled=2, cache_hits=0, reused=2)
+    other = Model().requires_grad_(False)
+    other.embed.weight.mul_(2)
+    second = make("inductor", tmp_path)
+    again = Pieces(other, second)
+    assert second.counters == CompileCounters(compiled=0, cache_hits=2, reused=2)
+    ids = torch.randint(50, (64,))
+    for each in (pieces, again):
+        torch.testing.assert_close(each.run(ids, [64], 64), eager(each.model, ids, [64]), rtol=1e-5, atol=1e-5)
+    for artefact in tmp_path.glob("*/artefact"):
+        artefact.write_bytes(b"cut short")
+    third = make("inductor", tmp_path)
+    third.prepare(model, context_of([1], {}), 130)
+    assert third.counters == CompileCounters(compiled=2, cache_hits=0, reused=2)
+
+
+def test_a_compiled_piece_is_one_operation_to_the_recorder(model: Model, folder: Path) -> None:
+    pieces = Pieces(model, make("inductor", folder))
+    graph = next(iter(pieces.wrapper._entries.values())).graph
+    tapes = [step for step in graph.steps if hasattr(step, "_steps")]  # type: ignore[attr-defined]
+    assert len(tapes) == 4
+    for tape in tapes:
+        names = [step[0].name() for step in tape._steps]
+        assert names[0] == "weft::compiled_piece" and set(names[1:]) <= {"aten::copy_"}
+
+
+def parts(model: Model) -> list[str]:
+    """The code of the pieces of a model."""
+    _, items = split_graph(trace(model, context_of([1], {}), CPU, 8).graph, known_split_ops())
+    return [code_of(item.graph) for item in items if item.op is None]
+
+
+def test_code_tells_pieces_apart_by_what_they_compute(model: Model) -> None:
+    plain = parts(model)
+    assert len(plain) == 4 and plain[1] == plain[2] != plain[0] and parts(Model().requires_grad_(False)) == plain
+    half = parts(Model().requires_grad_(False).half())
+    assert not set(half) & set(plain), "dtypes count"
+
+    class Scaled(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * 3
+
+    assert parts(Scaled().requires_grad_(False))[:-1] == plain[:-1]
+    assert parts(Scaled().requires_grad_(False))[-1] != plain[-1]
+
+
+class Peeking(Model):
+    """What a model must not do to be traced."""
+
+    def __init__(self, peek: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.peek = peek
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.peek(ids)
+
+
+@pytest.mark.parametrize(
+    ("peek", "message"),
+    [
+        (lambda ids: ids.float().mean() if ids.shape[0] > 20 else ids.float().sum(), "decides by the number of tokens"),
+        (lambda ids: ids.float().mean() if ids.shape[0] == 8 else ids.float().sum(), "cannot be traced"),
+        (lambda ids: ids[:, None] * ids.max().item(), "the host waits for"),
+        (lambda ids: ids[ids > 3].sum(), "the host waits for"),
+        (lambda ids: ids.float().sum() if ids.tolist()[0] else ids.float().mean(), "cannot be traced"),
+        (lambda ids: get_forward_context().batch.seq_lens.sum(), r"batch\.seq_lens outside of a split op"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(peek: Callable[[Tensor], Tensor], message: str) -> None:
+    model = Peeking(peek).requires_grad_(False)
+    with pytest.raises(ConfigError, match=f"{message}.*piecewise_cuda_graph_compiler='capture'"):
+        trace(model, context_of([3], {}), CPU, 8)
+
+
+def test_without_a_compiler_inductor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler.*nothing.*install g\+\+.*'capture'"):
+        PieceCompiler(CPU, tmp_path)
+
+
+def test_the_process_keeps_its_cache_settings(model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    make("inductor", folder).prepare(model, context_of([1], {}), 130)
+    assert os.environ["TRITON_CACHE_DIR"] == "mine" and str(folder) not in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+
+
+def test_an_artefact_that_cannot_be_written_costs_the_next_start_only(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weft.graph.inductor._ARTEFACT", "no/such/folder")
+    source = make("inductor", tmp_path)
+    with caplog.at_level(logging.WARNING, "weft"):
+        source.prepare(model, context_of([1], {}), 130)
+    assert "cannot be kept for the next start" in caplog.text and source.counters.compiled == 2
+
+
+def test_a_folder_that_cannot_be_made_is_replaced_for_this_start(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, "weft"):
+        compiler = PieceCompiler(CPU, tmp_path / "file" / "pieces")
+    assert "cannot be made" in caplog.text and "WEFT_CACHE_DIR" in caplog.text
+    assert compiler.folder.is_dir()
