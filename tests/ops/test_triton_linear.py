@@ -1,0 +1,131 @@
+"""The kernel for few rows against float64, and who decides when it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from weft.ops.backend import Backend
+from weft.ops.linear import linear, linear_silu_mul
+from weft.ops.triton.skinny_linear import (
+    MAX_TOKENS,
+    Config,
+    choose_config,
+    heuristic_config,
+    load_table,
+    skinny_linear_triton,
+)
+
+ON_GPU = DEVICE == "cuda"
+# Relative error of a whole product: one rounding to the dtype, float32 sums before it.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
+
+CONFIGS = [
+    Config("sum", 4, 64, 4),
+    Config("sum", 8, 128, 2, splits=3),
+    Config("dot", 16, 64, 4, stages=2),
+    Config("dot", 32, 32, 2, stages=3, splits=2),
+]
+# tokens, weight rows, inner size
+SHAPES = [(1, 64, 128), (3, 66, 210), (8, 130, 96)]
+DOT_SHAPES = [(16, 48, 64), (63, 66, 130)]
+
+
+def want(x: Tensor, weight: Tensor, bias: Tensor | None, silu_mul: bool) -> Tensor:
+    y = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    if not silu_mul:
+        return y
+    gate, up = y.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def inputs(tokens: int, rows: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.randn(tokens, inner + 16, device=DEVICE).to(dtype)  # rows of x are a slice of something wider
+    weight = (torch.randn(rows, inner, device=DEVICE) * inner**-0.5).to(dtype)
+    return wide[:, :inner], weight, torch.randn(rows, device=DEVICE).to(dtype)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[actual.dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + DOT_SHAPES)
+def test_against_float64(
+    shape: tuple[int, int, int], config: Config, silu_mul: bool, dtype: torch.dtype
+) -> None:
+    if config.method == "sum" and shape in DOT_SHAPES:
+        pytest.skip("too many tokens for this method")
+    x, weight, bias = inputs(*shape, dtype)
+    for given in (None, bias):
+        assert_near(skinny_linear_triton(x, weight, given, config, silu_mul=silu_mul), want(x, weight, given, silu_mul))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_row_does_not_depend_on_the_others(config: Config) -> None:
+    x, weight, _ = inputs(5, 66, 210, torch.float32)
+    alone = skinny_linear_triton(x, weight, None, config)
+    padded = x.clone()
+    padded[3:] = float("nan")
+    assert torch.equal(skinny_linear_triton(padded, weight, None, config)[:3], alone[:3])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_launch_gives_the_same_bits(config: Config) -> None:
+    x, weight, _ = inputs(7, 130, 210, torch.float32)
+    first = skinny_linear_triton(x, weight, None, config)
+    for _ in range(20 if ON_GPU else 2):
+        assert torch.equal(skinny_linear_triton(x, weight, None, config), first)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 64, 65])
+def test_dispatch(tokens: int) -> None:
+    """Whatever the number of rows, the operations agree with their references."""
+    wide, weight, bias = inputs(max(tokens, 1), 66, 130, torch.float32)
+    x = wide[:tokens]
+    for op in (linear, linear_silu_mul):
+        y = op(x, weight, bias, backend=Backend.TRITON)
+        torch.testing.assert_close(y, op(x, weight, bias, backend=Backend.TORCH), rtol=1e-4, atol=1e-5)
+
+
+def test_leading_dimensions_are_kept() -> None:
+    x, weight = torch.randn(1, 2, 64, device=DEVICE), torch.randn(16, 64, device=DEVICE)
+    assert linear(x, weight, backend=Backend.TRITON).shape == (1, 2, 16)
+    assert linear_silu_mul(x, weight, backend=Backend.TRITON).shape == (1, 2, 8)
+
+
+def test_many_rows_and_tiny_weights_are_left_to_the_matrix_library() -> None:
+    weight = torch.randn(64, 64, device=DEVICE)
+    assert choose_config(torch.randn(1, 64, device=DEVICE), weight, False) is not None
+    assert choose_config(torch.randn(MAX_TOKENS + 1, 64, device=DEVICE), weight, False) is None
+    assert choose_config(torch.randn(1, 64, device=DEVICE), weight[:4], False) is None
+    assert heuristic_config(1024, 1024, 64) is None
+
+
+def test_the_table_is_well_formed() -> None:
+    for (rows, inner, silu_mul, tokens), config in load_table().items():
+        assert rows > 0 and inner > 0 and tokens in (1, 2, 4, 8, 16, 32, 64), (rows, inner, silu_mul, tokens)
+        if config is not None:
+            assert config.method == "dot" or (config.method == "sum" and tokens <= 8)
+            assert inner % (config.inner * config.splits) == 0 or not config.early
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_every_configuration_of_the_table() -> None:
+    for (rows, inner, silu_mul, tokens), config in load_table().items():
+        if config is None:
+            continue
+        weight = torch.randn(rows, inner, device=DEVICE, dtype=torch.bfloat16) * inner**-0.5
+        for count in sorted({tokens, tokens // 2 + 1}):
+            x = torch.randn(count, inner, device=DEVICE, dtype=torch.bfloat16)
+            y = skinny_linear_triton(x, weight, None, config, silu_mul=silu_mul)
+            picked = torch.arange(0, y.shape[1], max(1, y.shape[1] // 4096), device=DEVICE)
+            part = torch.cat([weight[picked], weight[y.shape[1] :][picked]]) if silu_mul else weight[picked]
+            assert_near(y[:, picked], want(x, part, None, silu_mul))

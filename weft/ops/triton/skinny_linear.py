@@ -1,0 +1,291 @@
+"""Linear layers for a few rows: the weight streams through once, at the speed of memory.
+
+Job: ``linear`` and ``linear_silu_mul`` on the GPU for up to 64 rows, where the matrix library leaves bandwidth unused.
+Owns: the kernel, and for which sizes it runs (``skinny_linear_h200.json``, written by ``benchmarks/kernels/linear.py
+--tune``). Does not know: layers.
+
+A program computes ``rows`` outputs of all tokens. Two ways to multiply: ``sum`` keeps a vector of partial sums per token
+and lane and adds the lanes up at the end (up to 8 tokens), ``dot`` uses the tensor cores, with the weight as the left
+operand. Where one program per block of rows cannot fill the GPU, ``splits`` programs share the inner dimension: each
+writes its sums, and the last one to arrive adds them in order. Nothing depends on the order in which programs run, nor
+one token's output on another token.
+
+The number of tokens is padded to a power of two, so that few kernels are compiled; the padding repeats the last token.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from weft.ops.triton.activation import silu_and_mul_triton
+
+MAX_TOKENS = 64
+"""The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
+MAX_SUM_TOKENS = 8
+"""Most tokens of the method ``sum``: every token has sums of its own in registers."""
+_MAX_BLOCKS = 4096
+"""Blocks of rows that may be split (more need no splitting)."""
+_TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
+_TABLE_CAPABILITY = (9, 0)
+
+
+class Config(NamedTuple):
+    """How one product is computed.
+
+    Attributes:
+        method: ``sum`` or ``dot``.
+        rows: weight rows per program (with ``silu_mul`` half of them gate rows, half up rows).
+        inner: elements of the inner dimension per step.
+        warps: per program.
+        stages: of the software pipeline (``dot``).
+        splits: programs that share the inner dimension.
+        early: the launch may overlap the end of the kernel before it (programmatic dependent launch); the program asks
+            for its weights, which no kernel writes, and then waits for that kernel.
+    """
+
+    method: str
+    rows: int
+    inner: int
+    warps: int
+    stages: int = 1
+    splits: int = 1
+    early: bool = False
+
+
+@triton.jit
+def _weight_rows(block, WIDTH: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """The weight rows of a block, gate and up rows taking turns. Rows beyond the end repeat the last one."""
+    lanes = tl.arange(0, ROWS)
+    if GATED:
+        rows = tl.minimum(block * (ROWS // 2) + lanes // 2, WIDTH - 1) + lanes % 2 * WIDTH
+    else:
+        rows = tl.minimum(block * ROWS + lanes, WIDTH - 1)
+    return rows.to(tl.int64)
+
+
+@triton.jit
+def _prefetch_rows(weight_rows, SPAN: tl.constexpr, LINE: tl.constexpr):
+    """Ask for ``SPAN`` elements of each row, ``LINE`` elements (128 bytes) at a time, to be brought into the L2 cache."""
+    lines = weight_rows + tl.arange(0, SPAN // LINE)[None, :] * LINE
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_products(
+    x, weight_rows, first, num_tokens, stride_x,
+    DEPTH: tl.constexpr, SPAN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    VECTOR: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, TOKENS]`` by multiply and add. ``VECTOR`` neighbours, which one thread loads, are added at once."""
+    sums = (tl.zeros([ROWS, INNER // VECTOR], dtype=tl.float32),) * TOKENS
+    for step in tl.static_range((SPAN + INNER - 1) // INNER):
+        k = first + step * INNER + tl.arange(0, INNER)
+        if EVEN:
+            w = tl.load(weight_rows + k[None, :]).to(tl.float32)
+        else:
+            w = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0).to(tl.float32)
+        added = ()
+        for token in tl.static_range(TOKENS):
+            token_x = x + tl.minimum(token, num_tokens - 1).to(tl.int64) * stride_x
+            if EVEN:
+                values = tl.load(token_x + k).to(tl.float32)
+            else:
+                values = tl.load(token_x + k, mask=k < DEPTH, other=0.0).to(tl.float32)
+            products = tl.reshape(w * values[None, :], [ROWS, INNER // VECTOR, VECTOR])
+            added = added + (sums[token] + tl.sum(products, 2),)
+        sums = added
+    acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    for token in tl.static_range(TOKENS):
+        acc = tl.where((tl.arange(0, TOKENS) == token)[None, :], tl.sum(sums[token], 1)[:, None], acc)
+    return acc
+
+
+@triton.jit
+def _dot_products(
+    x, weight_rows, first, num_tokens, stride_x,
+    DEPTH: tl.constexpr, SPAN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, TOKENS]`` on the tensor cores."""
+    tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    x_rows = x + tokens[None, :] * stride_x
+    acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    for start in tl.range(0, SPAN, INNER, num_stages=STAGES):
+        k = first + start + tl.arange(0, INNER)
+        if EVEN:
+            w = tl.load(weight_rows + k[None, :])
+            values = tl.load(x_rows + k[:, None])
+        else:
+            w = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0)
+            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None], other=0.0)
+        acc = tl.dot(w, values, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _store_outputs(
+    acc, bias, out, block, num_tokens,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Bias and gate, and one rounding."""
+    if BIAS:
+        acc += tl.load(bias + _weight_rows(block, WIDTH, ROWS, GATED)).to(tl.float32)[:, None]
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [OUTPUTS, 2, TOKENS]), [0, 2, 1]))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    columns = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    tokens = tl.arange(0, TOKENS)
+    inside = (columns < WIDTH)[:, None] & (tokens < num_tokens)[None, :]
+    offsets = tokens.to(tl.int64)[None, :] * WIDTH + columns[:, None]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _skinny_linear_kernel(
+    x, weight, bias, out, partial, arrivals, num_tokens, stride_x,
+    WIDTH: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
+    DOT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension."""
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    first = split * SPAN
+    weight_rows = weight + _weight_rows(block, WIDTH, ROWS, GATED)[:, None] * DEPTH
+    if EARLY:
+        gdc_launch_dependents()
+        _prefetch_rows(weight_rows + first, SPAN, 8 * VECTOR)
+        gdc_wait()
+    if DOT:
+        acc = _dot_products(
+            x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, EVEN, PRECISION, STAGES
+        )
+    else:
+        acc = _sum_products(
+            x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, VECTOR, EVEN
+        )
+    if SPLITS == 1:
+        _store_outputs(acc, bias, out, block, num_tokens, WIDTH, TOKENS, ROWS, GATED, BIAS)
+    else:
+        tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        parts = partial + block * (SPLITS * ROWS * TOKENS)
+        tl.store(parts + split * (ROWS * TOKENS) + tile, acc)
+        tl.debug_barrier()  # all of this program's sums are written before it is counted
+        if tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrivals + block, 0)
+            total = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+            for part in range(SPLITS):
+                total += tl.load(parts + part * (ROWS * TOKENS) + tile, cache_modifier=".cg")
+            _store_outputs(total, bias, out, block, num_tokens, WIDTH, TOKENS, ROWS, GATED, BIAS)
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Programs that have finished, per block; every launch leaves zeros behind. Launches on one stream share it."""
+    return torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def load_table() -> dict[tuple[int, int, bool, int], Config | None]:
+    """``(weight rows, inner size, gated, padded tokens)`` to what was fastest; None: the matrix library."""
+    table = {}
+    for row in json.loads(_TABLE_PATH.read_text())["rows"]:
+        key = (row["rows"], row["inner"], row["silu_mul"], row["tokens"])
+        table[key] = None if row["config"] is None else Config(*row["config"])
+    return table
+
+
+@functools.cache
+def _has_table(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _TABLE_CAPABILITY
+
+
+def heuristic_config(rows: int, inner: int, tokens: int) -> Config | None:
+    """A configuration for sizes that were not tuned; None: the matrix library.
+
+    Args:
+        rows: of the weight.
+        inner: its columns.
+        tokens: a power of two.
+    """
+    if tokens > 4:
+        return None
+    block = 8 if rows >= 8 * 264 else 4  # two programs for each of 132 multiprocessors
+    return Config("sum", block, min(1024, triton.next_power_of_2(inner)), 4)
+
+
+def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
+    """The configuration for ``x [T, K]`` and ``weight [N, K]``; None: the matrix library is faster, or ``T`` too large."""
+    num_tokens, (rows, inner) = x.shape[0], weight.shape
+    if not 0 < num_tokens <= MAX_TOKENS or inner < 64 or rows < 8:
+        return None
+    tokens = triton.next_power_of_2(num_tokens)
+    key = (rows, inner, silu_mul, tokens)
+    if weight.element_size() == 2 and _has_table(x.device) and key in load_table():
+        return load_table()[key]
+    return heuristic_config(rows, inner, tokens)
+
+
+def skinny_linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, *, silu_mul: bool = False
+) -> Tensor:
+    """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``1 <= T <= 64``."""
+    num_tokens, (rows, inner) = x.shape[0], weight.shape
+    tokens = triton.next_power_of_2(num_tokens)
+    width = rows // 2 if silu_mul else rows
+    span = triton.cdiv(triton.cdiv(inner, config.splits), config.inner) * config.inner
+    even = inner == span * config.splits
+    blocks = triton.cdiv(width, config.rows // 2 if silu_mul else config.rows)
+    assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
+    assert config.method == "dot" or tokens <= MAX_SUM_TOKENS
+    assert config.splits == 1 or blocks <= _MAX_BLOCKS
+    assert even or not config.early, "only whole spans are prefetched"
+    out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    partial, arrivals = out, out
+    if config.splits > 1:
+        size = blocks * config.splits * config.rows * tokens
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device)
+    launch = {"launch_pdl": True} if config.early else {}
+    _skinny_linear_kernel[(blocks, config.splits)](
+        x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, x.stride(0),
+        WIDTH=width, DEPTH=inner, SPAN=span, SPLITS=config.splits,
+        TOKENS=tokens, ROWS=config.rows, INNER=config.inner, VECTOR=16 // weight.element_size(),
+        DOT=config.method == "dot", GATED=silu_mul, BIAS=bias is not None, EVEN=even, EARLY=config.early,
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=config.stages,
+        num_warps=config.warps, **launch,
+    )  # fmt: skip
+    return out
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear`` of ``weft/ops/linear.py``."""
+    flat = x.flatten(0, -2)
+    config = choose_config(flat, weight, silu_mul=False)
+    if config is None:
+        return F.linear(x, weight, bias)
+    return skinny_linear_triton(flat, weight, bias, config).view(*x.shape[:-1], -1)
+
+
+def linear_silu_mul_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear_silu_mul`` of ``weft/ops/linear.py``."""
+    flat = x.flatten(0, -2)
+    config = choose_config(flat, weight, silu_mul=True)
+    if config is None:
+        return silu_and_mul_triton(linear_triton(x, weight, bias))
+    return skinny_linear_triton(flat, weight, bias, config, silu_mul=True).view(*x.shape[:-1], -1)
