@@ -72,14 +72,10 @@ class CapturedSteps:
         self._compiled = forms.for_decodes(self._context(batch), batch.num_tokens)
         self._max_compiled = max_size
 
-    def decode(self, size: int, *, compiled: bool = True) -> SampledLogits:
-        """The whole decode step of ``size`` rows.
-
-        Args:
-            compiled: run the compiled form of the model, where there is one for this size.
-        """
+    def decode(self, size: int) -> SampledLogits:
+        """The whole decode step of ``size`` rows."""
         inputs = self._builder.materialise(self.decode_shape(size))
-        model = self._compiled if compiled and size <= self._max_compiled else self._model
+        model = self._compiled if size <= self._max_compiled else self._model
         with forward_context(self._context(inputs.batch)):
             hidden_states = model(input_ids=inputs.input_ids)
         return self._sample(hidden_states, inputs.samples)

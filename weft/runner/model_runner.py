@@ -400,7 +400,7 @@ class ModelRunner:
         slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
         states = [t for c in self.caches.values() if isinstance(c, StateCache) for t in (c.conv, c.recurrent)]
         before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
-        logits, result = self._steps.decode(choice.size, compiled=False)
+        logits, result = self._steps.decode(choice.size)
         eager = logits[:count].clone(), result.token_ids[:count].clone()
         for tensor, values in zip(states, before, strict=True):
             tensor.index_copy_(0, slots, values)
