@@ -4,7 +4,7 @@ Job: make steps that can run again and again, time them, compare modes. Owns: th
 what the figures decide.
 
 Method: a step is timed from an idle device, by device events on a GPU (so that gaps between launches count) and by the
-clock on the CPU, from the orders to the sampled tokens. Candidates take turns, each round in another order; the figure
+clock on the CPU, from the orders to the sampled tokens. Candidates take turns, each round in random order; the figure
 is the median. Prompts are random tokens, sampling is greedy, which costs a step without graphs the least. Sequences
 have pages of their own as far as the cache goes; what the pages hold is nonsense, but finite.
 """
@@ -129,16 +129,16 @@ def compare(
         repeats: rounds; fewer, but ``MIN_REPEATS``, where they would take more than ``max_s`` seconds.
     """
     found: dict[str, list[float]] = {name: [] for name in candidates}
-    names = list(candidates)
+    names, shuffled = list(candidates), random.Random(0)
     for name in names * NUM_WARMUPS:
         _time_as(runner, orders, candidates[name])
     started = time.perf_counter()
     for done in range(repeats):
         if done >= MIN_REPEATS and time.perf_counter() - started > max_s:
             break
+        shuffled.shuffle(names)  # in a fixed cycle, each would find the caches as the same one before it leaves them
         for name in names:
             found[name].append(_time_as(runner, orders, candidates[name])[0])
-        names = names[1:] + names[:1]
     return found
 
 
