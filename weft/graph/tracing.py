@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,9 +158,14 @@ def _check_bound(graph: GraphModule, examples: Sequence[Any], ids: Tensor, batch
     assert any(example is ids for example in examples), "the pass does not read its token ids"
 
 
-def _tensors_of(batch: Batch) -> list[tuple[str, Tensor]]:
-    fields = [(f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch)]
-    return [(name, value) for name, value in fields if isinstance(value, Tensor)]
+def _tensors_of(table: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the fields of a batch and of its tables, by name."""
+    for field in dataclasses.fields(table):
+        value = getattr(table, field.name)
+        if isinstance(value, Tensor):
+            yield prefix + field.name, value
+        elif dataclasses.is_dataclass(value):
+            yield from _tensors_of(value, f"{prefix}{field.name}.")
 
 
 def _first_line(error: BaseException) -> str:

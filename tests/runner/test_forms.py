@@ -1,0 +1,153 @@
+# ruff: noqa: F811 (fixtures of another module)
+"""Traced and compiled forms in the engine: real models cut as they should be, same answers, nothing compiled twice."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.runner.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
+from tests.tiny import make_checkpoint
+from weft.config import resolve
+from weft.errors import ConfigError
+from weft.graph.compilers import SplitPass
+from weft.graph.inductor import code_of
+from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS
+from weft.runner.captured_steps import CapturedSteps
+from weft.runner.model_runner import ModelRunner
+
+TRACED: dict[str, Any] = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_compiler": "eager"}
+COMPILED: dict[str, Any] = {
+    "cuda_graph_mode": "FULL_AND_PIECEWISE",
+    "cuda_graph_bs": [1, 2, 4],
+    "piecewise_cuda_graph_tokens": [16, 64, 210],
+    "piecewise_cuda_graph_compiler": "inductor",
+    "enable_torch_compile": True,
+    "torch_compile_max_bs": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoint: Path) -> ModelRunner:
+    return ModelRunner(resolve(model=str(checkpoint), **SETTINGS, **TRACED, piecewise_cuda_graph_tokens=[4, 64]))
+
+
+def traced_pass(runner: ModelRunner) -> SplitPass:
+    (form,) = runner._forms._forms.values()
+    assert isinstance(form, SplitPass)
+    return form
+
+
+def test_a_real_model_is_cut_at_its_layers(runner: ModelRunner) -> None:
+    items = traced_pass(runner).items
+    assert [item.layer for item in items if item.op is not None] == list(runner._layer_modules)
+    assert all((a.op is None) != (b.op is None) for a, b in pairwise(items))
+    assert items[0].op is None and items[-1].op is None
+
+
+def test_results_are_picked_where_they_are_computed(runner: ModelRunner) -> None:
+    picked = 0
+    for item in traced_pass(runner).items:
+        for node in item.graph.graph.find_nodes(op="call_function", target=operator.getitem):
+            assert node.args[0].op != "placeholder" or isinstance(node.args[0].meta["example_value"], Tensor)
+            picked += 1
+    assert picked >= 4 * len(runner._layer_modules)  # two results of each norm
+
+
+def test_what_is_bound_never_moves(runner: ModelRunner) -> None:
+    """Parameters, and the one static field of a batch; everything else comes with the call."""
+    static = {p.data_ptr() for p in runner.model.parameters()}
+    token_count = runner._builder.materialise(runner._steps.mixture_shape(4)).batch.token_count
+    assert token_count is not None
+    static.add(token_count.data_ptr())
+    inputs = traced_pass(runner)._inputs
+    assert {i for i in inputs if isinstance(i, str)} == {NUM_TOKENS, TOKEN_IDS}
+    assert {i.data_ptr() for i in inputs if isinstance(i, Tensor)} <= static
+
+
+def test_layers_that_are_built_alike_have_the_same_code(tmp_path: Path) -> None:
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path, num_hidden_layers=5)
+    runner = ModelRunner(resolve(model=str(folder), **SETTINGS, **TRACED, piecewise_cuda_graph_tokens=[4]))
+    codes = [code_of(item.graph) for item in traced_pass(runner).items if item.op is None]
+    assert len(codes) == 6 and len(set(codes)) == 3 and len(set(codes[1:-1])) == 1
+
+
+@pytest.mark.parametrize("splitting_ops", [None, ["+gated_delta_net"]])
+def test_traced_pieces_do_not_change_the_answers(
+    checkpoint: Path,
+    splitting_ops: list[str] | None,
+    churn: list[int],
+) -> None:
+    expected, _ = answers(checkpoint)
+    given, runner = answers(checkpoint, **TRACED, piecewise_cuda_graph_tokens=TOKENS, splitting_ops=splitting_ops)
+    assert given == expected and len(set(churn)) >= 5
+    layers = runner.config.model_config
+    breaks = len(layers.attention_layers) + (len(layers.linear_layers) if splitting_ops is not None else 0)
+    assert runner.pieces is not None and runner.pieces.counters.pieces == breaks + 1
+    assert (runner.pieces.counters.compiled, runner.pieces.counters.cache_hits) == (0, 0)
+
+
+@pytest.fixture
+def compiled_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Sizes of captured decode steps, and whether they ran the compiled form."""
+    sizes: list[tuple[int, bool]] = []
+    decode: Callable[[CapturedSteps, int], Any] = CapturedSteps.decode
+    call = SplitPass.__call__
+
+    def noted_call(self: SplitPass, input_ids: Tensor) -> Tensor:
+        sizes[-1:] = [(size, True) for size, _ in sizes[-1:]]
+        return call(self, input_ids)
+
+    def noted(self: CapturedSteps, size: int) -> Any:
+        sizes.append((size, False))
+        return decode(self, size)
+
+    monkeypatch.setattr(SplitPass, "__call__", noted_call)
+    monkeypatch.setattr(CapturedSteps, "decode", noted)
+    return sizes
+
+
+def test_compiled_forms_do_not_change_the_answers_and_are_kept(
+    tmp_path: Path,
+    churn: list[int],
+    compiled_sizes: list[tuple[int, bool]],
+) -> None:
+    """Pieces and decode graphs share what is compiled: five pieces, two of which are alike."""
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    expected, _ = answers(folder)
+    given, runner = answers(folder, **COMPILED)
+    assert given == expected and len(set(churn)) >= 2
+    assert runner.pieces is not None and runner.graphs is not None and runner.graphs.counters.replays > 3
+    assert set(compiled_sizes[: 3 * len(COMPILED["cuda_graph_bs"])]) == {(4, False), (2, True), (1, True)}
+    assert runner._forms.counters.reused == 1
+    again, second = answers(folder, **COMPILED)
+    assert again == expected and second.pieces is not None
+    assert (second.pieces.counters.compiled, second.pieces.counters.cache_hits) == (0, 4)
+
+
+def test_decode_graphs_alone_can_be_compiled(tmp_path: Path, compiled_sizes: list[tuple[int, bool]]) -> None:
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    expected, _ = answers(folder)
+    settings = {"cuda_graph_mode": "FULL_DECODE_ONLY", "cuda_graph_bs": [4], "enable_torch_compile": True}
+    given, runner = answers(folder, **settings)
+    assert given == expected and runner.pieces is None
+    assert set(compiled_sizes) == {(4, True)} and runner._forms.counters.reused == 1
+
+
+@pytest.mark.parametrize(
+    ("splitting_ops", "message"),
+    [
+        (["attention", "gdn"], "splitting_ops names 'gdn', which is no split op; there are .*gated_delta_net"),
+        (["gated_delta_net"], r"leaves out attention, which pieces cannot hold.*\+gated_delta_net"),
+    ],
+)
+def test_split_ops_that_cannot_be_are_refused(tmp_path: Path, splitting_ops: list[str], message: str) -> None:
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner(resolve(model=str(folder), **SETTINGS, **TRACED, splitting_ops=splitting_ops))
