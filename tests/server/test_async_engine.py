@@ -42,7 +42,7 @@ class Link:
             assert self.engine is not None
             self.engine.receive(wire.decode_from_engine(wire.encode(message)))
         else:
-            self.inbox.append(wire.decode_to_engine(wire.encode(message)))
+            self.inbox += wire.decode_to_engine(wire.encode([message]))
 
     def run(self, steps: int = 1) -> None:
         for _ in range(steps):

@@ -9,15 +9,18 @@ what it lets in, and the engine sends at most one message per step.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from weft.engine import wire
+
+_MOST_AT_ONCE = 16
 
 
 def _address(directory: Path, name: str) -> str:
@@ -25,26 +28,60 @@ def _address(directory: Path, name: str) -> str:
 
 
 class ServerChannel:
-    """The server's side: sends at once, receives in the event loop."""
+    """The server's side: what is sent in one turn of the event loop goes as one message; what comes calls back."""
 
     def __init__(self, directory: Path) -> None:
-        self._context = zmq.asyncio.Context()
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
         self._outputs = self._context.socket(zmq.PULL)
-        self._requests = zmq.Context(self._context).socket(zmq.PUSH)
+        self._requests = self._context.socket(zmq.PUSH)
         for socket, name in ((self._outputs, "outputs"), (self._requests, "requests")):
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(_address(directory, name))
+        self._unsent: list[wire.ToEngine] = []
+        self._receiver: Callable[[wire.FromEngine], None] | None = None
 
     def send(self, message: wire.ToEngine) -> None:
         """Never blocks. If nobody is connected the engine has gone, and what it was to do has gone with it."""
-        with contextlib.suppress(zmq.Again):
-            self._requests.send(wire.encode(message), zmq.NOBLOCK)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(message)
 
-    async def receive(self) -> wire.FromEngine:
-        return wire.decode_from_engine(await self._outputs.recv())
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if messages and not self._requests.closed:
+            with contextlib.suppress(zmq.Again):
+                self._requests.send(wire.encode(messages), zmq.NOBLOCK)
+
+    def receive(self, receiver: Callable[[wire.FromEngine], None]) -> None:
+        """From now on ``receiver`` gets every message, in the event loop."""
+        self._receiver = receiver
+        self._loop.add_reader(self._outputs.fileno(), self._read)
+        self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Everything that is there: ZeroMQ's descriptor tells of news once, not of what is left. After a while others
+        get their turn."""
+        for _ in range(_MOST_AT_ONCE):
+            if self._receiver is None:
+                return
+            try:
+                content = self._outputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receiver(wire.decode_from_engine(content))
+        self._loop.call_soon(self._read)
+
+    def deaf(self) -> None:
+        """Nothing more is read."""
+        if self._receiver is not None:
+            self._receiver = None
+            self._loop.remove_reader(self._outputs.fileno())
 
     def close(self) -> None:
+        self.deaf()
+        self._flush()
         self._outputs.close()
         self._requests.close()
         self._context.term()
@@ -69,7 +106,7 @@ class EngineChannel:
             return messages
         while True:
             try:
-                messages.append(wire.decode_to_engine(self._requests.recv(zmq.NOBLOCK)))
+                messages += wire.decode_to_engine(self._requests.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return messages
 

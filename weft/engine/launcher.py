@@ -67,7 +67,7 @@ class EngineProcess:
         self._channel = ServerChannel(self._directory)
         self._process = self._spawn([sys.executable, "-m", module], settings, verbose)
         self._has_failed = asyncio.Event()
-        self._reader = asyncio.create_task(self._read())
+        self._channel.receive(self._take)
         self._looker = asyncio.create_task(self._look())
         self._ended = asyncio.Event()
         threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
@@ -88,21 +88,19 @@ class EngineProcess:
     def send(self, message: wire.ToEngine) -> None:
         self._channel.send(message)
 
-    async def _read(self) -> None:
-        while True:
-            message = await self._channel.receive()
-            if isinstance(message, wire.Ready):
-                # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
-                shutil.rmtree(self._directory, ignore_errors=True)
-            try:
-                self._on_message(message)
-            except Exception:
-                # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
-                logger.exception("a message of the engine could not be handled; the engine is ended")
-                self.kill()
-                return
-            if isinstance(message, wire.Failed):
-                self._has_failed.set()
+    def _take(self, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Ready):
+            # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
+            shutil.rmtree(self._directory, ignore_errors=True)
+        try:
+            self._on_message(message)
+        except Exception:
+            # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
+            logger.exception("a message of the engine could not be handled; the engine is ended")
+            self._channel.deaf()
+            self.kill()
+        if isinstance(message, wire.Failed):
+            self._has_failed.set()
 
     async def _look(self) -> None:
         while True:
@@ -128,7 +126,6 @@ class EngineProcess:
         else:
             await asyncio.sleep(0.05)  # what it had sent may be on its way through the socket
         self._looker.cancel()
-        self._reader.cancel()
         self._channel.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._ended.set()

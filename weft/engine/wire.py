@@ -3,8 +3,8 @@
 Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
 Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
 
-Towards the engine: ``AddRequest``, ``FinishRequests``, ``Inspect``, ``Shutdown``. From the engine, in this order:
-``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and a
+Towards the engine, in lists: ``AddRequest``, ``FinishRequests``, ``Inspect``, ``Shutdown``. From the engine, in this
+order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and a
 ``Snapshot`` for each ``Inspect``; ``Failed`` if it cannot start or go on. Moments are seconds of ``time.monotonic()``,
 which all processes of a machine share on Linux.
 """
@@ -205,7 +205,7 @@ def _decode_other(kind: type, value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_other).decode
+decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_decode_other).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other).decode
 
 
