@@ -116,6 +116,12 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is not None
 
     @property
+    def chat_template(self) -> str | None:
+        """The one template of the checkpoint as text; None if it has none or several by name."""
+        template = self._hf.chat_template
+        return template if isinstance(template, str) else None
+
+    @property
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 

@@ -87,8 +87,12 @@ async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str,
 def tokenizer_info(context: Context) -> dict[str, Any]:
     """``/tokenizer_info``."""
     tokenizer = need_tokenizer(context.service.engine)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return {
         "vocab_size": tokenizer.vocab_size,
+        "bos_token": None if bos is None else tokenizer.token_text(bos),
+        "eos_token": None if eos is None else tokenizer.token_text(eos),
+        "chat_template": tokenizer.chat_template,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "special_token_ids": sorted(tokenizer.special_token_ids),
