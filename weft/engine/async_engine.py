@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -57,7 +57,8 @@ class ResponseStream:
         self.request_id = request_id
         self.outputs = outputs
         self._engine = engine
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_news = self._all_told = False
         self._changed: set[int] = set()
         self._error: EngineDeadError | None = None
 
@@ -69,21 +70,24 @@ class ResponseStream:
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
 
-    async def __aiter__(self) -> AsyncIterator[list[PromptDelta]]:
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> list[PromptDelta]:
         """What is new, as often as there is something new, until every completion has ended.
 
         Raises:
             EngineDeadError: the engine died before the end.
         """
-        while True:
+        while not self._all_told:
             await self._wait()
-            finished = self.finished
             changed, self._changed = sorted(self._changed), set()
             deltas = [(index, delta) for index in changed for delta in self.outputs[index].deltas()]
+            if any(delta.finish_reason is not None for _, delta in deltas):
+                self._all_told = self.finished
             if deltas:
-                yield deltas
-            if finished:
-                return
+                return deltas
+        raise StopAsyncIteration
 
     async def results(self) -> list[RequestOutput]:
         """Wait for the end of every completion. Raises EngineDeadError as above."""
@@ -93,13 +97,17 @@ class ResponseStream:
 
     async def _wait(self) -> None:
         """Until there is news. What had arrived before the engine died is still news."""
-        if self._error is not None and not self._changed and not self.finished:
+        if not self._has_news and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if not self._has_news and self._error is not None:
             raise self._error
-        await self._news.wait()
-        if self._error is None:
-            self._news.clear()
-        elif not self._changed and not self.finished:
-            raise self._error
+        self._has_news = False
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def snapshot(self) -> list[RequestOutput]:
         """Everything known, per prompt."""
@@ -114,11 +122,12 @@ class ResponseStream:
     def touch(self, index: int) -> None:
         """There is news of prompt ``index``."""
         self._changed.add(index)
-        self._news.set()
+        self._has_news = True
+        self._wake()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error
-        self._news.set()
+        self._wake()
 
     def close(self) -> None:
         """The reader is done: whatever still runs is aborted. Harmless if repeated."""

@@ -22,7 +22,7 @@ from weft.server.chat import need_tokenizer, opens_reasoning, prepare_chat, tool
 from weft.server.logprobs import chat_logprobs
 from weft.server.protocol import ChatCompletionRequest
 from weft.server.sampling import chat_params
-from weft.server.sse import DONE, JsonResponse, StreamResponse, data_event
+from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
 from weft.server.structured import constraint_of, forced_calls
 
 
@@ -225,21 +225,16 @@ class ChatAnswer:
     # -- streamed ------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
+        chunks = ChunkEvents(self._head("chat.completion.chunk"))
         async for deltas in self._call.stream:
             for delta in deltas:
                 choice = self._delta_choice(delta)
                 if choice is not None:
-                    yield data_event(self._chunk([choice]))
+                    yield chunks.event(choice, self._call.usage() if self._usage_always else None)
         if self._usage_at_end:
             last = self._head("chat.completion.chunk") | {"choices": [], "usage": self._call.usage()}
             yield data_event(last | {"weft": self._call.extension()})
         yield DONE
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._head("chat.completion.chunk") | {"choices": choices}
-        if self._usage_always:
-            chunk["usage"] = self._call.usage()
-        return chunk
 
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to tell yet."""

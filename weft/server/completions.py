@@ -18,7 +18,7 @@ from weft.server.chat import need_tokenizer
 from weft.server.logprobs import completion_logprobs
 from weft.server.protocol import CompletionRequest
 from weft.server.sampling import completion_params
-from weft.server.sse import DONE, JsonResponse, StreamResponse, data_event
+from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
 from weft.server.structured import constraint_of
 
 
@@ -163,26 +163,24 @@ class CompletionAnswer:
     # -- streamed ------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
+        chunks = ChunkEvents(self._head("text_completion"))
         if self._request.echo:
             for i in range(len(self._call.prompts)):
                 for k in range(self._n):
-                    yield data_event(self._chunk({"index": i * self._n + k, "text": self._prompt_text(i)}))
+                    yield self._chunk(chunks, {"index": i * self._n + k, "text": self._prompt_text(i)})
         async for deltas in self._call.stream:
             for delta in deltas:
                 choice = self._delta_choice(delta)
                 if choice is not None:
-                    yield data_event(self._chunk(choice))
+                    yield self._chunk(chunks, choice)
         if self._usage_at_end:
             last = self._head("text_completion") | {"choices": [], "usage": self._usage()}
             yield data_event(last | {"weft": self._call.extension()})
         yield DONE
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, chunks: ChunkEvents, choice: dict[str, Any]) -> bytes:
         full = {"logprobs": None, "finish_reason": None, "stop_reason": None} | choice
-        chunk = self._head("text_completion") | {"choices": [full]}
-        if self._usage_always:
-            chunk["usage"] = self._usage()
-        return chunk
+        return chunks.event(full, self._usage() if self._usage_always else None)
 
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to tell yet."""

@@ -41,6 +41,17 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
+class ChunkEvents:
+    """Events of chunks that share a head and have one choice each. ``head``: their other fields, encoded once."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+
+    def event(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
+        rest = b"]}\n\n" if usage is None else b'],"usage":' + msgspec.json.encode(usage) + b"}\n\n"
+        return self._head + msgspec.json.encode(choice) + rest
+
+
 def openai_error_events(error: ApiError) -> bytes:
     """How a stream of the OpenAI API ends when it cannot go on."""
     return data_event(error_body(error)) + DONE
