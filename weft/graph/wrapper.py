@@ -69,6 +69,10 @@ class GraphWrapper:
         """Batches that have a graph, in the order of capture."""
         return tuple(self._entries)
 
+    def graph(self, descriptor: BatchDescriptor) -> Graph:
+        """What is replayed for a captured batch."""
+        return self._entries[descriptor].graph
+
     def capture(self, descriptor: BatchDescriptor, **tensors: Tensor) -> None:
         """Record the function on these tensors as the graph of ``descriptor``."""
         assert descriptor not in self._entries, f"{descriptor} is captured already"

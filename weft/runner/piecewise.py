@@ -19,7 +19,7 @@ from weft.config import EngineConfig
 from weft.forward_context import Batch, BatchDescriptor, ForwardContext, GraphMode, forward_context
 from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, reserved_bytes
 from weft.graph.graph import GraphPool
-from weft.graph.pieces import PieceCapture
+from weft.graph.pieces import PieceCapture, PieceSequence
 from weft.graph.wrapper import GraphWrapper
 from weft.runner.batch_builder import BatchBuilder, StepShape
 from weft.runner.forms import ModelForms
@@ -126,6 +126,17 @@ class PiecewiseModel:
             before = reserved_bytes(self._device)
             self._wrapper.capture(BatchDescriptor(ids.shape[0]), input_ids=ids)
             self.counters.capture_bytes += reserved_bytes(self._device) - before
+
+    @property
+    def form(self) -> Callable[..., Tensor]:
+        """What was captured: the model, or what was made of it."""
+        return self._model
+
+    def sequence(self, size: int) -> PieceSequence:
+        """The pass captured for ``size`` tokens, to look at."""
+        graph = self._wrapper.graph(BatchDescriptor(size))
+        assert isinstance(graph, PieceSequence)
+        return graph
 
     def __call__(self, *, input_ids: Tensor) -> Tensor:
         """The model itself, as the active forward context runs it."""

@@ -1,0 +1,202 @@
+"""A prefill pass in pieces, taken apart: what each piece does, what stands between them, and what both cost.
+
+Job: capture one pass with a listing pool, run it, put names, operations and times together. Owns: the parts.
+Does not know: how they are shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from weft.config import EngineConfig
+from weft.forward_context import KVCache
+from weft.graph.compilers import SplitPass
+from weft.graph.graph import GraphPool, make_pool
+from weft.graph.listing import ListedGraph, ListingPool, Operation, Place, Value, place_of
+from weft.graph.pieces import PieceSequence, SplitCall
+from weft.graph.sizes import token_sizes
+from weft.runner.measuring import StepMaker
+from weft.runner.model_runner import ModelRunner
+
+NUM_WARMUPS, NUM_REPEATS = 2, 7
+LARGEST_DEFAULT = 512
+"""The pass that is shown where the user names none has at most so many tokens, if a captured size is that small."""
+
+
+_STORED = ("weights[", "caches[")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece, or the split op between two.
+
+    Attributes:
+        name: ``piece_3``, or the op's.
+        layer: that the op belongs to; empty for a piece.
+        captured: it is a graph, replayed with one call.
+        operations: of a piece.
+        num_bytes: of the tensors that the operations of a piece are given and make, caches apart.
+        ms: median milliseconds of its replay; of an op from the end of the piece before it to the begin of the next.
+    """
+
+    name: str
+    layer: str
+    captured: bool
+    operations: tuple[Operation, ...]
+    num_bytes: int
+    ms: float
+
+    @property
+    def kernels(self) -> list[Operation]:
+        return [operation for operation in self.operations if operation.is_kernel]
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """The same for parts that do the same work for other layers."""
+        if not self.captured:
+            return (self.name,)
+        return tuple(operation.signature for operation in self.kernels)
+
+    @property
+    def counts(self) -> list[tuple[str, int]]:
+        """Kernels by name, the most frequent first."""
+        return Counter(operation.name.split("[")[0] for operation in self.kernels).most_common()
+
+
+@dataclass(frozen=True, slots=True)
+class Dissection:
+    """One pass.
+
+    Attributes:
+        num_tokens: rows of the pass.
+        parts: pieces and split ops in turn.
+        names: of parameters, caches and static buffers, by place.
+        traced: the traced parts as Python, where pieces come from a trace.
+    """
+
+    num_tokens: int
+    parts: tuple[Part, ...]
+    names: Mapping[Place, str]
+    traced: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> list[Part]:
+        return [part for part in self.parts if part.captured]
+
+    @property
+    def ms(self) -> float:
+        return sum(part.ms for part in self.parts)
+
+    def code(self, piece: Part) -> str:
+        """A piece as a Python function: what it takes from before, and one line per operation."""
+        made: set[str] = set()
+        taken: dict[str, Value] = {}
+        lines = []
+        for operation in piece.operations:
+            for value in operation.inputs:
+                name = value.name(self.names)
+                if name not in made and not name.startswith(_STORED):
+                    taken.setdefault(name, value)
+            made |= {value.name(self.names) for value in operation.results}
+            lines.append(f"    {operation.code(self.names)}")
+        inputs = [f"    # {name}: {value.type_text}" for name, value in taken.items()]
+        return "\n".join([f"def {piece.name}({', '.join(taken)}):", *inputs, *(lines or ["    pass"])]) + "\n"
+
+
+def size_to_show(config: EngineConfig, num_tokens: int | None) -> int:
+    """The number of tokens given, or the largest captured size up to ``LARGEST_DEFAULT``."""
+    if num_tokens is not None:
+        return num_tokens
+    given, largest = config.piecewise_cuda_graph_tokens, config.piecewise_cuda_graph_max_tokens
+    sizes = token_sizes(config.max_num_batched_tokens, given, largest)
+    return max((size for size in sizes if size <= LARGEST_DEFAULT), default=sizes[0])
+
+
+def dissect(config: EngineConfig, num_tokens: int) -> Dissection:
+    """Capture a pass of ``num_tokens`` tokens in pieces, and run prompts of so many tokens in it.
+
+    Args:
+        config: of mode PIECEWISE; its sizes do not matter.
+    """
+    config = dataclasses.replace(config, piecewise_cuda_graph_tokens=(num_tokens,), cuda_graph_bs=(1,))
+    pools: list[ListingPool] = []
+
+    def listing_pool(device: torch.device) -> GraphPool:
+        pools.append(ListingPool(make_pool(device), device))
+        return pools[-1]
+
+    runner = ModelRunner(config, listing_pool)
+    assert runner.pieces is not None, "the mode captures no pieces"
+    sequence = runner.pieces.sequence(num_tokens)
+    times = _time(runner, pools[0], sequence, num_tokens)
+    form = runner.pieces.form
+    traced = tuple(item.graph.code for item in form.items) if isinstance(form, SplitPass) else ()
+    return Dissection(num_tokens, tuple(_parts(runner, sequence, times)), _names(runner, sequence), traced)
+
+
+def _time(runner: ModelRunner, pool: ListingPool, sequence: PieceSequence, num_tokens: int) -> list[float]:
+    """Median milliseconds of each part."""
+    orders = StepMaker(runner, context=1).prefill(num_tokens)
+    pieces = [step for step in sequence.steps if isinstance(step, ListedGraph)]
+    rounds = []
+    for number in range(NUM_WARMUPS + NUM_REPEATS):
+        pool.stopwatch.laps.clear()
+        pool.stopwatch.on = number >= NUM_WARMUPS
+        runner.run(orders)
+        laps = [lap for lap in pool.stopwatch.laps if lap[0] in pieces]
+        if laps:
+            rounds.append(_durations(pool, laps))
+    pool.stopwatch.on = False
+    return [median(column) for column in zip(*rounds, strict=True)]
+
+
+def _durations(pool: ListingPool, laps: Sequence[tuple[object, object, object]]) -> list[float]:
+    """Milliseconds of pieces and what lies between them, in turn."""
+    moments = [moment for _, begin, end in laps for moment in (begin, end)]
+    return [pool.stopwatch.ms(*pair) for pair in pairwise(moments)]
+
+
+def _parts(runner: ModelRunner, sequence: PieceSequence, times: Sequence[float]) -> list[Part]:
+    caches = {tensor.untyped_storage().data_ptr() for _, tensor in _cache_tensors(runner)}
+    parts: list[Part] = []
+    for step, ms in zip(sequence.steps, times, strict=True):
+        if isinstance(step, SplitCall):
+            parts.append(Part(step.op.name, step.layer.name, False, (), 0, ms))
+        else:
+            assert isinstance(step, ListedGraph)
+            number = sum(part.captured for part in parts)
+            num_bytes = sum(operation.num_bytes(caches) for operation in step.operations)
+            parts.append(Part(f"piece_{number}", "", True, step.operations, num_bytes, ms))
+    return parts
+
+
+def _names(runner: ModelRunner, sequence: PieceSequence) -> dict[Place, str]:
+    names: dict[Place, str] = {}
+    for step in sequence.steps:
+        if isinstance(step, SplitCall):
+            for i, tensor in enumerate(step.inputs):
+                names.setdefault(place_of(tensor), f"{step.op.name}_input_{i}")
+            names.setdefault(place_of(step.out), f"{step.op.name}_output")
+    names |= {place_of(tensor): f'caches["{name}"]' for name, tensor in _cache_tensors(runner)}
+    stored = [*runner.model.named_parameters(), *runner.model.named_buffers()]
+    return names | {place_of(tensor): f'weights["{name}"]' for name, tensor in stored}
+
+
+def _cache_tensors(runner: ModelRunner) -> list[tuple[str, Tensor]]:
+    found = []
+    for name, cache in runner.caches.items():
+        pairs = (
+            (("k", cache.k), ("v", cache.v))
+            if isinstance(cache, KVCache)
+            else (("conv", cache.conv), ("recurrent", cache.recurrent))
+        )
+        found += [(f"{name}.{role}", tensor) for role, tensor in pairs]
+    return found
