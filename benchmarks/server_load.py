@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from weft.engine.heartbeat import processor_s
 
 NUM_TOKENS = 16
 QUESTION = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+_TOKEN_IDS = re.compile(rb'"token_ids":\[([^\]]+)')
 END_OF_CHUNKED = b"0\r\n\r\n"
 
 
@@ -61,18 +61,18 @@ class Server:
         self.process.wait(30)
 
 
-def request(priority: int, num_tokens: int) -> bytes:
+def request(priority: int, num_tokens: int, **fields: Any) -> bytes:
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": num_tokens, "stream": True}
-    content = json.dumps(body | {"priority": priority}).encode()
+    content = json.dumps(body | {"priority": priority} | fields).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 
 class Stream(asyncio.Protocol):
-    """One connection that sends requests one after the other. ``arrivals``: moments at which a chunk came."""
+    """One connection that sends requests one after the other. ``arrivals``: when each token came, if it has its id."""
 
-    def __init__(self, content: bytes, end: bytes, count: int) -> None:
-        self.content, self.end, self.left = content, end, count
+    def __init__(self, content: bytes, count: int) -> None:
+        self.content, self.left = content, count
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.arrivals: list[float] = []
         self.received = self.num_events = 0
@@ -83,11 +83,13 @@ class Stream(asyncio.Protocol):
         transport.write(self.content)
 
     def data_received(self, data: bytes) -> None:
-        self.arrivals += [time.monotonic()] * data.count(b'"delta"')
+        if b"token_ids" in data:
+            now = time.monotonic()
+            self.arrivals += [now] * sum(ids.count(b",") + 1 for ids in _TOKEN_IDS.findall(data))
         self.num_events += data.count(b"data: ")
         self.received += len(data)
         self.tail = (self.tail + data)[-64:]
-        if not self.tail.endswith(self.end):
+        if not self.tail.endswith(END_OF_CHUNKED):
             return
         self.tail = b""
         self.left -= 1
@@ -98,13 +100,13 @@ class Stream(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def open_streams(port: int, count: int, content: bytes, each: int) -> list[Stream]:
+async def open_stream(port: int, content: bytes, each: int) -> Stream:
     loop = asyncio.get_running_loop()
-    pairs = [
-        await loop.create_connection(lambda: Stream(content, END_OF_CHUNKED, each), "127.0.0.1", port)
-        for _ in range(count)
-    ]
-    return [stream for _, stream in pairs]
+    return (await loop.create_connection(lambda: Stream(content, each), "127.0.0.1", port))[1]
+
+
+async def open_streams(port: int, count: int, content: bytes, each: int) -> list[Stream]:
+    return [await open_stream(port, content, each) for _ in range(count)]
 
 
 async def throughput(server: Server, connections: int, seconds: float) -> dict[str, Any]:
@@ -131,9 +133,10 @@ async def throughput(server: Server, connections: int, seconds: float) -> dict[s
 
 
 async def latency(server: Server, step_times: Path, num_streams: int, num_tokens: int) -> dict[str, Any]:
-    """Milliseconds from the end of a step to the chunk at the client, and of ``/health`` meanwhile."""
+    """Milliseconds from the end of a step to the token at the client, and of ``/health`` meanwhile."""
     used, began = server.processor_s(), time.monotonic()
-    streams = await open_streams(server.port, num_streams, request(SLOW, num_tokens), 1)
+    contents = [request(SLOW, num_tokens, request_id=str(i), return_token_ids=True) for i in range(num_streams)]
+    streams = [await open_stream(server.port, content, 1) for content in contents]
     health: list[float] = []
     looking = asyncio.create_task(_watch_health(server.port, health))
     await asyncio.gather(*(stream.done for stream in streams))
@@ -141,24 +144,22 @@ async def latency(server: Server, step_times: Path, num_streams: int, num_tokens
     spent = {name: after - used[name] for name, after in server.processor_s().items()}
     wall = time.monotonic() - began
     await asyncio.to_thread(server.stop)
-    moments = json.loads(step_times.read_text())
-    whole = [stream for stream in streams if len(stream.arrivals) == num_tokens]
-    added = [delay for stream in whole for delay in _delays(stream.arrivals, moments)]
+    told = json.loads(step_times.read_text())
+    moments, first_steps = told["moments"], told["first_steps"]
+    added = [
+        at - moments[first_steps[f"chatcmpl-{i}"] + k]  # a stream has a token of every step from its first one on
+        for i, stream in enumerate(streams)
+        for k, at in enumerate(stream.arrivals)
+    ]
+    assert len(added) == num_streams * num_tokens
     return {
         "streams": num_streams,
-        "chunks": len(added),
-        "streams_with_shared_chunks": num_streams - len(whole),
+        "tokens": len(added),
+        "chunks": sum(stream.num_events - 1 for stream in streams),  # all but [DONE]
         "added_ms": _percentiles(added),
         "health_ms": _percentiles(health),
         "processors_used": {name: round(value / wall, 3) for name, value in spent.items()},
     }
-
-
-def _delays(arrivals: Sequence[float], moments: Sequence[float]) -> list[float]:
-    """Arrival minus the step that made the token. A stream has a token of every step from its first one on, so the k-th
-    chunk belongs to the k-th step from there, however late it came; streams where two tokens shared a chunk are left out."""
-    first = bisect_right(moments, arrivals[0]) - 1
-    return [at - moments[first + k] for k, at in enumerate(arrivals) if first + k < len(moments)]
 
 
 async def _watch_health(port: int, seconds: list[float]) -> None:

@@ -134,6 +134,7 @@ async def _run(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         lifespan="off",
         http="httptools",
         ws="none",
