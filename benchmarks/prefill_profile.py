@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from weft.runner.model_runner import ModelRunner
 def prefill_orders(runner: ModelRunner, length: int) -> SchedulerOutput:
     """A step that computes one prompt and samples a token."""
     pages = list(range(1, 1 + runner.spec.pages_for(length)))
-    new = NewRequest(0, [7] * length, length, RowSampling(temperature=0.0))
+    rng = random.Random(length)  # equal tokens would all choose the same experts
+    prompt = [rng.randrange(runner.config.model_config.vocab_size) for _ in range(length)]
+    new = NewRequest(0, prompt, length, RowSampling(temperature=0.0))
     return SchedulerOutput(1, [ScheduledRequest(0, 0, length, pages, 1, True)], [new])
 
 

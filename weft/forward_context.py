@@ -43,6 +43,21 @@ class ChunkTable:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """Real sizes of a batch in a captured graph that serves any mixture of sequences, as the device reads them.
+
+    Attributes:
+        counts: ``[3]`` int32: tokens, sequences, and how many of these decode (they come first).
+        decode_slots: ``[S]`` int32, state slots of the sequences that decode, and 0 for the others.
+        max_prefills: most sequences that do not decode.
+    """
+
+    counts: Tensor
+    decode_slots: Tensor
+    max_prefills: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's metadata. ``T`` and ``S`` are padded token and sequence counts; the real ones are host integers.
 
@@ -68,8 +83,8 @@ class Batch:
             every sequence decodes.
         token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
             count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
-        decode_slots: ``[S]`` int32, set where a captured graph serves any mixture of decodes and prefills, whose number
-            only the device knows: the state slots of the sequences that decode, and 0 for the others. None otherwise.
+        mixture: what the device alone knows where a captured graph serves any mixture of decodes and prefills; None
+            otherwise.
     """
 
     num_tokens: int
@@ -85,7 +100,7 @@ class Batch:
     state_slots: Tensor
     chunks: ChunkTable | None = None
     token_count: Tensor | None = None
-    decode_slots: Tensor | None = None
+    mixture: Mixture | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """The Triton kernels in whole models: every architecture computes transformers' function on the GPU, in float32.
 
-The references run on the CPU in float64: float32 leaves transformers itself up to 8e-5 from it on the hardest of these
-models. The same tests with torch's operations on the CPU are in ``tests/models``.
+The references run on the CPU in float64. Greedy tokens must be equal. Logits: these random models magnify rounding, and
+float32 leaves transformers itself up to 8e-5 from float64; other orders of the same sums leave up to 3e-4, whichever
+operation changes its order, though every kernel alone is as close to float64 as its reference (``tests/ops``). The same
+tests with torch's operations on the CPU, where logits agree to 1e-4, are in ``tests/models``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from tests.models.test_parity import (
     HYBRID,
     LENGTHS,
     STEPS,
-    assert_close,
     assert_greedy,
     prompt,
     reference_logits,
@@ -29,6 +30,13 @@ from weft.ops.backend import Backend
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
+TOLERANCE = 5e-4
+"""Of logits between -3 and 3."""
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    assert (got - want).abs().max().item() < TOLERANCE
 
 
 def load(arch: str, path: Path, backend: Backend = Backend.TRITON, **overrides: Any) -> tuple[Harness, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,15 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from tests.graph.fake_model import context_of
+from tests.harness import model_context
 from tests.runner.test_piecewise import SETTINGS, TOKENS, answers, checkpoint, churn  # noqa: F401
 from tests.tiny import make_checkpoint
 from weft.config import resolve
+from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
 from weft.graph.compilers import SplitPass
 from weft.graph.inductor import code_of
-from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS
+from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, trace
+from weft.models.registry import create_model
+from weft.ops.backend import Backend
+from weft.ops.traced import opaque_ops
 from weft.runner.captured_steps import CapturedSteps
 from weft.runner.model_runner import ModelRunner
 
@@ -151,3 +159,22 @@ def test_split_ops_that_cannot_be_are_refused(tmp_path: Path, splitting_ops: lis
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match=message):
         ModelRunner(resolve(model=str(folder), **SETTINGS, **TRACED, splitting_ops=splitting_ops))
+
+
+@pytest.mark.parametrize("fusible", [True, False])
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"])
+def test_the_kernels_path_is_traced_without_looking_into_kernels(tmp_path: Path, arch: str, fusible: bool) -> None:
+    """On the CPU: nothing of a traced pass runs, so the kernels need not be there."""
+    context = model_context(backend=Backend.TRITON)
+    model = create_model(read_checkpoint_config(make_checkpoint(arch, tmp_path)), context).eval()
+    plain = context_of([5], context.layers.by_name())
+    batch = dataclasses.replace(plain.batch, token_count=torch.zeros(1, dtype=torch.int32))
+    with torch.inference_mode():
+        operations = opaque_ops(fusible=fusible)
+        graph = trace(model, dataclasses.replace(plain, batch=batch), torch.device("cpu"), 64, operations).graph
+    called = {str(node.target).removesuffix(".default") for node in graph.graph.nodes if node.op == "call_function"}
+    ours = {name.removeprefix("weft.") for name in called if name.startswith("weft.")}
+    split = {"attention_with_output"} | ({"gated_delta_net_with_output"} if "Next" in arch else set())
+    assert split <= ours and ours - split <= operations
+    assert ("rms_norm" in ours) == fusible and ("fused_moe" in ours) == ("Next" in arch)
+    assert not any("triton" in name for name in called)

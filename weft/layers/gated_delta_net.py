@@ -166,7 +166,7 @@ class GatedDeltaNet(WeightModule):
         """Everything between the projections: ``[T, q | k | v | z | b | a] -> [T, value_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.state_cache(self.name)
-        slots = batch.state_slots[: batch.num_decodes] if batch.decode_slots is None else batch.decode_slots
+        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
         if batch.num_decodes == projected.shape[0]:
             return self._decode(projected, cache, slots)
         mixed = self._prefill(projected, batch, cache)

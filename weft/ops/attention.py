@@ -26,7 +26,7 @@ def paged_attention_reference(
 ) -> Tensor:
     """Torch reference of ``paged_attention``: decode rows in one call, prefill sequences one by one."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if batch.decode_slots is not None:
+    if batch.mixture is not None:
         device_work("paged_attention", batch, (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64)), (out,))
         return out
     if batch.num_decodes:

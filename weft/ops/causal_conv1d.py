@@ -24,7 +24,7 @@ def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv
     state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if batch.decode_slots is not None:
+    if batch.mixture is not None:
         device_work("causal_conv1d", batch, (x, weight) if bias is None else (x, weight, bias), (out, conv_state))
         return out
     first, last = batch.num_decodes, batch.num_seqs

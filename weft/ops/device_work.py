@@ -45,14 +45,14 @@ def device_reference(name: str) -> Callable[[Reference], Reference]:
 
 
 def device_work(name: str, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Run a registered reference on a captured batch (one with ``decode_slots``) and the tensors that it writes."""
+    """Run a registered reference on a captured batch (one with a ``mixture``) and the tensors that it writes."""
     torch.ops.weft.device_work(name, _to_tensors(batch), list(inputs), list(outputs))
 
 
 def _to_tensors(batch: Batch) -> list[Tensor]:
-    assert batch.token_count is not None and batch.decode_slots is not None
+    assert batch.mixture is not None, "the batch knows its sizes on the host"
     tensors = [
-        batch.token_count, batch.decode_slots, batch.positions, batch.slot_mapping,
+        batch.mixture.counts, batch.positions, batch.slot_mapping,
         batch.cu_seqlens_q, batch.seq_lens, batch.page_table, batch.state_slots,
     ]  # fmt: skip
     chunks = batch.chunks
@@ -63,21 +63,20 @@ def _to_tensors(batch: Batch) -> list[Tensor]:
 
 def _from_tensors(tensors: Sequence[Tensor]) -> Batch:
     """The batch with the sizes that its tensors hold now."""
-    token_count, decode_slots, positions, slot_mapping, cu_seqlens_q, seq_lens, page_table, state_slots = tensors[:8]
-    query_lens = cu_seqlens_q.diff()
-    num_seqs, num_decodes = int((query_lens > 0).sum()), int((decode_slots > 0).sum())
+    counts, positions, slot_mapping, cu_seqlens_q, seq_lens, page_table, state_slots = tensors[:7]
+    num_tokens, num_seqs, num_decodes = counts.tolist()
     chunks = None
-    if len(tensors) > 8:
-        seq, start, length, checkpoint_slot, first = tensors[8:]
+    if len(tensors) > 7:
+        seq, start, length, checkpoint_slot, first = tensors[7:]
         count = int((length > 0).sum())
         seq, start, length, checkpoint_slot = seq[:count], start[:count], length[:count], checkpoint_slot[:count]
         max_seqs = num_seqs - num_decodes
         chunks = ChunkTable(seq, start, length, checkpoint_slot, first[: num_seqs + 1], max_seqs)
     return Batch(
-        num_tokens=int(token_count),
+        num_tokens=num_tokens,
         num_seqs=num_seqs,
         num_decodes=num_decodes,
-        max_query_len=int(query_lens.max()),
+        max_query_len=int(cu_seqlens_q.diff().max()),
         max_seq_len=int(seq_lens.max()),
         positions=positions,
         slot_mapping=slot_mapping,

@@ -125,7 +125,7 @@ def chunk_gated_delta_rule_reference(
     of the state pass are then a slice, and the sequences still running a prefix.
     """
     out = v.new_zeros(v.shape) if out is None else out
-    if batch.decode_slots is not None:
+    if batch.mixture is not None:
         device_work("chunk_gated_delta_rule", batch, (q, k, v, g, beta), (out, state))
         return out
     out[batch.num_tokens :].zero_()

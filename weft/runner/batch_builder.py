@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.forward_context import Batch, ChunkTable
+from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.graph.sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import StepBuffers
@@ -136,7 +136,7 @@ class BatchBuilder:
             (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
             (torch.int32, max_num_seqs + 1, ("cu_seqlens_q", "chunk_first")),
             (torch.int32, max_chunks, ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")),
-            (torch.int32, 1, ("token_count",)),
+            (torch.int32, 3, ("counts",)),
         ]
         arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
         # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
@@ -157,7 +157,7 @@ class BatchBuilder:
         self._fill_sequences(requests, starts)
         num_samples = self._fill_samples(requests, starts)
         num_chunks = self._fill_chunks(requests, starts, num_decodes) if self._has_recurrent_layers else 0
-        self._host["token_count"][0] = starts[-1]
+        self._host["counts"][:] = starts[-1], len(requests), num_decodes
         return StepShape(
             num_tokens=starts[-1],
             num_seqs=len(requests),
@@ -301,7 +301,7 @@ class BatchBuilder:
         """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
         nothing = StepShape(0, 0, 0, 0, 0, 0, 0)
         self._host, self._num_updates = self._buffers.begin(), 0
-        self._host["token_count"][0] = self._host["cu_seqlens_q"][0] = self._host["chunk_first"][0] = 0
+        self._host["counts"][:] = self._host["cu_seqlens_q"][0] = self._host["chunk_first"][0] = 0
         if shape.any_mixture:
             self.pad_mixture(nothing, shape.num_tokens)
             self.pad_samples(nothing, shape.num_samples)
@@ -329,8 +329,10 @@ class BatchBuilder:
             page_table=self._rows.device_page_table[:, :num_pages].index_select(0, rows),
             state_slots=device("state_slots", shape.num_seqs),
             chunks=self._chunk_table(shape) if shape.num_chunks and self._has_recurrent_layers else None,
-            token_count=device("token_count", 1) if shape.padded else None,
-            decode_slots=device("decode_slots", shape.num_seqs) if shape.any_mixture else None,
+            token_count=device("counts", 1) if shape.padded else None,
+            mixture=Mixture(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
+            if shape.any_mixture
+            else None,
         )
         return StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
 

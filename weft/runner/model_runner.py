@@ -325,7 +325,7 @@ class ModelRunner:
             shape.num_tokens,
             shape.num_seqs,
             uniform_decode=shape.is_decode,
-            num_prefills=shape.num_seqs - shape.num_decodes if shape.num_chunks else 0,
+            num_prefills=shape.num_seqs - shape.num_decodes,
             num_chunks=shape.num_chunks,
             num_decodes=shape.num_decodes,
         )

@@ -7,9 +7,8 @@ The query heads that share a key head stand together as rows of one tile (``row 
 is read once per group. Softmax is computed online (FlashAttention-2, arXiv 2307.08691) in base 2.
 
 Sequences with one query token go to the decode kernel: their keys are cut into splits of a size that depends on the
-width of the page table alone, so under one width a row's result does not depend on its neighbours. The program that is
-through last merges the splits' partial results by their log-sum-exp (Flash-Decoding), in order, so the result does not
-depend on who that is. The partial results take
+width of the page table alone, so under one width a row's result does not depend on its neighbours; a second kernel
+merges the splits' partial results by their log-sum-exp (Flash-Decoding). The partial results take
 ``num_seqs * max_splits * Hq * (D + 1)`` floats of workspace.
 
 Graph-safe: grids depend on tensor shapes alone; which rows are real, and which sequences decode, is read on the device.
@@ -19,7 +18,6 @@ captured with some decodes and some longer queries serves any batch of its size.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -36,6 +34,9 @@ _SHORT_TABLE = 32768
 _FEW_PROGRAMS, _MANY_PROGRAMS = 2048, 8192
 """Programs that the decode grid aims at, for few and for many sequences: idle ones cost more where few work."""
 
+_MIXTURE_PROGRAMS, _MIXTURE_MERGES = 1024, 32
+"""Programs of the decode kernel, and sequences that are merged at once, in a graph that may hold no decode at all."""
+
 _FEW_SEQUENCES = 64
 """Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
 
@@ -48,12 +49,9 @@ _LONG_ROWS = 131072
 _SHORT_ROWS = 24576
 """Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
 
-_MERGED_VALUES = 8192
-"""Partial results that are held in registers at a time while splits are merged."""
-
 _LOG2E = 1.4426950408889634
 
-_METADATA = ["page_table", "seq_lens", "cu_seqlens_q"]
+_METADATA = ["page_table", "seq_lens", "cu_seqlens_q", "counts"]
 """Slices of a step's packed buffer, so their alignment changes from step to step: no reason to compile again."""
 
 
@@ -107,74 +105,22 @@ def _accumulate(
 
 
 @triton.jit
-def _merge(
-    out, partial, partial_lse, row, seq, num_splits, max_splits, stride_out, kv_head,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Combine the splits of one sequence's query heads of one key head, in order."""
-    groups = tl.arange(0, BLOCK_G)
-    dims = tl.arange(0, BLOCK_D)
-    head_ids = kv_head * GROUP + groups
-    head_mask = groups < GROUP
-    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
-    weight_sum = tl.zeros([BLOCK_G], dtype=tl.float32)
-    largest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
-    for start in range(0, num_splits, SPLITS):
-        splits = start + tl.arange(0, SPLITS)
-        valid = (splits < num_splits)[:, None] & head_mask[None, :]
-        place = (seq.to(tl.int64) * max_splits + splits)[:, None] * NUM_HEADS + head_ids[None, :]
-        # Other programs wrote these a moment ago: they are in the L2 cache, and may not be read from the L1 cache.
-        lse = tl.load(partial_lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
-        offsets = place[:, :, None] * HEAD_DIM + dims[None, None, :]
-        mask = valid[:, :, None] & (dims < HEAD_DIM)[None, None, :]
-        values = tl.load(partial + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-        new_largest = tl.maximum(largest, tl.max(lse, 0))
-        new_largest = tl.where(head_mask, new_largest, 0.0)
-        shrink = tl.exp2(largest - new_largest)
-        weights = tl.exp2(lse - new_largest[None, :])
-        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
-        weight_sum = weight_sum * shrink + tl.sum(weights, 0)
-        largest = new_largest
-    result = (acc / weight_sum[:, None]).to(out.dtype.element_ty)
-    offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(
-        out + row.to(tl.int64) * stride_out + offsets, result, mask=head_mask[:, None] & (dims < HEAD_DIM)[None, :]
-    )
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=_METADATA
-)
-def _decode_kernel(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse, arrivals,
-    scale_log2, num_rows, num_seqs, max_splits,
-    stride_q, stride_out, stride_slot, stride_table,
+def _decode_sequence(
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+    scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-    MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(0)
-    if SPLITS_LAST:
-        seq = tl.program_id(1)
-        first_split = tl.program_id(2)
-        step = tl.num_programs(2)
-    else:
-        first_split = tl.program_id(1)
-        seq = tl.program_id(2)
-        step = tl.num_programs(1)
+    """Every ``step``-th split of one sequence and key head, if the sequence has one query token."""
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
-    total = tl.load(cu_seqlens_q + num_seqs)
     kv_len = tl.load(seq_lens + seq)
     heads = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     head_ids = kv_head * GROUP + heads
     mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
-    if (seq >= total) & (seq < num_rows) & (first_split == 0):
-        zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
-        tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
     if query_len == 1:
         num_splits = tl.cdiv(kv_len, SPLIT)
         if first_split < num_splits:
@@ -212,26 +158,121 @@ def _decode_kernel(
                     place = (seq.to(tl.int64) * max_splits + split) * NUM_HEADS + head_ids
                     tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=heads < GROUP)
                     tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-            if num_splits > 1:
-                # The program that arrives last merges. Its counter is zero again for the next launch.
-                tl.debug_barrier()
-                arrival = arrivals + seq * tl.num_programs(0) + kv_head
-                if tl.atomic_add(arrival, 1, sem="acq_rel") == tl.minimum(step, num_splits) - 1:
-                    tl.store(arrival, 0)
-                    _merge(
-                        out, partial, partial_lse, row, seq, num_splits, max_splits, stride_out, kv_head,
-                        HEAD_DIM, GROUP, NUM_HEADS, BLOCK_G, BLOCK_D, MERGED,
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=_METADATA
+)
+def _decode_kernel(
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse, counts,
+    scale_log2, num_rows, num_seqs, max_splits,
+    stride_q, stride_out, stride_slot, stride_table,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
+    MIXTURE: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    if MIXTURE:
+        # The programs are dealt out to as many sequences as decode; prefills and padding rows are the other kernel's.
+        num_decodes = tl.load(counts + 2)
+        if num_decodes > 0:
+            step = tl.maximum(1, tl.num_programs(1) // num_decodes)
+            first_split = tl.program_id(1) % step
+            seqs_at_once = tl.num_programs(1) // step
+            first_seq = tl.program_id(1) // step
+            if first_seq < seqs_at_once:
+                seq = first_seq
+                while seq < num_decodes:
+                    _decode_sequence(
+                        q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+                        scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
+                        HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
                     )  # fmt: skip
+                    seq += seqs_at_once
+    else:
+        if SPLITS_LAST:
+            seq = tl.program_id(1)
+            first_split = tl.program_id(2)
+            step = tl.num_programs(2)
+        else:
+            first_split = tl.program_id(1)
+            seq = tl.program_id(2)
+            step = tl.num_programs(1)
+        if (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
+            dims = tl.arange(0, BLOCK_D)
+            heads = tl.arange(0, ROWS)
+            offsets = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+            zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
+            mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
+        _decode_sequence(
+            q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+            scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
+            HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
+        )  # fmt: skip
 
 
 @triton.jit
-def _sequence_of_block(cu_seqlens_q, block, num_seqs, TOKENS: tl.constexpr):
-    """The sequence that query block ``block`` belongs to: sequence i starts at block ``cu[i] // TOKENS + i``."""
-    low = 0
+def _merge(
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, head, seq,
+    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The splits of one sequence and query head, in order, if it decodes and has several."""
+    row = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - row
+    kv_len = tl.load(seq_lens + seq)
+    num_splits = tl.cdiv(kv_len, SPLIT)
+    if (query_len == 1) & (num_splits > 1):
+        dims = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+        weight_sum = 0.0
+        largest = float("-inf")
+        for start in range(0, num_splits, SPLITS):
+            splits = start + tl.arange(0, SPLITS)
+            valid = splits < num_splits
+            place = (seq.to(tl.int64) * max_splits + splits) * NUM_HEADS + head
+            lse = tl.load(partial_lse + place, mask=valid, other=float("-inf"))
+            mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+            values = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+            new_largest = tl.maximum(largest, tl.max(lse, 0))
+            shrink = tl.exp2(largest - new_largest)
+            weights = tl.exp2(lse - new_largest)
+            acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+            weight_sum = weight_sum * shrink + tl.sum(weights, 0)
+            largest = new_largest
+        result = (acc / weight_sum).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * stride_out + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q", "counts"]
+)
+def _merge_kernel(
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits, stride_out,
+    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIXTURE: tl.constexpr,
+):  # fmt: skip
+    if MIXTURE:
+        num_seqs = tl.load(counts + 2)
+    seq = tl.program_id(1)
+    while seq < num_seqs:
+        _merge(
+            out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, tl.program_id(0), seq,
+            HEAD_DIM, NUM_HEADS, SPLIT, SPLITS, BLOCK_D,
+        )  # fmt: skip
+        seq += tl.num_programs(1)
+
+
+@triton.jit
+def _sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS: tl.constexpr):
+    """The sequence that query block ``block`` belongs to: with sequences and tokens counted from the given first ones,
+    sequence i starts at block ``cu[i] // TOKENS + i``."""
+    low = first_seq
     high = num_seqs
     while low < high:
         middle = (low + high) // 2
-        if tl.load(cu_seqlens_q + middle) // TOKENS + middle <= block:
+        if (tl.load(cu_seqlens_q + middle) - first_token) // TOKENS + middle - first_seq <= block:
             low = middle + 1
         else:
             high = middle
@@ -240,30 +281,38 @@ def _sequence_of_block(cu_seqlens_q, block, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=_METADATA)
 def _prefill_kernel(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out,
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, counts,
     scale_log2, num_rows, num_seqs,
     stride_q, stride_out, stride_slot, stride_table,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SKIP_DECODES: tl.constexpr,
+    SKIP_DECODES: tl.constexpr, MIXTURE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see most keys: they go first
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     head_offsets = (kv_head * GROUP + lanes % GROUP) * HEAD_DIM
+    first_seq = 0
+    first_token = 0
+    if MIXTURE:  # decodes, one token each, are the other kernel's
+        first_token = tl.load(counts + 2)
+        first_seq = first_token
+        num_seqs = tl.load(counts + 1)
     total = tl.load(cu_seqlens_q + num_seqs)
-    beyond = block - (total // TOKENS + num_seqs)
+    beyond = block - ((total - first_token) // TOKENS + num_seqs - first_seq)
     if beyond >= 0:
         tokens = total + beyond * TOKENS + lanes // GROUP
         mask = ((lanes < TOKENS * GROUP) & (tokens < num_rows))[:, None] & (dims < HEAD_DIM)[None, :]
         offsets = tokens.to(tl.int64)[:, None] * stride_out + head_offsets[:, None] + dims[None, :]
         tl.store(out + offsets, tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty), mask=mask)
     else:
-        seq = _sequence_of_block(cu_seqlens_q, block, num_seqs, TOKENS)
+        seq = _sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
         begin = tl.load(cu_seqlens_q + seq)
         query_len = tl.load(cu_seqlens_q + seq + 1) - begin
-        first = (block - (begin // TOKENS + seq)) * TOKENS  # the block's first token, counted in this step's tokens
+        first = (
+            block - ((begin - first_token) // TOKENS + seq - first_seq)
+        ) * TOKENS  # the block's first token, counted in this step's tokens
         wanted = first < query_len
         if SKIP_DECODES:
             wanted = wanted & (query_len > 1)
@@ -318,8 +367,14 @@ def split_size(table_tokens: int) -> int:
 def decode_tile(num_seqs: int, num_kv_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
     """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
     keys = max(16, min(64, 32768 // (triton.next_power_of_2(head_dim) * element_size)))
-    few = num_seqs * num_kv_heads < _FEW_SEQUENCES and element_size == 2
-    return Tile(max(16, triton.next_power_of_2(group)), keys, warps=4, stages=3 if few else 2, ahead=few)
+    rows, work = max(16, triton.next_power_of_2(group)), num_seqs * num_kv_heads
+    if element_size == 4:
+        return Tile(rows, keys, warps=4, stages=2, ahead=False)
+    if work < _FEW_SEQUENCES:
+        return Tile(rows, keys, warps=4, stages=3, ahead=True)
+    if head_dim <= 128:  # a third stage fits beside a second program; in between, more and smaller programs pay
+        return Tile(rows, 32, 2, 3, True) if work <= _MANY_SEQUENCES else Tile(rows, keys, 4, 3, False)
+    return Tile(rows, keys, warps=4, stages=2, ahead=False)
 
 
 def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
@@ -342,8 +397,8 @@ def paged_attention_triton(
     """``paged_attention`` of ``weft/ops/attention.py``; float32 inputs keep float32 accuracy."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
-    only_decodes = batch.max_query_len == 1
-    decodes = only_decodes or batch.num_decodes > 0 or batch.decode_slots is not None
+    only_decodes = batch.max_query_len == 1 and batch.mixture is None
+    decodes = only_decodes or batch.num_decodes > 0 or batch.mixture is not None
     if decodes:
         _decode(q, k_cache, v_cache, batch, scale, out)
     if not only_decodes or num_rows > num_seqs:
@@ -381,9 +436,11 @@ def launch_decode(
     table_tokens = batch.page_table.shape[1] * page_size
     split = split_size(table_tokens) if split is None else split
     max_splits = max(1, triton.cdiv(table_tokens, split))
-    splits_last = num_seqs * num_kv_heads < _MANY_SEQUENCES
+    splits_last = num_seqs * num_kv_heads <= _MANY_SEQUENCES
     aim = (_FEW_PROGRAMS if splits_last else _MANY_PROGRAMS) if aim is None else aim
     programs = min(max_splits, triton.next_power_of_2(triton.cdiv(aim, num_seqs * num_kv_heads)))
+    mixture = batch.mixture
+    counts = batch.seq_lens if mixture is None else mixture.counts
     merges = max_splits > 1
     shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
@@ -391,25 +448,24 @@ def launch_decode(
     block_d = max(16, triton.next_power_of_2(head_dim))
     # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits together.
     grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
-    group = num_heads // num_kv_heads
+    if mixture is not None:
+        grid = (num_kv_heads, triton.cdiv(_MIXTURE_PROGRAMS, num_kv_heads), 1)
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
-        _arrivals(q.device, triton.next_power_of_2(num_seqs * num_kv_heads)),
-        scale * _LOG2E, num_rows, num_seqs, max_splits,
+        counts, scale * _LOG2E, num_rows, num_seqs, max_splits,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
-        HEAD_DIM=head_dim, GROUP=group, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
-        SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d, BLOCK_G=triton.next_power_of_2(group),
-        MERGED=max(2, min(16, _MERGED_VALUES // (triton.next_power_of_2(group) * block_d))),
+        HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
+        SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         PRECISION=_precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
-        num_warps=tile.warps,
+        MIXTURE=mixture is not None, num_warps=tile.warps,
     )  # fmt: skip
-
-
-@functools.cache
-def _arrivals(device: torch.device, size: int) -> Tensor:
-    """Counters of the programs that are through with their splits, one per sequence and key head, always left at zero.
-    Launches share them, because they run one after the other."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
+    if merges:
+        at_once = num_seqs if mixture is None else min(num_seqs, _MIXTURE_MERGES)
+        _merge_kernel[(num_heads, at_once)](
+            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, out.stride(0),
+            HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d,
+            MIXTURE=mixture is not None, num_warps=4,
+        )  # fmt: skip
 
 
 def launch_prefill(
@@ -422,13 +478,15 @@ def launch_prefill(
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
     tokens = tile.rows // group
-    # Sequences end in a broken block each, hence num_seqs; the last one is for padding rows.
-    blocks = num_rows // tokens + num_seqs + 1
+    mixture = batch.mixture
+    # Sequences end in a broken block each, hence their number; the last one is for padding rows.
+    blocks = num_rows // tokens + (num_seqs if mixture is None else mixture.max_prefills) + 1
     _prefill_kernel[(num_kv_heads, blocks)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out,
-        scale * _LOG2E, num_rows, num_seqs,
+        batch.seq_lens if mixture is None else mixture.counts, scale * _LOG2E, num_rows, num_seqs,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, TOKENS=tokens,
         ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        PRECISION=_precision(q), STAGES=tile.stages, SKIP_DECODES=skip_decodes, num_warps=tile.warps,
+        PRECISION=_precision(q), STAGES=tile.stages, SKIP_DECODES=skip_decodes and mixture is None,
+        MIXTURE=mixture is not None, num_warps=tile.warps,
     )  # fmt: skip

@@ -317,7 +317,7 @@ def chunk_gated_delta_rule_triton(
     assert out.is_contiguous(), "out must be contiguous"
     prepared = _prepare(q, k, g, beta, batch.chunks)
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-    num_seqs = 1 if batch.decode_slots is not None else batch.chunks.max_seqs
+    num_seqs = 1 if batch.mixture is not None else batch.chunks.max_seqs
     tile = tile or choose_tile(num_seqs * v.shape[1], v.shape[2], q.dtype)
     _scan(q, k, v, out, state, prepared, batch, tile, zero_decodes)
     return out
