@@ -14,13 +14,17 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint types docs install clean
+.PHONY: demo test test-clients lint types docs install clean
 
 demo: $(INSTALLED)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Other people's clients, each in an environment of its own (a gigabyte of downloads).
+test-clients: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -40,4 +44,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-clients build dist *.egg-info
