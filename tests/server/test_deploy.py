@@ -38,6 +38,8 @@ def test_the_dashboard_shows_what_is_exported_and_nothing_else(server: RunningSe
     expressions += [variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable]
     used = {name for text in expressions for name in re.findall(r"(?:vllm|weft):\w+", text)}
     assert used <= set(exported)
+    told = re.findall(r"`((?:vllm|weft):\w+)`", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"))
+    assert told and set(told) <= set(exported) | set(exported.values())
     ours = {f.name for f in families if f.name.startswith(("vllm:", "weft:")) and not f.name.endswith("_created")}
     assert ours - {exported[name] for name in used} == UNSHOWN
     for labels in ("finished_reason", "status", "mode", "kind"):
