@@ -1,4 +1,4 @@
-"""The command line: ``weft generate | chat | serve | config | inspect | eval | bench | verify | tune | doctor``.
+"""The command line: ``weft VERB [flags]``.
 
 Job: parse, call one verb, turn errors into one line and an exit status (2: bad input, 1: anything else that a user can
 cause, 130: interrupted). Owns: the verbs' names. Does not know: what a verb does.
@@ -39,6 +39,7 @@ VERBS = {
     "bench": Verb("weft.cli.bench", "measure speed"),
     "verify": Verb("weft.cli.verify", "compare decode graphs with eager steps"),
     "tune": Verb("weft.cli.tune", "measure which batches gain by which graphs, for the next start"),
+    "graph": Verb("weft.cli.graph", "show the pieces that prefill runs in"),
     "doctor": Verb("weft.cli.doctor", "check this machine and say what is missing"),
 }
 

@@ -26,7 +26,7 @@ from weft.graph.sizes import token_sizes
 from weft.runner.measuring import StepMaker
 from weft.runner.model_runner import ModelRunner
 
-NUM_WARMUPS, NUM_REPEATS = 2, 7
+NUM_WARMUPS, NUM_REPEATS = 1, 5
 LARGEST_DEFAULT = 512
 """The pass that is shown where the user names none has at most so many tokens, if a captured size is that small."""
 
@@ -67,8 +67,9 @@ class Part:
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        """Kernels by name, the most frequent first."""
-        return Counter(operation.name.split("[")[0] for operation in self.kernels).most_common()
+        """Kernels by name without overload and grid, the most frequent first."""
+        names = (operation.name.split("[")[0] for operation in self.kernels)
+        return Counter(".".join(name.split(".")[:2]) for name in names).most_common()
 
 
 @dataclass(frozen=True, slots=True)
