@@ -279,6 +279,7 @@ def test_metrics(server: RunningServer) -> None:
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="weft-mini"}' in text
     assert 'weft:http_responses_total{path="/v1/chat/completions",status="200"}' in text
     assert "weft:engine_up 1.0" in text
+    assert 'weft:graph_profile_info{engine="0",mode="NONE",model_name="weft-mini",profile="none"} 1.0' in text
 
 
 def test_nothing_is_left_open(server: RunningServer) -> None:

@@ -7,6 +7,7 @@ and Weft's own (``weft:…``). Owns: the registry. Does not know: routes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -197,6 +198,9 @@ class _EngineCollector(Collector):
             "padding": stats.steps.num_padding_tokens,
         }
         yield _counters("weft:step_tokens", "tokens computed, and padding of captured graphs", "kind", tokens, labels)
+        profile = Path(service.config.graph_profile).name if service.config.graph_profile else "none"
+        graphs = {"mode": service.config.cuda_graph_mode, "profile": profile}
+        yield _gauge("weft:graph_profile_info", "1; how batches are assigned to graphs", 1.0, labels | graphs)
         yield _gauge("weft:open_completions", "completions accepted and not ended", service.admission.num_open, labels)
 
 
