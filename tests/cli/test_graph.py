@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -167,3 +168,22 @@ def test_a_folder_that_cannot_be_made(run_weft: RunWeft, tmp_path: Path) -> None
     (tmp_path / "file").touch()
     result = run_weft("graph", "--dump", tmp_path / "file" / "dump")
     assert result.status == 2 and "cannot be written" in result.err
+
+
+def test_triton_kernels_are_noted_where_they_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    launched: list[tuple[Any, ...]] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launched.append((self, args, grid, warmup, kwargs))
+
+    def scale_kernel() -> None: ...
+
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+    kernel, x = SimpleNamespace(fn=scale_kernel), torch.ones(4)
+    pool = ListingPool(EmulatedGraphPool(), torch.device("cpu"))
+    graph, _ = pool.capture(lambda: jit.JITFunction.run(kernel, x, 4, grid=(2, 1), warmup=False, BLOCK=64))
+    assert launched == [(kernel, (x, 4), (2, 1), False, {"BLOCK": 64})] and jit.JITFunction.run is run
+    assert isinstance(graph, ListedGraph)
+    (noted,) = graph.operations
+    assert noted.code({}) == "scale_kernel[[2, 1]](v0, 4, BLOCK=64)" and noted.num_bytes() == 16
