@@ -54,7 +54,7 @@ def sentencepiece_like() -> RawTokenizer:
     return raw
 
 
-def save(raw: RawTokenizer, folder: Path, **extra: str) -> Path:
+def save(raw: RawTokenizer, folder: Path, **extra: str | bool) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=raw, **extra).save_pretrained(folder)
     return folder
 
@@ -100,6 +100,17 @@ def test_properties(tokenizer: Tokenizer) -> None:
     assert tokenizer.has_text(ids[0], skip_special_tokens=False)
     assert not tokenizer.has_text(ids[0], skip_special_tokens=True)
     assert not tokenizer.has_text(10**6, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_a_tokenizer_file_says_of_length_and_special_tokens(tmp_path: Path, split: bool) -> None:
+    backend = byte_level()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=40)
+    folder = save(backend, tmp_path, eos_token="<|im_end|>", split_special_tokens=split)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    text = "the cat and <|im_end|> the naïve café"
+    assert Tokenizer.load(folder).encode(text) == theirs.encode(text)
 
 
 def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
