@@ -2,9 +2,11 @@
 #   PYTHON     the interpreter that makes .venv          (default: python3)
 #   PIP_FLAGS  further arguments of pip install          (for example an index with CPU builds of torch)
 #   JOBS       test processes                            (default: 2)
+#   INPUTS     how many `make fuzz` sends                (default: 100000)
 PYTHON ?= python3
 PIP_FLAGS ?=
 JOBS ?= 2
+INPUTS ?= 100000
 
 BIN := .venv/bin
 
@@ -14,7 +16,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-clients lint types docs install clean
+.PHONY: demo test test-clients fuzz lint types docs install clean
 
 demo: $(INSTALLED)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -25,6 +27,10 @@ test: $(INSTALLED)
 # Other people's clients, each in an environment of its own (a gigabyte of downloads).
 test-clients: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run
+
+# Hostile inputs at the server; as many as INPUTS says.
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.fuzz --inputs $(INPUTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -49,10 +49,11 @@ class RunningServer:
 
     @property
     def engine_pid(self) -> int:
-        """The child that is the engine."""
+        """The child that is the engine; another one may be trying grammars."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
+        engines = [int(pid) for pid in children if b"grammar_worker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(engines) == 1
+        return engines[0]
 
     def chat(self, text: str, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/chat/completions", json=chat_body(text, **fields))
