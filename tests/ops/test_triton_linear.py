@@ -57,9 +57,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("silu_mul", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES + DOT_SHAPES)
-def test_against_float64(
-    shape: tuple[int, int, int], config: Config, silu_mul: bool, dtype: torch.dtype
-) -> None:
+def test_against_float64(shape: tuple[int, int, int], config: Config, silu_mul: bool, dtype: torch.dtype) -> None:
     if config.method == "sum" and shape in DOT_SHAPES:
         pytest.skip("too many tokens for this method")
     x, weight, bias = inputs(*shape, dtype)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter, whole
+from weft.ops.linear import linear
 from weft.parallel.sharding import divide, head_range
 
 
@@ -30,14 +30,14 @@ class ColumnParallelLinear(WeightModule):
     def _build(self, in_features: int, rows: int, parts: dict[str, RowMap], bias: bool, context: ModelContext) -> None:
         """Allocate ``rows`` local rows; ``parts`` maps the prefix of each part's tensors to its rows."""
         super().__init__()
-        self._parts = parts
+        self._parts, self._backend = parts, context.backend
         self.weight = empty_parameter(rows, in_features, dtype=context.dtype, device=context.device)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = empty_parameter(rows, dtype=context.dtype, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, backend=self._backend)
 
     def layouts(self) -> tuple[Layout, ...]:
         layout = {f"{prefix}weight": rows.piece(self.weight) for prefix, rows in self._parts.items()}
@@ -125,7 +125,7 @@ class RowParallelLinear(WeightModule):
     ) -> None:
         super().__init__()
         assert reduce or not bias, "a bias must be added after the reduction"
-        self._tp, self._reduce = context.tp, reduce
+        self._tp, self._reduce, self._backend = context.tp, reduce, context.backend
         self._in_features = in_features
         local = divide(in_features, context.tp.size, what)
         self.weight = empty_parameter(out_features, local, dtype=context.dtype, device=context.device)
@@ -135,8 +135,8 @@ class RowParallelLinear(WeightModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
+            return linear(x, self.weight, self.bias, backend=self._backend)
+        y = linear(x, self.weight, backend=self._backend)
         if not self._reduce:
             return y
         y = self._tp.all_reduce(y)

@@ -4,11 +4,11 @@ Job: ``linear`` and ``linear_silu_mul`` on the GPU for up to 64 rows, where the 
 Owns: the kernel, and for which sizes it runs (``skinny_linear_h200.json``, written by ``benchmarks/kernels/linear.py
 --tune``). Does not know: layers.
 
-A program computes ``rows`` outputs of all tokens. Two ways to multiply: ``sum`` keeps a vector of partial sums per token
-and lane and adds the lanes up at the end (up to 8 tokens), ``dot`` uses the tensor cores, with the weight as the left
-operand. Where one program per block of rows cannot fill the GPU, ``splits`` programs share the inner dimension: each
-writes its sums, and the last one to arrive adds them in order. Nothing depends on the order in which programs run, nor
-one token's output on another token.
+A program computes ``rows`` outputs of all tokens. Two ways to multiply: ``sum`` keeps partial sums per token and lane
+and adds the lanes up at the end (up to 8 tokens), ``dot`` uses the tensor cores, with the weight as the left operand.
+Where one program per block of rows cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its
+sums, and the last one to arrive adds them in order. Nothing depends on the order in which programs run, nor one token's
+output on another token.
 
 The number of tokens is padded to a power of two, so that few kernels are compiled; the padding repeats the last token.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,24 +63,25 @@ class Config(NamedTuple):
 
 
 @triton.jit
-def _weight_rows(block, WIDTH: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+def _weight_rows(block, width, ROWS: tl.constexpr, GATED: tl.constexpr):
     """The weight rows of a block, gate and up rows taking turns. Rows beyond the end repeat the last one."""
     lanes = tl.arange(0, ROWS)
     if GATED:
-        rows = tl.minimum(block * (ROWS // 2) + lanes // 2, WIDTH - 1) + lanes % 2 * WIDTH
+        rows = tl.minimum(block * (ROWS // 2) + lanes // 2, width - 1) + lanes % 2 * width
     else:
-        rows = tl.minimum(block * ROWS + lanes, WIDTH - 1)
+        rows = tl.minimum(block * ROWS + lanes, width - 1)
     return rows.to(tl.int64)
 
 
 @triton.jit
-def _prefetch_rows(weight_rows, SPAN: tl.constexpr, LINE: tl.constexpr):
-    """Ask for ``SPAN`` elements of each row, ``LINE`` elements (128 bytes) at a time, to be brought into the L2 cache."""
-    lines = weight_rows + tl.arange(0, SPAN // LINE)[None, :] * LINE
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _prefetch_rows(weight_rows, SPAN: tl.constexpr, INNER: tl.constexpr, SECTOR: tl.constexpr):
+    """Ask for ``SPAN`` elements of each row, ``SECTOR`` elements (32 bytes) at a time, to be in the L2 cache."""
+    for start in tl.static_range(0, SPAN, INNER):
+        sectors = weight_rows + start + tl.arange(0, INNER // SECTOR)[None, :] * SECTOR
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [sectors.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def _sum_products(
             else:
                 values = tl.load(token_x + k, mask=k < DEPTH, other=0.0).to(tl.float32)
             products = tl.reshape(w * values[None, :], [ROWS, INNER // VECTOR, VECTOR])
-            added = added + (sums[token] + tl.sum(products, 2),)
+            added = added + (sums[token] + tl.sum(products, 2),)  # type: ignore[assignment] # noqa: RUF005
         sums = added
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     for token in tl.static_range(TOKENS):
@@ -137,27 +138,27 @@ def _dot_products(
 
 @triton.jit
 def _store_outputs(
-    acc, bias, out, block, num_tokens,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    acc, bias, out, block, num_tokens, width,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Bias and gate, and one rounding."""
     if BIAS:
-        acc += tl.load(bias + _weight_rows(block, WIDTH, ROWS, GATED)).to(tl.float32)[:, None]
+        acc += tl.load(bias + _weight_rows(block, width, ROWS, GATED)).to(tl.float32)[:, None]
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [OUTPUTS, 2, TOKENS]), [0, 2, 1]))
         acc = gate / (1.0 + tl.exp(-gate)) * up
     columns = block * OUTPUTS + tl.arange(0, OUTPUTS)
     tokens = tl.arange(0, TOKENS)
-    inside = (columns < WIDTH)[:, None] & (tokens < num_tokens)[None, :]
-    offsets = tokens.to(tl.int64)[None, :] * WIDTH + columns[:, None]
+    inside = (columns < width)[:, None] & (tokens < num_tokens)[None, :]
+    offsets = tokens.to(tl.int64)[None, :] * width + columns[:, None]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_linear_kernel(
-    x, weight, bias, out, partial, arrivals, num_tokens, stride_x,
-    WIDTH: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
+    x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x,
+    DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
     DOT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -166,21 +167,19 @@ def _skinny_linear_kernel(
     block = tl.program_id(0)
     split = tl.program_id(1)
     first = split * SPAN
-    weight_rows = weight + _weight_rows(block, WIDTH, ROWS, GATED)[:, None] * DEPTH
+    weight_rows = weight + _weight_rows(block, width, ROWS, GATED)[:, None] * DEPTH
     if EARLY:
         gdc_launch_dependents()
-        _prefetch_rows(weight_rows + first, SPAN, 8 * VECTOR)
+        _prefetch_rows(weight_rows + first, SPAN, INNER, 2 * VECTOR)
         gdc_wait()
     if DOT:
         acc = _dot_products(
             x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, EVEN, PRECISION, STAGES
         )
     else:
-        acc = _sum_products(
-            x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, VECTOR, EVEN
-        )
+        acc = _sum_products(x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, VECTOR, EVEN)
     if SPLITS == 1:
-        _store_outputs(acc, bias, out, block, num_tokens, WIDTH, TOKENS, ROWS, GATED, BIAS)
+        _store_outputs(acc, bias, out, block, num_tokens, width, TOKENS, ROWS, GATED, BIAS)
     else:
         tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + block * (SPLITS * ROWS * TOKENS)
@@ -191,7 +190,7 @@ def _skinny_linear_kernel(
             total = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
             for part in range(SPLITS):
                 total += tl.load(parts + part * (ROWS * TOKENS) + tile, cache_modifier=".cg")
-            _store_outputs(total, bias, out, block, num_tokens, WIDTH, TOKENS, ROWS, GATED, BIAS)
+            _store_outputs(total, bias, out, block, num_tokens, width, TOKENS, ROWS, GATED, BIAS)
 
 
 @functools.cache
@@ -230,7 +229,7 @@ def heuristic_config(rows: int, inner: int, tokens: int) -> Config | None:
 
 
 def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
-    """The configuration for ``x [T, K]`` and ``weight [N, K]``; None: the matrix library is faster, or ``T`` too large."""
+    """The configuration for ``x [T, K]`` and ``weight [N, K]``; None: the matrix library is faster, or has to do."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     if not 0 < num_tokens <= MAX_TOKENS or inner < 64 or rows < 8:
         return None
@@ -241,34 +240,40 @@ def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
     return heuristic_config(rows, inner, tokens)
 
 
+def launch_options(
+    config: Config, inner: int, tokens: int, dtype: torch.dtype, *, silu_mul: bool, bias: bool
+) -> dict[str, Any]:
+    """Compile-time arguments of the kernel for an inner size and a padded number of tokens."""
+    span = triton.cdiv(triton.cdiv(inner, config.splits), config.inner) * config.inner
+    even = inner == span * config.splits
+    assert config.method == "dot" or tokens <= MAX_SUM_TOKENS
+    assert even or not config.early, "only whole spans are prefetched"
+    return {
+        "DEPTH": inner, "SPAN": span, "SPLITS": config.splits, "TOKENS": tokens, "ROWS": config.rows,
+        "INNER": config.inner, "VECTOR": 16 // dtype.itemsize, "DOT": config.method == "dot", "GATED": silu_mul,
+        "BIAS": bias, "EVEN": even, "EARLY": config.early, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "STAGES": config.stages, "num_warps": config.warps,
+    } | ({"launch_pdl": True} if config.early else {})  # fmt: skip
+
+
 def skinny_linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, *, silu_mul: bool = False
 ) -> Tensor:
     """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``1 <= T <= 64``."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     tokens = triton.next_power_of_2(num_tokens)
-    width = rows // 2 if silu_mul else rows
-    span = triton.cdiv(triton.cdiv(inner, config.splits), config.inner) * config.inner
-    even = inner == span * config.splits
-    blocks = triton.cdiv(width, config.rows // 2 if silu_mul else config.rows)
+    outputs, width = (config.rows // 2, rows // 2) if silu_mul else (config.rows, rows)
+    blocks = triton.cdiv(width, outputs)
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
-    assert config.method == "dot" or tokens <= MAX_SUM_TOKENS
-    assert config.splits == 1 or blocks <= _MAX_BLOCKS
-    assert even or not config.early, "only whole spans are prefetched"
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     partial, arrivals = out, out
     if config.splits > 1:
+        assert blocks <= _MAX_BLOCKS
         size = blocks * config.splits * config.rows * tokens
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device)
-    launch = {"launch_pdl": True} if config.early else {}
+        partial, arrivals = torch.empty(size, dtype=torch.float32, device=x.device), _arrivals(x.device)
     _skinny_linear_kernel[(blocks, config.splits)](
-        x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, x.stride(0),
-        WIDTH=width, DEPTH=inner, SPAN=span, SPLITS=config.splits,
-        TOKENS=tokens, ROWS=config.rows, INNER=config.inner, VECTOR=16 // weight.element_size(),
-        DOT=config.method == "dot", GATED=silu_mul, BIAS=bias is not None, EVEN=even, EARLY=config.early,
-        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=config.stages,
-        num_warps=config.warps, **launch,
+        x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, width, x.stride(0),
+        **launch_options(config, inner, tokens, x.dtype, silu_mul=silu_mul, bias=bias is not None),
     )  # fmt: skip
     return out
 

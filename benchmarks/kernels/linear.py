@@ -1,0 +1,356 @@
+"""Linear layers of few rows on the GPU: time beside the matrix library's and the floor, and the tuner of their table.
+
+Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses. ``--tune`` first checks every candidate
+against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass, and writes the fastest
+of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``. ``--early``
+then tries the fastest ones behind a norm, as they stand in a model, with and without programmatic dependent launch.
+Without a GPU everything is rehearsed on tiny shapes under the interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms
+
+if not ON_GPU:
+    from tests.ops import interpreter  # noqa: F401
+
+from weft.ops.triton import skinny_linear as skinny
+from weft.ops.triton.activation import silu_and_mul_triton
+from weft.ops.triton.norm import rms_norm_triton
+from weft.ops.triton.skinny_linear import Config, choose_config, launch_options, skinny_linear_triton
+
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+LIMIT = 5e-3 if ON_GPU else 1e-5
+"""Largest relative error that passes; rounding to bfloat16 alone gives 1.7e-3."""
+BLAS_MARGIN = 0.98
+"""The kernel is chosen if it takes less than this share of the matrix library's time."""
+ROTATED_BYTES = 192 << 20
+"""Weights in rotation: several times the L2 cache, since in a model no weight is there when its turn comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A weight ``[rows, inner]``, followed by SiLU-and-multiply or not."""
+
+    name: str
+    rows: int
+    inner: int
+    silu_mul: bool = False
+
+
+SIZES = [
+    Size("A qkv", 4096, 1024),
+    Size("A o", 1024, 2048),
+    Size("A gate_up", 6144, 1024),
+    Size("A gate_up+silu", 6144, 1024, True),
+    Size("A down", 1024, 3072),
+    Size("A lm_head", 151936, 1024),
+    Size("B qkv", 9216, 2048),
+    Size("B o", 2048, 4096),
+    Size("B gdn in", 12352, 2048),
+    Size("B router", 520, 2048),
+    Size("B shared+silu", 1024, 2048, True),
+    Size("B shared down", 2048, 512),
+    Size("B lm_head", 151936, 2048),
+]  # fmt: skip
+"""A is Qwen3-0.6B, B Qwen3-Next on one GPU."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+if not ON_GPU:
+    SIZES = [Size("plain", 66, 128), Size("silu", 64, 192, True)]
+    TOKENS = (1, 8, 16)
+
+
+def candidates(size: Size, tokens: int) -> list[Config]:
+    """What may be fastest for a size; ``splits`` where blocks of rows are too few for the GPU."""
+    if not ON_GPU:
+        few = [Config("sum", 8, 64, 4), Config("sum", 8, 64, 4, splits=2)]
+        return [Config("dot", 16, 64, 4, 2), *(few if tokens <= 8 else ())]
+    sums: dict[int, list[tuple[int, int, int]]] = {
+        1: [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (16, 1024, 4), (4, 512, 2), (8, 512, 2), (8, 1024, 8)],
+        2: [(4, 1024, 4), (8, 1024, 4), (4, 512, 2), (8, 512, 2), (8, 1024, 8)],
+        4: [(4, 1024, 4), (8, 1024, 4), (4, 512, 2), (8, 1024, 8)],
+        8: [(4, 1024, 4), (4, 512, 2), (8, 1024, 8)],
+    }
+    narrow = [(16, 256, 2, 4), (16, 256, 4, 4), (16, 512, 4, 3), (32, 256, 4, 3), (32, 128, 4, 5), (64, 128, 4, 4)]
+    wide = [(16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 4, 4)]
+    found = [Config("sum", *shape) for shape in sums.get(tokens, [])]
+    if tokens > 1:
+        found += [Config("dot", *shape) for shape in (narrow if tokens <= 16 else wide)]
+    if size.rows <= 2048:
+        found += [Config("sum", *sums[tokens][1], splits=splits) for splits in (2,) if tokens in sums]
+        if tokens > 1:
+            dots = [(16, 256, 4, 3), (32, 128, 4, 4)] if tokens <= 16 else [(32, 128, 4, 4), (64, 128, 4, 3)]
+            found += [Config("dot", *shape, splits=splits) for shape in dots for splits in (2, 4)]
+    return [c for c in found if c.inner * c.splits <= size.inner]
+
+
+class _OfflineDriver:
+    """Stands for the GPU in processes that only compile for it."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def _compile_offline() -> None:
+    from triton.runtime import driver
+
+    driver.set_active(_OfflineDriver())
+
+
+def _compile(job: tuple[Size, int, Config]) -> None:
+    """Compile one kernel into Triton's cache; what does not compile fails again, and visibly, when it is launched."""
+    size, tokens, config = job
+    options = launch_options(config, size.inner, tokens, DTYPE, silu_mul=size.silu_mul, bias=False)
+    width = size.rows // 2 if size.silu_mul else size.rows
+    sums, count = (torch.float32, torch.int32) if config.splits > 1 else (DTYPE, DTYPE)
+    try:
+        skinny._skinny_linear_kernel.warmup(
+            DTYPE, DTYPE, DTYPE, DTYPE, sums, count, tokens, width, size.inner, grid=(1,), **options
+        )
+    except Exception as problem:
+        print(f"{size.name} {tokens} {tuple(config)}: {type(problem).__name__} {str(problem)[:80]}")
+
+
+def compile_all(pool: ProcessPoolExecutor | None, jobs: Iterable[tuple[Size, int, Config]]) -> None:
+    """Compile in parallel; sizes that differ in their rows alone share kernels."""
+    if pool is None:
+        return
+    start = time.perf_counter()
+    distinct = {(s.inner, s.silu_mul, s.rows % 16, t, c): (s, t, c) for s, t, c in jobs}
+    list(pool.map(_compile, distinct.values(), chunksize=2))
+    print(f"compiled {len(distinct)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """``torch.empty`` returns NaN."""
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan"))):
+        yield
+
+
+def worst_error(x: Tensor, weight: Tensor, want: Tensor, config: Config, silu_mul: bool) -> float:
+    """Relative error over all tokens, over half of them and one more (the rest is padding); infinite if bits change."""
+    errors = []
+    for count in sorted({x.shape[0], x.shape[0] // 2 + 1}):
+        with poisoned():
+            y = skinny_linear_triton(x[:count], weight, None, config, silu_mul=silu_mul)
+            again = skinny_linear_triton(x[:count], weight, None, config, silu_mul=silu_mul)
+        same = torch.equal(y, again)
+        value = error(y, want[:count])
+        errors.append(value if same and value == value else float("inf"))
+    return max(errors)
+
+
+def library(x: Tensor, weight: Tensor, silu_mul: bool) -> Tensor:
+    """The same by the matrix library."""
+    y = F.linear(x, weight)
+    return silu_and_mul_triton(y) if silu_mul else y
+
+
+class Bench:
+    """One size: weights in rotation, and the time of a call on them."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        weight_bytes = size.rows * size.inner * DTYPE.itemsize
+        copies = max(1, -(-ROTATED_BYTES // weight_bytes)) if ON_GPU else 1
+        shape = (copies, size.rows, size.inner)
+        self.weights = torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_(std=size.inner**-0.5).unbind()
+        floor = weight_bytes / COPY_BYTES_PER_S
+        self.num_calls = max(copies, min(128, int(300e-6 / floor))) if ON_GPU else 1
+
+    def floor_us(self, tokens: int) -> float:
+        size = self.size
+        width = size.rows // 2 if size.silu_mul else size.rows
+        moved = (size.rows * size.inner + tokens * (size.inner + width)) * DTYPE.itemsize
+        return max(moved / COPY_BYTES_PER_S, 2 * tokens * size.rows * size.inner / MATRIX_FLOP_PER_S) * 1e6
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """``x`` and the first weight's product in float64."""
+        x = torch.randn(tokens, self.size.inner, device=DEVICE).to(DTYPE)
+        y = x.double() @ self.weights[0].double().T
+        if self.size.silu_mul:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        return x, y
+
+    def us(self, call: Callable[[Tensor], Any]) -> float:
+        """Microseconds of ``call(weight)``."""
+        weights = itertools.islice(itertools.cycle(self.weights), self.num_calls)
+        return graph_ms([lambda w=w: call(w) for w in weights], repeats=5) * 1e3  # type: ignore[misc]
+
+    def tune(self, tokens: int) -> dict[str, Any]:
+        """Every candidate, checked, then timed."""
+        size = self.size
+        x, want = self.inputs(tokens)
+        row = self._row(tokens, self.us(lambda w: library(x, w, size.silu_mul)))
+        tried = []
+        for config in candidates(size, tokens):
+            try:
+                worst = worst_error(x, self.weights[0], want, config, size.silu_mul)
+                us = self.us(lambda w, c=config: skinny_linear_triton(x, w, None, c, silu_mul=size.silu_mul))
+            except Exception as problem:  # a tile may not fit in shared memory
+                print(f"{size.name} {tokens} {tuple(config)}: {type(problem).__name__} {str(problem)[:80]}")
+                continue
+            if worst > LIMIT:
+                row["wrong"].append(config)
+                print(f"{size.name} {tokens} {tuple(config)}: WRONG, error {worst:.1e}")
+                continue
+            tried.append((us, worst, config))
+        for us, worst, config in sorted(tried)[:1]:
+            row |= {"kernel_us": us, "error": worst, "best": config}
+            if us < BLAS_MARGIN * row["library_us"] or not ON_GPU:
+                row["config"] = config
+        row["tried"] = [(round(us, 2), config) for us, _, config in sorted(tried)]
+        return row
+
+    def chosen(self, tokens: int) -> dict[str, Any]:
+        """What the operation would run."""
+        size = self.size
+        x, want = self.inputs(tokens)
+        row = self._row(tokens, self.us(lambda w: library(x, w, size.silu_mul)))
+        config = choose_config(x, self.weights[0], size.silu_mul)
+        if config is not None:
+            us = self.us(lambda w: skinny_linear_triton(x, w, None, config, silu_mul=size.silu_mul))
+            worst = worst_error(x, self.weights[0], want, config, size.silu_mul)
+            row |= {"kernel_us": us, "error": worst, "config": config, "best": config}
+        return row
+
+    def _row(self, tokens: int, library_us: float) -> dict[str, Any]:
+        size = self.size
+        return {
+            "name": size.name, "rows": size.rows, "inner": size.inner, "silu_mul": size.silu_mul, "tokens": tokens,
+            "config": None, "best": None, "library_us": library_us, "kernel_us": float("nan"),
+            "floor_us": self.floor_us(tokens), "error": 0.0, "wrong": [],
+        }  # fmt: skip
+
+    def try_early(self, row: dict[str, Any]) -> None:
+        """Behind a norm that produces ``x``: the library, the configuration, and the same launched early."""
+        size, tokens = self.size, row["tokens"]
+        hidden, want = self.inputs(tokens)
+        scale = torch.ones(size.inner, device=DEVICE, dtype=DTYPE)
+        early = row["config"]._replace(early=True)
+
+        def behind_norm(product: Callable[[Tensor, Tensor], Tensor]) -> float:
+            return self.us(lambda w: product(rms_norm_triton(hidden, scale, 1e-6), w))  # type: ignore[arg-type]
+
+        row["norm_library_us"] = behind_norm(lambda x, w: library(x, w, size.silu_mul))
+        for key, config in (("norm_kernel_us", row["config"]), ("norm_early_us", early)):
+            row[key] = behind_norm(lambda x, w, c=config: skinny_linear_triton(x, w, None, c, silu_mul=size.silu_mul))  # type: ignore[misc]
+        good = worst_error(hidden, self.weights[0], want, early, size.silu_mul) < LIMIT
+        gains = row["norm_early_us"] < BLAS_MARGIN * row["norm_kernel_us"]
+        print(
+            f"{size.name:16} {tokens:4} behind a norm: library {row['norm_library_us']:7.2f}, "
+            f"kernel {row['norm_kernel_us']:7.2f}, early {row['norm_early_us']:7.2f}{'' if good else '  WRONG'}"
+        )
+        if good and gains:
+            row["config"] = early
+
+
+def show(row: dict[str, Any]) -> None:
+    best = "" if row["best"] is None else " ".join(str(value) for value in row["best"])
+    verdict = "kernel" if row["config"] is not None else "library"
+    print(
+        f"{row['name']:16} {row['rows']:7} {row['inner']:5} {row['tokens']:4} {row['library_us']:9.2f} "
+        f"{row['kernel_us']:9.2f} {row['floor_us']:8.2f} {row['floor_us'] / (row['kernel_us'] or 1.0):6.2f} "
+        f"{row['error']:9.1e}  {verdict:8} {best}"
+        + (f"  ({len(row['wrong'])} WRONG)" if row["wrong"] else ""),
+        flush=True,
+    )  # fmt: skip
+
+
+def write_table(rows: list[dict[str, Any]]) -> None:
+    """The table that the operation loads, one row per line, and everything that was measured."""
+    folder = os.environ.get("OUT")
+    if folder is None:
+        print("no table written: set OUT to a folder")
+        return
+    device = torch.cuda.get_device_name() if ON_GPU else "cpu"
+    columns = ("rows", "inner", "silu_mul", "tokens", "config", "library_us", "kernel_us")
+    lines = []
+    for row in rows:
+        entry = {key: round(row[key], 2) if key.endswith("_us") else row[key] for key in columns}
+        lines.append(json.dumps(entry).replace("NaN", "null"))
+    head = f'{{"device": {json.dumps(device)}, "torch": {json.dumps(torch.__version__)}, "rows": [\n'
+    (Path(folder) / "skinny_linear_h200.json").write_text(head + ",\n".join(lines) + "\n]}\n")
+    (Path(folder) / "linear_details.json").write_text(json.dumps({"device": device, "rows": rows}, indent=1))
+
+
+def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
+    sizes = [size for size in SIZES if args.only is None or args.only in size.name]
+    if args.tune:
+        compile_all(pool, ((size, t, c) for size in sizes for t in TOKENS for c in candidates(size, t)))
+    print(
+        f"{'size':16} {'rows':>7} {'inner':>5} {'T':>4} {'library':>9} {'kernel':>9} {'floor':>8} {'share':>6} "
+        f"{'error':>9}  us"
+    )
+    rows = []
+    for size in sizes:
+        bench = Bench(size)
+        for tokens in TOKENS:
+            rows.append(bench.tune(tokens) if args.tune else bench.chosen(tokens))
+            show(rows[-1])
+    if not args.tune:
+        return
+    write_table(rows)
+    if args.early and ON_GPU:
+        early_rows = [
+            r for r in rows if r["config"] is not None and r["inner"] % (r["config"].inner * r["config"].splits) == 0
+        ]
+        by_name = {size.name: size for size in sizes}
+        compile_all(pool, ((by_name[r["name"]], r["tokens"], r["config"]._replace(early=True)) for r in early_rows))
+        for name, group in itertools.groupby(early_rows, key=lambda row: row["name"]):
+            bench = Bench(by_name[name])
+            for row in group:
+                bench.try_early(row)
+        write_table(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="try all candidates and write the table")
+    parser.add_argument("--early", action="store_true", help="with --tune: try programmatic dependent launch as well")
+    parser.add_argument("--only", metavar="NAME", help="only sizes whose name contains NAME")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    if ON_GPU and args.tune:
+        # The workers are forked before this process touches the GPU, and never touch it.
+        workers = len(os.sched_getaffinity(0))
+        with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_compile_offline) as pool:
+            list(pool.map(abs, range(4 * workers)))
+            torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+            run(args, pool)
+    else:
+        run(args, None)
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
