@@ -68,6 +68,12 @@ def test_every_tile(pairs: int, dtype: torch.dtype) -> None:
     check_moe((300, 3, 2, 520, 200) if ON_GPU else (40, 3, 2, 40, 20), dtype, 3, tiles)
 
 
+@pytest.mark.parametrize("num_tokens", [50, 64, 65, 130, 210])
+def test_blocks_that_are_at_most_half_full(num_tokens: int) -> None:
+    """Tall tiles end in a tile of half the rows, in a full one, or exactly at a border."""
+    check_moe((num_tokens, 1, 1, 32, 16), torch.float32, 0, Tiles(Tile(128, 16, 16, 4, 2), Tile(128, 16, 16, 4, 2)))
+
+
 def test_all_tokens_to_one_expert() -> None:
     x, gate_up, down = torch.randn(50, 32), torch.randn(9, 32, 32) / 6, torch.randn(9, 32, 16) / 4
     weights, ids = torch.rand(50, 1), torch.full((50, 1), 8, dtype=torch.int32)

@@ -26,6 +26,10 @@ _UNGROUPED_TOKENS = 3
 """Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
 
 
+_HALVED_ROWS = 128
+"""From so many rows on, a block that is at most half full runs as a tile of half the rows: experts of 160 pairs would
+otherwise compute 256 rows."""
+
 _PAIRS = 256
 """Pairs per program of the grouping kernels."""
 
@@ -91,11 +95,9 @@ def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _block_places(
-    ids, pairs, first_place, block_expert, block_first, num_blocks, block, ROWS: tl.constexpr, GROUPED: tl.constexpr
-):  # fmt: skip
-    """``(expert, places, pairs, inside)`` of a block; expert -1 where there is nothing to do."""
-    lanes = tl.arange(0, ROWS)
+def _block(ids, first_place, block_expert, block_first, num_blocks, block, GROUPED: tl.constexpr):
+    """``(expert, first, end)`` of a block: the places of its pairs, up to ``end``; expert -1 where there is nothing to
+    do."""
     if GROUPED:
         expert = -1
         first = 0
@@ -104,15 +106,59 @@ def _block_places(
             expert = tl.load(block_expert + block)
             first = tl.load(block_first + block)
             end = tl.load(first_place + expert + 1)
-        places = first + lanes
-        inside = places < end
-        pair = tl.load(pairs + places, mask=inside, other=0)
     else:
         expert = tl.load(ids + block)
-        places = block + lanes
-        inside = lanes < 1
-        pair = places
-    return expert, places, pair, inside
+        first = block
+        end = block + 1
+    return expert, first, end
+
+
+@triton.jit
+def _pairs_at(pairs, places, inside, GROUPED: tl.constexpr):
+    """The pairs at some places."""
+    pair = places
+    if GROUPED:
+        pair = tl.load(pairs + places, mask=inside, other=0)
+    return pair
+
+
+@triton.jit
+def _up_tile(
+    x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
+    places = first + tl.arange(0, ROWS)
+    inside = places < end
+    pair = _pairs_at(pairs, places, inside, GROUPED)
+    columns = column + tl.arange(0, COLUMNS)
+    in_width = columns < WIDTH
+    inner = tl.arange(0, INNER)
+    token_rows = x + (pair // TOP_K).to(tl.int64)[:, None] * stride_x
+    gate_rows = gate_up + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
+    up_rows = gate_rows + WIDTH * HIDDEN
+    gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in tl.range(0, HIDDEN, INNER, num_stages=STAGES):
+        k = start + inner
+        if HIDDEN % INNER == 0:
+            a = tl.load(token_rows + k[None, :], mask=inside[:, None], other=0.0)
+        else:
+            a = tl.load(token_rows + k[None, :], mask=inside[:, None] & (k < HIDDEN)[None, :], other=0.0)
+        if HIDDEN % INNER == 0 and WIDTH % COLUMNS == 0:
+            g = tl.load(gate_rows + k[None, :])
+            u = tl.load(up_rows + k[None, :])
+        else:
+            mask = in_width[:, None] & (k < HIDDEN)[None, :]
+            g = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
+            u = tl.load(up_rows + k[None, :], mask=mask, other=0.0)
+        gate = tl.dot(a, tl.trans(g), gate, input_precision=PRECISION)
+        up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    tl.store(hidden + offsets, result.to(hidden.dtype.element_ty), mask=inside[:, None] & in_width[None, :])
 
 
 @triton.jit
@@ -120,39 +166,59 @@ def _up_kernel(
     x, gate_up, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
     stride_x, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    expert, first, end = _block(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    column = tl.program_id(0) * COLUMNS
+    if expert >= 0:
+        if HALVES:
+            if end - first <= ROWS // 2:
+                _up_tile(
+                    x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
+                    HIDDEN, WIDTH, TOP_K, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                )  # fmt: skip
+            else:
+                _up_tile(
+                    x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
+                    HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                )  # fmt: skip
+        else:
+            _up_tile(
+                x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
+                HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    hidden, down, out, pairs, expert, first, end, column,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1)
-    expert, places, pair, inside = _block_places(
-        ids, pairs, first_place, block_expert, block_first, num_blocks, block, ROWS, GROUPED
-    )
-    if expert >= 0:
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        in_width = columns < WIDTH
-        inner = tl.arange(0, INNER)
-        token_rows = x + (pair // TOP_K).to(tl.int64)[:, None] * stride_x
-        gate_rows = gate_up + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
-        up_rows = gate_rows + WIDTH * HIDDEN
-        gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        for start in tl.range(0, HIDDEN, INNER, num_stages=STAGES):
-            k = start + inner
-            if HIDDEN % INNER == 0:
-                a = tl.load(token_rows + k[None, :], mask=inside[:, None], other=0.0)
-            else:
-                a = tl.load(token_rows + k[None, :], mask=inside[:, None] & (k < HIDDEN)[None, :], other=0.0)
-            if HIDDEN % INNER == 0 and WIDTH % COLUMNS == 0:
-                g = tl.load(gate_rows + k[None, :])
-                u = tl.load(up_rows + k[None, :])
-            else:
-                mask = in_width[:, None] & (k < HIDDEN)[None, :]
-                g = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
-                u = tl.load(up_rows + k[None, :], mask=mask, other=0.0)
-            gate = tl.dot(a, tl.trans(g), gate, input_precision=PRECISION)
-            up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
-        result = gate / (1.0 + tl.exp(-gate)) * up
-        offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        tl.store(hidden + offsets, result.to(hidden.dtype.element_ty), mask=inside[:, None] & in_width[None, :])
+    """Down product of up to ``ROWS`` pairs of one expert."""
+    places = first + tl.arange(0, ROWS)
+    inside = places < end
+    pair = _pairs_at(pairs, places, inside, GROUPED)
+    columns = column + tl.arange(0, COLUMNS)
+    in_hidden = columns < HIDDEN
+    inner = tl.arange(0, INNER)
+    hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
+    down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in tl.range(0, WIDTH, INNER, num_stages=STAGES):
+        k = start + inner
+        if WIDTH % INNER == 0:
+            a = tl.load(hidden_rows + k[None, :], mask=inside[:, None], other=0.0)
+        else:
+            a = tl.load(hidden_rows + k[None, :], mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0)
+        if WIDTH % INNER == 0 and HIDDEN % COLUMNS == 0:
+            b = tl.load(down_rows + k[None, :])
+        else:
+            b = tl.load(down_rows + k[None, :], mask=in_hidden[:, None] & (k < WIDTH)[None, :], other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
 
 
 @triton.jit
@@ -160,32 +226,27 @@ def _down_kernel(
     hidden, down, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1)
-    expert, places, pair, inside = _block_places(
-        ids, pairs, first_place, block_expert, block_first, num_blocks, block, ROWS, GROUPED
-    )
+    expert, first, end = _block(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    column = tl.program_id(0) * COLUMNS
     if expert >= 0:
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        in_hidden = columns < HIDDEN
-        inner = tl.arange(0, INNER)
-        hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
-        down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
-        acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        for start in tl.range(0, WIDTH, INNER, num_stages=STAGES):
-            k = start + inner
-            if WIDTH % INNER == 0:
-                a = tl.load(hidden_rows + k[None, :], mask=inside[:, None], other=0.0)
+        if HALVES:
+            if end - first <= ROWS // 2:
+                _down_tile(
+                    hidden, down, out, pairs, expert, first, end, column,
+                    HIDDEN, WIDTH, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                )  # fmt: skip
             else:
-                a = tl.load(hidden_rows + k[None, :], mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0)
-            if WIDTH % INNER == 0 and HIDDEN % COLUMNS == 0:
-                b = tl.load(down_rows + k[None, :])
-            else:
-                b = tl.load(down_rows + k[None, :], mask=in_hidden[:, None] & (k < WIDTH)[None, :], other=0.0)
-            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
-        offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
-        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
+                _down_tile(
+                    hidden, down, out, pairs, expert, first, end, column,
+                    HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                )  # fmt: skip
+        else:
+            _down_tile(
+                hidden, down, out, pairs, expert, first, end, column,
+                HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -254,13 +315,15 @@ def fused_moe_triton(
     _up_kernel[(triton.cdiv(width, tile.columns), num_blocks)](
         x, gate_up, hidden, ids, *grouping, x.stride(0),
         HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
-        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
+        num_warps=tile.warps,
     )  # fmt: skip
     tile = tiles.down
     _down_kernel[(triton.cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, down, partial, ids, *grouping,
         HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=min(tile.inner, _power(width)),
-        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
+        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
+        num_warps=tile.warps,
     )  # fmt: skip
     _sum(partial, weights, ids, shared, shared_gate, out)
     return out
