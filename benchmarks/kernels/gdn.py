@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.gated_delta_rule import gdn_gates
+from weft.ops.gated_delta_rule import gdn_gates_reference
 from weft.ops.gdn_decode import gdn_decode_reference
 from weft.ops.triton import gated_delta_rule as gdr
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
@@ -79,7 +79,7 @@ def make_inputs(num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
     v = torch.randn(num_tokens, HV, V, device=DEVICE)
     a, b = (torch.randn(num_tokens, HV, device=DEVICE) for _ in range(2))
     a_log, dt_bias = torch.empty(HV, device=DEVICE).uniform_(-5, 2), torch.empty(HV, device=DEVICE).uniform_(-4, 1)
-    return [q.to(dtype), k.to(dtype), v.to(dtype), *gdn_gates(a, b, a_log, dt_bias)]
+    return [q.to(dtype), k.to(dtype), v.to(dtype), *gdn_gates_reference(a, b, a_log, dt_bias)]
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, at: int) -> tuple[Tensor, Tensor, Tensor]:

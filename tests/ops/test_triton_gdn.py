@@ -11,12 +11,20 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from weft.forward_context import Batch
+from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from weft.ops.gated_delta_rule import (
+    chunk_gated_delta_rule,
+    gdn_gates,
+    gdn_gates_reference,
+    recurrent_gated_delta_rule,
+)
 from weft.ops.gdn_decode import gdn_decode
 from weft.ops.norm import gated_rms_norm
+from weft.ops.triton import causal_conv1d as conv
+from weft.ops.triton import gated_norm
+from weft.ops.triton import gdn_gates as gates
 
 pytest.importorskip("triton")
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
@@ -71,7 +79,8 @@ def rule_inputs(num_tokens: int, heads: tuple[int, int, int, int], dtype: torch.
     q, k, v = packed.split([hk * dk, hk * dk, hv * dv], dim=-1)
     a, b = (torch.randn(num_tokens, hv, device=DEVICE) for _ in range(2))
     decays = torch.linspace(-5, 2, hv, device=DEVICE), torch.linspace(-2, 1, hv, device=DEVICE)
-    return q.unflatten(-1, (hk, dk)), k.unflatten(-1, (hk, dk)), v.unflatten(-1, (hv, dv)), *gdn_gates(a, b, *decays)
+    gates = gdn_gates_reference(a, b, *decays)
+    return q.unflatten(-1, (hk, dk)), k.unflatten(-1, (hk, dk)), v.unflatten(-1, (hv, dv)), *gates
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -158,26 +167,61 @@ def test_decode_step(heads: tuple[int, int, int, int], dtype: torch.dtype, optio
     close(state[1:], expected[2][1:], dtype)
 
 
-@pytest.mark.parametrize("kernel", [2, 4])
-@pytest.mark.parametrize("bias", [False, True])
-def test_convolution_of_chunks(kernel: int, bias: bool) -> None:
-    """Checkpoints closer to the start than the convolution reaches, and a sequence shorter than that."""
-    batch, channels = mixed_batch(), 8192 if ON_GPU else 70
-    n = batch.num_tokens
-    x = torch.randn(n + 3, channels + 9, device=DEVICE)[:, :channels]
+CONV_TILES = [
+    conv.Tile(32, 16, 8, 1, None),
+    conv.Tile(64, 4, 4, 1, None),
+    *list(conv.TILES.values())[0 if ON_GPU else -1 :],
+]
+
+
+def check_convolution(
+    batch: Batch, tile: conv.Tile, kernel: int, bias: bool, dtype: torch.dtype, pad_tokens: int, foreign: list[int]
+) -> None:
+    """Outputs, states and checkpoints; ``foreign``: slots that no prefill sequence names."""
+    channels, n = 8192 if ON_GPU else 70, batch.num_tokens
+    x = torch.randn(n + pad_tokens, channels + 9, device=DEVICE).to(dtype)[:, :channels]
     poisoned(batch, x)
-    weight = torch.randn(channels, kernel, device=DEVICE)
-    offset = torch.randn(channels, device=DEVICE) if bias else None
-    before = torch.randn(13, channels, kernel - 1, device=DEVICE)
-    before[[3, 4]] = torch.nan
+    weight = torch.randn(channels, kernel, device=DEVICE).to(dtype)
+    offset = torch.randn(channels, device=DEVICE).to(dtype) if bias else None
+    before = torch.randn(13, channels, kernel - 1, device=DEVICE).to(dtype)
+    fresh = batch.seq_lens == batch.cu_seqlens_q.diff()
+    before[batch.state_slots[fresh & (batch.seq_lens > 0)].long()] = torch.nan
     expected_state, state = before.clone(), before.clone()
     expected = causal_conv1d(x, weight, offset, expected_state, batch, backend=TORCH)
-    result = causal_conv1d(x, weight, offset, state, batch, backend=TRITON)
-    close(result, expected, torch.float32)
-    assert (result[n:] == 0).all() and (result[:2] == 0).all()
-    assert torch.equal(state[3:12], expected_state[3:12])
-    for slot in (0, 1, 2, 12):
-        assert torch.equal(state[slot], before[slot]), f"slot {slot} was touched"
+    result = conv.causal_conv1d_triton(x, weight, offset, state, batch, tile=tile)
+    close(result, expected, dtype)
+    assert (result[n:] == 0).all() and (result[: batch.num_decodes] == 0).all()
+    named = [slot for slot in range(13) if slot not in foreign]
+    assert torch.equal(state[named], expected_state[named])
+    assert torch.equal(state[foreign], before[foreign]), "slots of others were touched"
+
+
+@pytest.mark.parametrize(("kernel", "bias"), [(2, True), (4, False)])
+@pytest.mark.parametrize("tile", CONV_TILES)
+def test_convolution_of_chunks(kernel: int, bias: bool, tile: conv.Tile) -> None:
+    """Checkpoints closer to the start than the convolution reaches, and a sequence shorter than that."""
+    check_convolution(mixed_batch(), tile, kernel, bias, torch.float32, 3, [0, 1, 2, 12])
+
+
+def test_convolution_of_awkward_lengths() -> None:
+    """Lengths around the pieces' and chunks' edges; more padding rows than programs, as in a graph for more tokens."""
+    batch = make_batch(
+        [1, 1, 2, 3, 63, 65, 130], [9, 0, 5, 0, 64, 0, 1],
+        num_decodes=1, checkpoints={3: {1: 9}, 4: {3: 10}, 6: {17: 11, 64: 12}}, pad_tokens=90, pad_seqs=3,
+    )  # fmt: skip
+    check_convolution(on_device(batch), CONV_TILES[0], 4, False, DTYPES[1], 90, [0, 1])
+
+
+def test_convolution_without_prefills() -> None:
+    """A graph of any mixture may hold decodes alone: nothing is touched, every row is zero."""
+    none = torch.zeros(1, dtype=torch.int32)
+    chunks = ChunkTable(none, none, none, none - 1, torch.zeros(4, dtype=torch.int32), max_seqs=2)
+    batch = make_batch([1, 1], [4, 4], num_decodes=2, pad_tokens=5, pad_seqs=1)
+    batch = on_device(dataclasses.replace(batch, chunks=chunks))
+    state = torch.randn(4, 40, 3, device=DEVICE)
+    before, x = state.clone(), torch.full((7, 40), torch.nan, device=DEVICE)
+    result = causal_conv1d(x, torch.randn(40, 4, device=DEVICE), None, state, batch, backend=TRITON)
+    assert (result == 0).all() and torch.equal(state, before)
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4])
@@ -202,3 +246,35 @@ def test_gated_norm_with_strided_gate(width: int, dtype: torch.dtype) -> None:
     close(gated_rms_norm(x, gate, weight, 1e-6, backend=TRITON), expected, dtype)
     flat = gated_rms_norm(x.flatten(0, 1), gate.reshape(-1, width), weight, 1e-6, backend=TRITON)
     assert torch.equal(flat.view_as(x), gated_rms_norm(x, gate, weight, 1e-6, backend=TRITON))
+
+
+@pytest.mark.parametrize("tile", [*gated_norm.TILES.values(), gated_norm.Tile(128, 1, None)])
+def test_gated_norm_tiles(tile: gated_norm.Tile) -> None:
+    """More rows than one program takes; the last program's are not all there."""
+    x, gate = (torch.randn(65, 3, 40, device=DEVICE) for _ in range(2))
+    gate[0, 0, :4] = torch.tensor([-200.0, -90.0, 90.0, 200.0])  # both ends of the sigmoid
+    weight = torch.randn(40, device=DEVICE)
+    expected = gated_rms_norm(x, gate, weight, 1e-6, backend=TORCH)
+    close(gated_norm.gated_rms_norm_triton(x, gate, weight, 1e-6, tile=tile), expected, torch.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 65])
+@pytest.mark.parametrize("heads", [3, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates(num_tokens: int, heads: int, dtype: torch.dtype) -> None:
+    """Slices of a wider projection, from one end of softplus to the other."""
+    b, a = (40 * torch.randn(num_tokens, 2 * heads + 5, device=DEVICE)).to(dtype)[:, 3 : 2 * heads + 3].chunk(2, dim=-1)
+    a_log, dt_bias = torch.linspace(-5, 2, heads, device=DEVICE), torch.linspace(-4, 1, heads, device=DEVICE)
+    x = a.double() + dt_bias.double()
+    want = -a_log.double().exp() * torch.logaddexp(x, torch.zeros_like(x)), b.double().sigmoid()
+    for got, expected in zip(gdn_gates(a, b, a_log, dt_bias, backend=TRITON), want, strict=True):
+        assert got.dtype is torch.float32 and got.is_contiguous()
+        torch.testing.assert_close(got.double(), expected, rtol=5e-6, atol=1e-30)
+
+
+def test_gates_in_pieces() -> None:
+    """No token depends on the tile."""
+    a, b, a_log = torch.randn(37, 6, device=DEVICE), torch.randn(37, 6, device=DEVICE), torch.randn(6, device=DEVICE)
+    whole = gates.gdn_gates_triton(a, b, a_log, a_log)
+    for got, want in zip(gates.gdn_gates_triton(a, b, a_log, a_log, tile=gates.Tile(16, 1)), whole, strict=True):
+        assert torch.equal(got, want)

@@ -202,7 +202,7 @@ class GatedDeltaNet(WeightModule):
     def _prefill(self, projected: Tensor, batch: Batch, cache: StateCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
         qkv, z, b, a = projected.split(self._split_sizes, dim=-1)
-        g, beta = gdn_gates(a, b, self.A_log, self.dt_bias)
+        g, beta = gdn_gates(a, b, self.A_log, self.dt_bias, backend=self._backend)
         qkv = causal_conv1d(qkv, self.conv1d.weight, None, cache.conv, batch, backend=self._backend)
         q, k, v = self._heads(qkv)
         mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache.recurrent, batch, backend=self._backend)

@@ -29,18 +29,29 @@ CHUNK_SIZE = 64
 _L2_EPS = 1e-6
 
 
-def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gdn_gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Torch reference of ``gdn_gates``."""
+    g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
+    return g, b.float().sigmoid()
+
+
+def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: Backend) -> tuple[Tensor, Tensor]:
     """Log decay ``g = -exp(A_log) * softplus(a + dt_bias)`` and write strength ``beta = sigmoid(b)``.
 
     Args:
-        a, b: ``[T, HV]``.
+        a, b: ``[T, HV]``; tokens may be strided (slices of a wider projection).
         A_log, dt_bias: ``[HV]``.
 
     Returns:
         ``(g, beta)``, each ``[T, HV]`` float32; g is at most 0.
     """
-    g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
-    return g, b.float().sigmoid()
+    if backend is Backend.TORCH:
+        return gdn_gates_reference(a, b, A_log, dt_bias)
+    if backend is Backend.TRITON:
+        from weft.ops.triton.gdn_gates import gdn_gates_triton
+
+        return gdn_gates_triton(a, b, A_log, dt_bias)
+    raise missing_kernel("gdn_gates", backend)
 
 
 def _l2norm(x: Tensor) -> Tensor:

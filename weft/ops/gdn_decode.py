@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.ops.backend import Backend, missing_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
-from weft.ops.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule_reference
+from weft.ops.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
 from weft.ops.norm import gated_rms_norm_reference
 
 
@@ -40,7 +40,7 @@ def gdn_decode_reference(
     """Torch reference of ``gdn_decode``: the operations that it fuses, one after the other."""
     key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
     qkv, z, b, a = projected.split([2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
-    g, beta = gdn_gates(a, b, A_log, dt_bias)
+    g, beta = gdn_gates_reference(a, b, A_log, dt_bias)
     qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_bias, conv_state, state_slots)
     q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
     q, k = (x.unflatten(-1, (num_k_heads, head_k_dim)) for x in (q, k))

@@ -3,24 +3,50 @@
 Job: ``causal_conv1d`` and ``causal_conv1d_update`` on the GPU, one launch each. Owns: who reads and who writes a state.
 Does not know: what the channels mean.
 
-Prefill: one program per chunk of the chunk table and block of channels. Only tokens and chunk ends closer than
-``W - 1`` to a sequence's start see its old state. All of them, and the write of the sequence's final state over the old
-one, belong to the program of the *first* chunk, so no two programs race for a state.
+Prefill has two kinds of programs, each for a block of channels. Those of a *piece* (a few tokens of one chunk of the
+chunk table) convolve the tokens whose whole window lies in this step, and store the checkpoints that do. A window
+slides over the rows: each is read and converted once. Those of a *sequence* do everything that sees its old state: the
+first ``W - 1`` tokens, checkpoints among them, and the final state, written over the old one. So no two programs race
+for a state.
 
-Graph-safe: grids depend on padded sizes alone; chunks of length 0 leave at once.
+Graph-safe: grids depend on padded sizes alone; pieces past their chunk's end and sequences without chunks leave at
+once, and the pieces share out the rows that belong to no sequence.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
+from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.tile_table import choose_tile
 
 CHUNK_SIZE = 64
-_BLOCK_C = 64
 _UPDATE_BLOCK_C = 256
+
+
+class Tile(NamedTuple):
+    """A piece: channels and tokens of a program, tokens read at a time, warps, and a limit on registers per thread."""
+
+    channels: int
+    tokens: int
+    step: int
+    warps: int
+    max_registers: int | None
+
+
+# By number of tokens in chunks (padding included), see benchmarks/kernels/rows.py. Eight channels of two bytes are one
+# load per thread. Few tokens: short pieces, for more programs. Many: long pieces, which read fewer rows twice.
+TILES = {
+    64: Tile(512, 8, 4, 2, None),
+    256: Tile(1024, 8, 4, 4, None),
+    2048: Tile(1024, 16, 4, 4, None),
+    1 << 30: Tile(1024, 64, 4, 4, None),
+}
 
 # Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
 _METADATA = [
@@ -30,140 +56,199 @@ _METADATA = [
 
 
 @triton.jit
-def _input(
-    x, p_state, tokens, begin, continues, channels, mask, stride_x, HISTORY: tl.constexpr, MAY_PRECEDE: tl.constexpr
-):  # fmt: skip
-    """Inputs of some tokens and channels, float32; those before the sequence's ``begin`` stand in its state.
-
-    ``p_state``: the sequence's states ``[C, HISTORY]``. Without ``MAY_PRECEDE`` no token lies before ``begin``.
-    """
-    value = tl.load(x + tokens * stride_x + channels, mask=mask & (tokens >= begin), other=0.0).to(tl.float32)
-    if MAY_PRECEDE:
-        before = p_state + channels * HISTORY + (tokens - begin + HISTORY)
-        value += tl.load(before, mask=mask & (tokens < begin) & continues, other=0.0).to(tl.float32)
-    return value
+def _taps(weight, channels, mask, W: tl.constexpr):
+    """The filters of some channels: ``W`` vectors, float32."""
+    taps = ()
+    for j in tl.static_range(W):
+        tap = tl.load(weight + channels * W + j, mask=mask, other=0.0).to(tl.float32)
+        taps = taps + (tap,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return taps
 
 
 @triton.jit
-def _convolve_rows(
-    x, weight, bias, out, p_state, tokens, valid, begin, continues, channels, c_mask, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr, MAY_PRECEDE: tl.constexpr,
+def _rows(rows, x, token, COUNT: tl.constexpr, begin, end, channels, mask, stride_x):
+    """``rows`` and the inputs of ``COUNT`` tokens from ``token`` on; zero outside ``[begin, end)``."""
+    for i in tl.static_range(COUNT):
+        inside = (token + i >= begin) & (token + i < end)
+        row = tl.load(x + (token + i) * stride_x + channels, mask=mask & inside, other=0.0)
+        rows = rows + (row,)  # noqa: RUF005 (kernels cannot unpack)
+    return rows
+
+
+@triton.jit
+def _convolve(
+    rows, taps, bias, out, token, low, high, channels, mask,
+    C: tl.constexpr, HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of some tokens of one sequence."""
-    mask = valid[:, None] & c_mask[None, :]
-    columns = channels[None, :]
-    total = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
-    for j in tl.static_range(HISTORY + 1):
-        rows = (tokens - HISTORY + j)[:, None]
-        value = _input(x, p_state, rows, begin, continues, columns, mask, stride_x, HISTORY, MAY_PRECEDE)
-        tap = tl.load(weight + channels * (HISTORY + 1) + j, mask=c_mask, other=0.0).to(tl.float32)
-        total += value * tap[None, :]
+    """Outputs of the tokens from ``token`` on that lie in ``[low, high)``.
+
+    ``rows``: their inputs after those of the ``HISTORY`` tokens before, a tuple of vectors over channels.
+    """
+    offset = tl.zeros([channels.shape[0]], tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias + channels, mask=c_mask, other=0.0).to(tl.float32)[None, :]
-    total *= tl.sigmoid(total)
-    tl.store(out + tokens[:, None] * C + columns, total.to(out.dtype.element_ty), mask=mask)
+        offset = tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(len(rows) - HISTORY):
+        total = rows[i].to(tl.float32) * taps[0]
+        for j in tl.static_range(1, HISTORY + 1):
+            total += rows[i + j].to(tl.float32) * taps[j]
+        if HAS_BIAS:
+            total += offset
+        total *= sigmoid(total)
+        inside = (token + i >= low) & (token + i < high)
+        tl.store(out + (token + i) * C + channels, total.to(out.dtype.element_ty), mask=mask & inside)
 
 
 @triton.jit
 def _store_state(
-    x, conv_state, p_state, slot, end, begin, continues, channels, c_mask, stride_x,
+    x, conv_state, p_state, slot, end, begin, continues, channels, mask, stride_x,
     C: tl.constexpr, HISTORY: tl.constexpr, MAY_PRECEDE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Write the state after token ``end - 1`` into ``slot``."""
+    """Write the state after token ``end - 1`` into ``slot``; without ``MAY_PRECEDE`` it lies in this step's inputs.
+
+    ``p_state``: the sequence's old state ``[C, HISTORY]``, where the inputs of tokens before ``begin`` stand.
+    """
+    values = ()
     for j in tl.static_range(HISTORY):
-        value = _input(
-            x, p_state, end - HISTORY + j, begin, continues, channels, c_mask, stride_x, HISTORY, MAY_PRECEDE
-        )  # fmt: skip
-        if IN_PLACE:
-            tl.debug_barrier()  # every thread has loaded what another one overwrites
+        token = end - HISTORY + j
+        value = tl.load(x + token * stride_x + channels, mask=mask & (token >= begin), other=0.0).to(tl.float32)
+        if MAY_PRECEDE:
+            before = p_state + channels * HISTORY + (token - begin + HISTORY)
+            value += tl.load(before, mask=mask & (token < begin) & continues, other=0.0).to(tl.float32)
+        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    if IN_PLACE:
+        tl.debug_barrier()  # every thread has loaded what another one overwrites
+    for j in tl.static_range(HISTORY):
         target = conv_state + (slot * C + channels) * HISTORY + j
-        tl.store(target, value.to(conv_state.dtype.element_ty), mask=c_mask)
+        tl.store(target, values[j].to(conv_state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _zero_rows(out, begin, end, channels, c_mask, C: tl.constexpr, CHUNK: tl.constexpr):
-    for row in range(begin, end, CHUNK):
-        rows = (row + tl.arange(0, CHUNK)).to(tl.int64)
-        zeros = tl.zeros([CHUNK, channels.shape[0]], out.dtype.element_ty)
-        tl.store(out + rows[:, None] * C + channels[None, :], zeros, mask=(rows < end)[:, None] & c_mask[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
-def _conv_kernel(
+def _begin_sequence(
     x, weight, bias, out, conv_state,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
-    num_rows, num_seqs, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    i_prefill, num_seqs, channels, mask, stride_x,
+    C: tl.constexpr, HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and block of channels."""
-    i_chunk = tl.program_id(0)
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    c_mask = channels < C
-    if i_chunk == 0:  # rows that belong to no prefill sequence
-        num_tokens = tl.load(cu_seqlens_q + num_seqs)
-        _zero_rows(out, num_tokens, num_rows, channels, c_mask, C, CHUNK)
-        decodes = num_tokens
-        if tl.load(first_chunk + num_seqs) > 0:
-            decodes = tl.load(chunk_start)
-        _zero_rows(out, 0, decodes, channels, c_mask, C, CHUNK)
-    length = tl.load(chunk_length + i_chunk)
-    if length == 0:
+    """What one sequence takes from its old state, and its final state."""
+    if tl.load(first_chunk + num_seqs) == 0:
         return
-    seq = tl.load(chunk_seq + i_chunk)
-    start = tl.load(chunk_start + i_chunk).to(tl.int64)
+    seq = tl.load(chunk_seq) + i_prefill  # decodes stand before the first sequence that has chunks
+    if seq >= num_seqs:
+        return
+    first, last = tl.load(first_chunk + seq), tl.load(first_chunk + seq + 1)
+    if first == last:
+        return
     begin, end = tl.load(cu_seqlens_q + seq).to(tl.int64), tl.load(cu_seqlens_q + seq + 1).to(tl.int64)
     continues = tl.load(seq_lens + seq) != end - begin
     slot = tl.load(state_slots + seq).to(tl.int64)
     p_state = conv_state + slot * C * HISTORY
-    tokens = start + tl.arange(0, CHUNK)
-    valid = (tokens < start + length) & (tokens - begin >= HISTORY)
-    _convolve_rows(
-        x, weight, bias, out, p_state, tokens, valid, begin, continues, channels, c_mask, stride_x,
-        C, HISTORY, HAS_BIAS, False,
-    )  # fmt: skip
-    first = tl.load(first_chunk + seq)
-    if i_chunk == first:
-        leading = begin + tl.arange(0, BLOCK_H)
-        exists = leading < tl.minimum(begin + HISTORY, end)
-        _convolve_rows(
-            x, weight, bias, out, p_state, leading, exists, begin, continues, channels, c_mask, stride_x,
-            C, HISTORY, HAS_BIAS, True,
-        )  # fmt: skip
-        last = tl.load(first_chunk + seq + 1)
+    rows = ()
+    for j in tl.static_range(HISTORY):
+        old = tl.load(p_state + channels * HISTORY + j, mask=mask & continues, other=0.0).to(tl.float32)
+        rows = rows + (old,)  # type: ignore[assignment]  # noqa: RUF005
+    rows = _rows(rows, x, begin, HISTORY, begin, end, channels, mask, stride_x)
+    taps = _taps(weight, channels, mask, HISTORY + 1)
+    _convolve(rows, taps, bias, out, begin, begin, end, channels, mask, C, HISTORY, HAS_BIAS)
+    if tl.load(chunk_length + first) < HISTORY:
         for i in range(first, tl.minimum(first + HISTORY, last)):  # no other chunk can end so early
             order = tl.load(checkpoint_slot + i).to(tl.int64)
             stop = tl.load(chunk_start + i).to(tl.int64) + tl.load(chunk_length + i)
             if (order >= 0) & (stop - begin < HISTORY):
                 _store_state(
-                    x, conv_state, p_state, order, stop, begin, continues, channels, c_mask, stride_x,
+                    x, conv_state, p_state, order, stop, begin, continues, channels, mask, stride_x,
                     C, HISTORY, True, False,
                 )  # fmt: skip
-        tl.debug_barrier()
-        _store_state(
-            x, conv_state, p_state, slot, end, begin, continues, channels, c_mask, stride_x, C, HISTORY, True, True
+    tl.debug_barrier()
+    _store_state(
+        x, conv_state, p_state, slot, end, begin, continues, channels, mask, stride_x, C, HISTORY, True, True
+    )  # fmt: skip
+
+
+@triton.jit
+def _zero_rows(out, begin, end, i_share, num_shares, channels, mask, C: tl.constexpr):
+    """This program's share of the rows ``begin`` to ``end`` (int64)."""
+    for row in range(begin + i_share, end, num_shares):
+        zeros = tl.zeros([channels.shape[0]], out.dtype.element_ty)
+        tl.store(out + row * C + channels, zeros, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "max_seqs"], do_not_specialize_on_alignment=_METADATA)
+def _conv_kernel(
+    x, weight, bias, out, conv_state,
+    chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
+    num_rows, num_seqs, max_seqs, stride_x,
+    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A block of channels of one sequence's beginning (the first ``max_seqs`` programs) or of one piece."""
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channels < C
+    if tl.program_id(1) < max_seqs:
+        _begin_sequence(
+            x, weight, bias, out, conv_state,
+            chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
+            tl.program_id(1), num_seqs, channels, mask, stride_x, C, HISTORY, HAS_BIAS,
         )  # fmt: skip
+        return
+    i_piece = tl.program_id(1) - max_seqs
+    i_chunk, skipped = i_piece // (CHUNK // TOKENS), i_piece % (CHUNK // TOKENS) * TOKENS
+    length = tl.load(chunk_length + i_chunk)
+    seq = tl.load(chunk_seq + i_chunk)
+    chunk_begin = tl.load(chunk_start + i_chunk)
+    num_tokens = tl.load(cu_seqlens_q + num_seqs).to(tl.int64)
+    num_decodes = tl.where(tl.load(first_chunk + num_seqs) > 0, tl.load(chunk_start), num_tokens)
+    num_pieces = tl.num_programs(1) - max_seqs
+    _zero_rows(out, num_tokens, num_rows, i_piece, num_pieces, channels, mask, C)
+    _zero_rows(out, num_tokens - num_tokens, num_decodes, i_piece, num_pieces, channels, mask, C)
+    if skipped >= length:
+        return
+    begin = tl.load(cu_seqlens_q + seq).to(tl.int64)
     order = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
-    if (order >= 0) & (start + length - begin >= HISTORY):
+    start, stop = (chunk_begin + skipped).to(tl.int64), (chunk_begin + length).to(tl.int64)
+    taps = _taps(weight, channels, mask, HISTORY + 1)
+    low, high = begin + HISTORY, tl.minimum(start + TOKENS, stop)
+    rows = _rows((), x, start - HISTORY, HISTORY + STEP, begin, high, channels, mask, stride_x)
+    for token in range(start, high, STEP):
+        # The next rows are under way while these are convolved.
+        ahead = ()
+        for j in tl.static_range(HISTORY):
+            ahead = ahead + (rows[STEP + j],)  # type: ignore[assignment]  # noqa: RUF005
+        ahead = _rows(ahead, x, token + STEP, STEP, begin, high, channels, mask, stride_x)
+        _convolve(rows, taps, bias, out, token, low, high, channels, mask, C, HISTORY, HAS_BIAS)
+        rows = ahead
+    if (order >= 0) & (stop == high) & (stop >= low):
         _store_state(
-            x, conv_state, p_state, order, start + length, begin, continues, channels, c_mask, stride_x,
-            C, HISTORY, False, False,
+            x, conv_state, conv_state, order, stop, begin, False, channels, mask, stride_x, C, HISTORY, False, False
         )  # fmt: skip
 
 
-def causal_conv1d_triton(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch) -> Tensor:
-    """Triton kernel of ``causal_conv1d``. The batch's chunk table says which tokens form which sequence."""
-    chunks, (num_rows, num_channels), history = batch.chunks, x.shape, weight.shape[1] - 1
+def causal_conv1d_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    batch: Batch,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Triton kernel of ``causal_conv1d``. The batch's chunk table says which tokens form which sequence.
+
+    ``tile`` overrides the choice by ``TILES`` (tests and measurements).
+    """
+    chunks, (num_rows, num_channels), kernel = batch.chunks, x.shape, weight.shape[1]
     assert chunks is not None, "prefill sequences need a chunk table"
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous()
+    num_chunks = chunks.start.shape[0]
+    tile = tile or choose_tile(TILES, num_chunks * CHUNK_SIZE)
+    block = min(tile.channels, triton.next_power_of_2(num_channels))
     out = x.new_empty(x.shape)
-    _conv_kernel[(chunks.start.shape[0], triton.cdiv(num_channels, _BLOCK_C))](
+    _conv_kernel[(triton.cdiv(num_channels, block), chunks.max_seqs + num_chunks * (CHUNK_SIZE // tile.tokens))](
         x, weight, bias, out, conv_state,
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, chunks.first.shape[0] - 1, x.stride(0),
-        C=num_channels, HISTORY=history, BLOCK_C=_BLOCK_C, BLOCK_H=triton.next_power_of_2(history), CHUNK=CHUNK_SIZE,
-        HAS_BIAS=bias is not None, num_warps=4,
+        num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
+        C=num_channels, HISTORY=kernel - 1, BLOCK_C=block, TOKENS=tile.tokens, STEP=tile.step, CHUNK=CHUNK_SIZE,
+        HAS_BIAS=bias is not None, num_warps=tile.warps, maxnreg=tile.max_registers,
     )  # fmt: skip
     return out
 

@@ -5,11 +5,31 @@ Job: ``gated_rms_norm`` on the GPU. Owns: how many rows a program takes. Does no
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 2048
+from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.tile_table import choose_tile
+
+
+class Tile(NamedTuple):
+    """Elements of a program (as many whole rows as they hold), warps, and a limit on registers per thread.
+
+    A generous limit is for speed, not for memory: left alone, the compiler saves registers by reading the gate after
+    the reduction, and the program waits for memory twice.
+    """
+
+    elements: int
+    warps: int
+    max_registers: int | None
+
+
+# By number of rows (tokens times heads; 32 heads in Qwen3-Next), see benchmarks/kernels/rows.py. Few rows: small
+# programs spread over the multiprocessors. Many: several rows per thread share its addresses and its piece of weight.
+TILES = {2048: Tile(1024, 4, None), 1 << 30: Tile(2048, 4, 64)}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -18,23 +38,25 @@ def _gated_rms_norm_kernel(
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows of ``x [num_rows, V]``; row r's gate is head ``r % H`` of token ``r // H``."""
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_v = tl.arange(0, BLOCK_V)
     mask = (rows < num_rows)[:, None] & (o_v < V)[None, :]
-    inside = rows[:, None] * V + o_v[None, :]
-    b_x = tl.load(x + inside, mask=mask, other=0.0).to(tl.float32)
-    b_gate = tl.load(gate + (rows // H * stride_gate + rows % H * V)[:, None] + o_v[None, :], mask=mask, other=0.0)
-    b_gate = b_gate.to(tl.float32)
+    inside = rows.to(tl.int64)[:, None] * V + o_v[None, :]
+    gates = ((rows // H).to(tl.int64) * stride_gate + rows % H * V)[:, None] + o_v[None, :]
+    b_x = tl.load(x + inside, mask=mask, other=0.0)
+    b_gate = tl.load(gate + gates, mask=mask, other=0.0)
     b_weight = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+    b_x, b_gate = b_x.to(tl.float32), b_gate.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)
-    y = b_x * scale[:, None] * b_weight[None, :] * b_gate * tl.sigmoid(b_gate)
+    y = b_x * scale[:, None] * b_weight[None, :] * b_gate * sigmoid(b_gate)
     tl.store(out + inside, y.to(out.dtype.element_ty), mask=mask)
 
 
-def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, tile: Tile | None = None) -> Tensor:
     """Triton kernel of ``gated_rms_norm``.
 
     ``x`` is contiguous. A three-dimensional gate ``[T, HV, V]`` may be a slice of a wider projection (strided tokens).
+    ``tile`` overrides the choice by ``TILES`` (tests and measurements).
     """
     assert x.is_contiguous() and x.shape == gate.shape, f"x {tuple(x.shape)}, gate {tuple(gate.shape)}"
     width, num_heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
@@ -42,10 +64,11 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
     num_rows = x.numel() // width
     out = x.new_empty(x.shape)
     if num_rows:
+        tile = tile or choose_tile(TILES, num_rows)
         block_v = triton.next_power_of_2(width)
-        rows = max(1, _BLOCK_ELEMENTS // block_v)
+        rows = max(1, tile.elements // block_v)
         _gated_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, gate, weight, out, num_rows, gate.stride(0), eps,
-            H=num_heads, V=width, ROWS=rows, BLOCK_V=block_v, num_warps=4,
+            H=num_heads, V=width, ROWS=rows, BLOCK_V=block_v, num_warps=tile.warps, maxnreg=tile.max_registers,
         )  # fmt: skip
     return out

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
 
 
@@ -41,15 +42,6 @@ def choose_shape(num_programs: int) -> Shape:
     if num_programs <= 2 * MULTIPROCESSORS:
         return Shape(64, 4, True, None)
     return Shape(64, 4, False, 128)
-
-
-@triton.jit
-def _softplus(x):
-    """``log(1 + exp(x))``, accurate for very negative x too (W. Kahan's correction of log near 1)."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e
-    exact = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
-    return tl.where(x > 20.0, x, exact)
 
 
 @triton.jit
@@ -142,7 +134,7 @@ def _gdn_decode_kernel(
     tl.store(p_vectors + K + o_k, l2_normalize(b_k), mask=k_mask)
     tl.store(p_vectors + 2 * K + o_g, b_v, mask=g_mask)
     tl.store(p_vectors + 2 * K + GROUP * V + o_g, gate, mask=g_mask)
-    tl.store(p_vectors + 2 * K + 2 * GROUP * V + o_h, tl.exp(-rate * _softplus(b_a)), mask=h_mask)
+    tl.store(p_vectors + 2 * K + 2 * GROUP * V + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
     tl.store(p_vectors + 2 * K + 2 * GROUP * V + GROUP + o_h, tl.sigmoid(b_beta), mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
     p_copy = conv_state + checkpoint * C * (W - 1)

@@ -1,0 +1,63 @@
+"""The gates of Gated DeltaNet in one launch.
+
+Job: ``gdn_gates`` on the GPU. Owns: nothing. Does not know: the projection, or the rule.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.triton.elementwise import sigmoid, softplus
+from weft.ops.triton.tile_table import choose_tile
+
+
+class Tile(NamedTuple):
+    """Elements (as many whole tokens as they hold) and warps of a program."""
+
+    elements: int
+    warps: int
+
+
+# By number of tokens, see benchmarks/kernels/rows.py. A few values per thread; at most sizes the launch is the cost.
+TILES = {1 << 30: Tile(512, 4)}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gates_kernel(
+    a, b, A_log, dt_bias, g, beta, num_tokens, stride_a, stride_b,
+    HV: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Some tokens, all heads."""
+    tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    heads = tl.arange(0, BLOCK_H)[None, :]
+    mask = (tokens < num_tokens) & (heads < HV)
+    x = tl.load(a + tokens * stride_a + heads, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(b + tokens * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + heads, mask=heads < HV, other=0.0).to(tl.float32))
+    x += tl.load(dt_bias + heads, mask=heads < HV, other=0.0).to(tl.float32)
+    tl.store(g + tokens * HV + heads, -rate * softplus(x), mask=mask)
+    tl.store(beta + tokens * HV + heads, sigmoid(y), mask=mask)
+
+
+def gdn_gates_triton(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Triton kernel of ``gdn_gates``. ``tile`` overrides the choice by ``TILES`` (tests and measurements)."""
+    assert a.shape == b.shape and a.stride(1) == b.stride(1) == 1, f"a {tuple(a.shape)}, b {tuple(b.shape)}"
+    assert A_log.is_contiguous() and dt_bias.is_contiguous()
+    num_tokens, num_heads = a.shape
+    g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
+    if num_tokens:
+        tile = tile or choose_tile(TILES, num_tokens)
+        block_h = triton.next_power_of_2(num_heads)
+        tokens = max(1, tile.elements // block_h)
+        _gates_kernel[(triton.cdiv(num_tokens, tokens),)](
+            a, b, A_log, dt_bias, g, beta, num_tokens, a.stride(0), b.stride(0),
+            HV=num_heads, TOKENS=tokens, BLOCK_H=block_h, num_warps=tile.warps,
+        )  # fmt: skip
+    return g, beta
