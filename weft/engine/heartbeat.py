@@ -84,7 +84,8 @@ class Pulse:
         """See whether the process moves without a beat; for a caller that looks about once a second."""
         try:
             used = processor_s(pid)
-            moves = used != self._processor_s or _waits_for_processor(pid)
+            is_quiet = time.monotonic() - self._read()[0] > 4 * BEAT_S  # else there is no need to ask every thread
+            moves = used != self._processor_s or (is_quiet and _waits_for_processor(pid))
         except OSError:  # it has ended, which is for others to notice
             return
         if moves:
