@@ -120,7 +120,7 @@ class EngineConfig:
     # graphs
     enforce_eager: bool = _option("bool", False, "run without CUDA graphs")
     cuda_graph_mode: str = _option(
-        "text", None, "which batches run as graphs; default: FULL_DECODE_ONLY on a GPU, NONE on the CPU (where any "
+        "text", None, "which batches run as graphs; default: FULL on a GPU, NONE on the CPU (where any "
         "other mode replays recorded operations, to test what a graph would do)",
         choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
     )  # fmt: skip

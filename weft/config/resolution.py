@@ -134,6 +134,11 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: Model
         raise ConfigError(f"enforce_eager=True contradicts cuda_graph_mode={mode!r}; leave one of them out")
     if values["enforce_eager"] and pieces:
         raise ConfigError("enforce_eager=True contradicts enable_piecewise_cuda_graph=True; leave one of them out")
+    if values["device"] == "cuda" and values["backend"] == "torch" and (pieces or mode not in (None, "NONE")):
+        raise ConfigError(
+            "backend='torch' reads sizes on the host, which no CUDA graph can; leave the graph settings out, or use "
+            "backend='triton'"
+        )
     if pieces and mode not in (None, *_MODES_WITH_PIECES):
         raise ConfigError(
             f"enable_piecewise_cuda_graph=True contradicts cuda_graph_mode={mode!r}; leave it out, or use "
@@ -212,7 +217,11 @@ def _default_graph_mode(values: dict[str, Any]) -> tuple[str, str]:
         return "PIECEWISE" if on_cpu else "FULL_AND_PIECEWISE", "enable_piecewise_cuda_graph"
     if values["enforce_eager"]:
         return "NONE", "enforce_eager"
-    return ("NONE", "the CPU has no graphs") if on_cpu else ("FULL_DECODE_ONLY", "default on cuda")
+    if on_cpu:
+        return "NONE", "the CPU has no graphs"
+    if values["backend"] == "torch":
+        return "NONE", "torch's operations read sizes on the host"
+    return "FULL", "default on cuda"
 
 
 def _refuse_without_effect(values: dict[str, Any], names: tuple[str, ...], without_effect: bool) -> None:
