@@ -10,6 +10,7 @@ Without a GPU everything is rehearsed on tiny shapes under the interpreter.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -311,6 +312,8 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
         f"{'size':16} {'rows':>7} {'inner':>5} {'T':>4} {'library':>9} {'kernel':>9} {'floor':>8} {'share':>6} "
         f"{'error':>9}  us"
     )
+    gc.collect()
+    gc.freeze()  # a capture may collect garbage; nothing that exists now needs to be looked at each time
     rows = []
     for size in sizes:
         bench = Bench(size)
