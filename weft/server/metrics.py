@@ -6,6 +6,7 @@ and Weft's own (``weft:…``). Owns: the registry. Does not know: routes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Any]:
         service = self._service
         yield _gauge("weft:engine_up", "1 while the engine takes requests", float(service.unhealthy_reason is None))
+        yield _gauge("weft:event_loop_tasks", "tasks of the server's event loop", len(asyncio.all_tasks()))
         yield _counter("weft:engine_restarts", "engines started after one had died", service.num_restarts)
         engine = service.open_engine
         if engine is None:
