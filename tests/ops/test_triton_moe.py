@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
+from weft.ops.triton import moe_sum
 from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
 from weft.ops.triton.router import topk_router_triton
 
@@ -99,6 +100,24 @@ def test_shared_expert_is_gated_and_added() -> None:
     plain = fused_moe_triton(x, gate_up, down, weights, ids)
     out = fused_moe_triton(x, gate_up, down, weights, ids, shared=shared, shared_gate=logits[:, 8:])
     torch.testing.assert_close(out, plain + torch.sigmoid(logits[:, 8:]) * shared)
+
+
+@pytest.mark.parametrize("tile", [*moe_sum.TILES.values(), moe_sum.Tile(32, 1, None)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_sum_of_experts(tile: moe_sum.Tile, dtype: torch.dtype, with_shared: bool) -> None:
+    """Outputs of pairs without an expert may be anything, and no tile changes a bit."""
+    weights, ids = routing(7, 5, 3, 1)
+    ids[2, 1] = -1
+    partial, shared = (torch.randn(n, 100, device=DEVICE).to(dtype) for n in (21, 7))
+    partial[(ids < 0).flatten()] = torch.nan
+    logits = torch.randn(7, 3, device=DEVICE).to(dtype)[:, 1:2]
+    extra = (shared, logits) if with_shared else (None, None)
+    out = moe_sum.sum_experts(partial, weights, ids, *extra, tile=tile)
+    want = (partial.nan_to_num().double().view(7, 3, -1) * weights.double().unsqueeze(-1)).sum(1)
+    want += (torch.sigmoid(logits.double()) * shared.double()) if with_shared else 0.0
+    assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
+    assert torch.equal(out, moe_sum.sum_experts(partial, weights, ids, *extra))
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 2), (7, 60, 4), (3, 512, 10)])

@@ -11,6 +11,8 @@ from weft.ops.qk_norm_rope import qk_norm_rope_reference
 from weft.ops.triton.activation import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.triton.norm import rms_norm_triton
 from weft.ops.triton.pages import PageCopier, store_kv_triton
+from weft.ops.triton.qk_norm_rope import TILES as ROPE_TILES
+from weft.ops.triton.qk_norm_rope import Tile as RopeTile
 from weft.ops.triton.qk_norm_rope import qk_norm_rope_triton
 
 ON_GPU = DEVICE == "cuda"
@@ -55,17 +57,17 @@ def test_gates(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 # tokens, query heads, key heads, head dim, rotary dim, gated, norm, zero-centred
+RopeCase = tuple[int, int, int, int, int, bool, bool, bool]
 ROPE = [
     (3, 4, 2, 16, 16, False, True, False),
     (5, 6, 2, 24, 8, True, True, True),
     (1, 5, 1, 64, 64, False, False, False),
     (2, 16, 2, 256, 64, True, True, True),
+    (7, 3, 3, 24, 24, False, True, True),
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ROPE)
-def test_qk_norm_rope(dtype: torch.dtype, case: tuple[int, int, int, int, int, bool, bool, bool]) -> None:
+def check_qk_norm_rope(dtype: torch.dtype, case: RopeCase, tile: RopeTile | None) -> None:
     tokens, hq, hkv, dim, rotary_dim, gated, norm, zero_centered = case
     qkv = torch.randn(tokens, (hq * (1 + gated) + 2 * hkv) * dim, device=DEVICE).to(dtype)
     q_norm, k_norm = (torch.randn(dim, device=DEVICE).to(dtype) if norm else None for _ in range(2))
@@ -74,11 +76,10 @@ def test_qk_norm_rope(dtype: torch.dtype, case: tuple[int, int, int, int, int, b
     caches = [torch.full((5, 4, hkv, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
     want_caches = [cache.double() for cache in caches]
     sizes = {"num_heads": hq, "num_kv_heads": hkv, "head_dim": dim, "gated": gated}
-    q, gate = qk_norm_rope_triton(qkv, q_norm, k_norm, 1e-6, zero_centered, cos_sin, positions, *caches, slots, **sizes)
+    given = (zero_centered, cos_sin, positions)
+    q, gate = qk_norm_rope_triton(qkv, q_norm, k_norm, 1e-6, *given, *caches, slots, **sizes, tile=tile)
     doubles = [None if t is None else t.double() for t in (q_norm, k_norm)]
-    want, want_gate = qk_norm_rope_reference(
-        qkv.double(), *doubles, 1e-6, zero_centered, cos_sin, positions, *want_caches, slots, **sizes
-    )
+    want, want_gate = qk_norm_rope_reference(qkv.double(), *doubles, 1e-6, *given, *want_caches, slots, **sizes)
     scale = want.abs().max()
     assert (q.double() - want).abs().max() < TOLERANCE[dtype] * scale
     assert (caches[0].double() - want_caches[0]).abs().max() < TOLERANCE[dtype] * want_caches[0].abs().max()
@@ -86,6 +87,19 @@ def test_qk_norm_rope(dtype: torch.dtype, case: tuple[int, int, int, int, int, b
     assert (gate is None) == (want_gate is None) == (not gated)
     if gate is not None and want_gate is not None:
         assert torch.equal(gate.double(), want_gate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ROPE)
+def test_qk_norm_rope(dtype: torch.dtype, case: RopeCase) -> None:
+    check_qk_norm_rope(dtype, case, None)
+
+
+@pytest.mark.parametrize("tile", [*ROPE_TILES.values(), RopeTile(4, 2, 1, None)])
+@pytest.mark.parametrize("case", [(9, 5, 3, 24, 8, False, True, False), (9, 6, 2, 128, 128, False, True, True)])
+def test_qk_norm_rope_tiles(case: RopeCase, tile: RopeTile) -> None:
+    """Tokens and heads that fill no program, and programs with more query heads than key heads."""
+    check_qk_norm_rope(torch.float32, case, tile)
 
 
 def test_store_kv() -> None:

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.moe_sum import sum_experts
+
 _UNGROUPED_TOKENS = 3
 """Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
 
@@ -249,26 +251,6 @@ def _down_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def _sum_kernel(
-    partial, weights, ids, shared, shared_gate, out, stride_shared, stride_gate, stride_out,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < HIDDEN
-    acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        routed = tl.load(ids + pair) >= 0
-        value = tl.load(partial + pair * HIDDEN + columns, mask=inside & routed, other=0.0).to(tl.float32)
-        acc += value * tl.where(routed, tl.load(weights + pair).to(tl.float32), 0.0)
-    if SHARED:
-        gate = tl.sigmoid(tl.load(shared_gate + token * stride_gate).to(tl.float32))
-        acc += gate * tl.load(shared + token * stride_shared + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * stride_out + columns, acc.to(out.dtype.element_ty), mask=inside)
-
-
 def moe_tiles(num_pairs: int, num_experts: int, element_size: int) -> Tiles:
     """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert.
 
@@ -309,7 +291,6 @@ def fused_moe_triton(
     _num_experts, hidden_size, width = down.shape
     hidden = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
     partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     tile = tiles.up
     _up_kernel[(triton.cdiv(width, tile.columns), num_blocks)](
@@ -325,8 +306,7 @@ def fused_moe_triton(
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
         num_warps=tile.warps,
     )  # fmt: skip
-    _sum(partial, weights, ids, shared, shared_gate, out)
-    return out
+    return sum_experts(partial, weights, ids, shared, shared_gate)
 
 
 def _power(size: int) -> int:
@@ -360,16 +340,3 @@ def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...]
     )  # fmt: skip
     _place_kernel[grid](ids, ranks, first_place, pairs, num_pairs, BLOCK=_PAIRS, num_warps=4)
     return (pairs, first_place, block_expert, block_first, num_blocks), max_blocks
-
-
-def _sum(
-    partial: Tensor, weights: Tensor, ids: Tensor, shared: Tensor | None, shared_gate: Tensor | None, out: Tensor
-) -> None:
-    assert (shared is None) == (shared_gate is None), "a shared expert comes with its gate"
-    num_tokens, hidden_size = out.shape
-    block = min(1024, triton.next_power_of_2(hidden_size))
-    extra, gate = partial if shared is None else shared, partial if shared_gate is None else shared_gate
-    _sum_kernel[(triton.cdiv(hidden_size, block), num_tokens)](
-        partial, weights, ids, extra, gate, out, extra.stride(0), gate.stride(0), out.stride(0),
-        HIDDEN=hidden_size, TOP_K=ids.shape[1], SHARED=shared is not None, BLOCK=block, num_warps=4,
-    )  # fmt: skip

@@ -1,12 +1,15 @@
 """Head norms, rotary embedding and the KV store in one launch.
 
-Job: ``qk_norm_rope`` on the GPU. Owns: nothing. Does not know: the projection, or attention.
+Job: ``qk_norm_rope`` on the GPU. Owns: how many heads of how many tokens a program takes. Does not know: the
+projection, or attention.
 
-A program takes a few heads of one token: query heads go to the output, key heads to their page, and the program of a
+A program takes some heads of some tokens: query heads go to the output, key heads to their page, and the program of a
 key head stores the value head beside it. Arithmetic is float32 from the projection's output to the one rounding.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,68 +17,130 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.qkv_split import split_qkv
+from weft.ops.triton.tile_table import choose_tile
+
+
+class Tile(NamedTuple):
+    """Tokens and heads of a program (heads of 128 dimensions; fewer if wider), warps, and a limit on registers."""
+
+    tokens: int
+    heads: int
+    warps: int
+    max_registers: int | None
+
+
+# By number of tokens, see benchmarks/kernels/rows.py. Few tokens: many small programs, each with little to wait for.
+# Many: more heads per program, which share their token's angles.
+TILES = {64: Tile(1, 4, 1, None), 1 << 30: Tile(2, 8, 4, 96)}
 
 
 @triton.jit
-def _normed(
-    row, heads, dims, in_heads, weight, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    partner,
+def _scale(weight, columns, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """What the norm multiplies some columns by, ``[1, BLOCK]``."""
+    scale = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if ZERO_CENTERED:
+        scale += 1.0
+    return scale
+
+
+@triton.jit
+def _turn_halves(
+    p_from, p_to, p_angles, mask, weight, eps,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token, and for each dimension the one it is rotated with; both normalised."""
-    mask = in_heads[:, None] & (dims < HEAD_DIM)[None, :]
-    x = tl.load(row + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(row + heads[:, None] * HEAD_DIM + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    """Normalise heads and turn their halves with one another.
+
+    ``p_from``, ``p_to``, ``p_angles``: ``[ROWS]`` pointers to each head and to its token's cosines and sines.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    columns = tl.arange(0, BLOCK)
+    inside = mask[:, None] & (columns < HALF)[None, :]
+    p_from, p_to = p_from[:, None] + columns[None, :], p_to[:, None] + columns[None, :]
+    p_angles = p_angles[:, None] + columns[None, :]
+    x = tl.load(p_from, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(p_from + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(p_angles, mask=inside, other=1.0)
+    sin = tl.load(p_angles + HALF, mask=inside, other=0.0)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
+        x = x * inverse * _scale(weight, columns, HALF, ZERO_CENTERED)
+        y = y * inverse * _scale(weight + HALF, columns, HALF, ZERO_CENTERED)
+    tl.store(p_to, (x * cos - y * sin).to(p_to.dtype.element_ty), mask=inside)
+    tl.store(p_to + HALF, (y * cos + x * sin).to(p_to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turn_part(
+    p_from, p_to, p_angles, mask, weight, eps,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``_turn_halves`` where only the first ``ROTARY_DIM`` dimensions turn: those read their partner as well."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    columns = tl.arange(0, BLOCK)
+    inside = mask[:, None] & (columns < HEAD_DIM)[None, :]
+    turns = mask[:, None] & (columns < ROTARY_DIM)[None, :]
+    partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
+    p_angles = p_angles[:, None] + (columns % HALF)[None, :]
+    x = tl.load(p_from[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(p_from[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
+    cos = tl.load(p_angles, mask=turns, other=1.0)
+    sin = tl.load(p_angles + HALF, mask=turns, other=0.0)
     if NORM:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-        x_scale = tl.load(weight + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-        y_scale = tl.load(weight + partner, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            x_scale += 1.0
-            y_scale += 1.0
-        x = x * inverse * x_scale[None, :]
-        y = y * inverse * y_scale[None, :]
-    return x, y
+        x = x * inverse * _scale(weight, columns, HEAD_DIM, ZERO_CENTERED)
+        y = y * inverse * _scale(weight, tl.where(columns < ROTARY_DIM, partner, 0), HEAD_DIM, ZERO_CENTERED)
+    x = x * cos + y * tl.where((columns < HALF)[None, :], -sin, sin)
+    tl.store(p_to[:, None] + columns[None, :], x.to(p_to.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
-def _qk_norm_rope_kernel(
-    q, k, v, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, stride_qkv,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr,
+@triton.jit
+def _norm_rope(
+    p_from, p_to, p_angles, mask, weight, eps,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    HALF: tl.constexpr = ROTARY_DIM // 2
-    dims = tl.arange(0, BLOCK_D)
-    rotated = dims < ROTARY_DIM
-    partner = tl.where(rotated, tl.where(dims < HALF, dims + HALF, dims - HALF), dims)
-    angle = cos_sin + tl.load(positions + token) * ROTARY_DIM + dims % HALF
-    cos = tl.load(angle, mask=rotated, other=1.0)
-    sin = tl.load(angle + HALF, mask=rotated, other=0.0)
-    sin = tl.where(dims < HALF, -sin, sin)
-    if program < Q_PROGRAMS:
-        heads = program * HEADS + tl.arange(0, HEADS)
-        in_heads = heads < NUM_HEADS
-        x, y = _normed(
-            q + token * stride_qkv, heads, dims, in_heads, q_norm, eps, HEAD_DIM, NORM, ZERO_CENTERED, partner
-        )
-        x = x * cos[None, :] + y * sin[None, :]
-        mask = in_heads[:, None] & (dims < HEAD_DIM)[None, :]
-        offsets = (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(q_out + offsets, x.to(q_out.dtype.element_ty), mask=mask)
+    if ROTARY_DIM == HEAD_DIM:
+        _turn_halves(p_from, p_to, p_angles, mask, weight, eps, HEAD_DIM, NORM, ZERO_CENTERED, BLOCK_D // 2)
     else:
-        heads = (program - Q_PROGRAMS) * HEADS + tl.arange(0, HEADS)
-        in_heads = heads < NUM_KV_HEADS
-        x, y = _normed(
-            k + token * stride_qkv, heads, dims, in_heads, k_norm, eps, HEAD_DIM, NORM, ZERO_CENTERED, partner
-        )
-        x = x * cos[None, :] + y * sin[None, :]
-        mask = in_heads[:, None] & (dims < HEAD_DIM)[None, :]
-        offsets = (tl.load(slot_mapping + token) * NUM_KV_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(k_cache + offsets, x.to(k_cache.dtype.element_ty), mask=mask)
-        values = tl.load(v + token * stride_qkv + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-        tl.store(v_cache + offsets, values.to(v_cache.dtype.element_ty), mask=mask)
+        _turn_part(p_from, p_to, p_angles, mask, weight, eps, HEAD_DIM, ROTARY_DIM, NORM, ZERO_CENTERED, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _qk_norm_rope_kernel(
+    q, k, v, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, stride_qkv,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``HEADS`` query heads or ``KV_HEADS`` key and value heads of ``TOKENS`` tokens, as rows."""
+    program = tl.program_id(0)
+    if program < Q_PROGRAMS:
+        row = tl.arange(0, TOKENS * HEADS)
+        tokens = (tl.program_id(1) * TOKENS + row // HEADS).to(tl.int64)
+        heads = program * HEADS + row % HEADS
+        mask = (tokens < num_tokens) & (heads < NUM_HEADS)
+        p_angles = cos_sin + tl.load(positions + tokens, mask=mask, other=0) * ROTARY_DIM
+        _norm_rope(
+            q + tokens * stride_qkv + heads * HEAD_DIM, q_out + (tokens * NUM_HEADS + heads) * HEAD_DIM, p_angles,
+            mask, q_norm, eps, HEAD_DIM, ROTARY_DIM, NORM, ZERO_CENTERED, BLOCK_D,
+        )  # fmt: skip
+        return
+    row = tl.arange(0, TOKENS * KV_HEADS)
+    tokens = (tl.program_id(1) * TOKENS + row // KV_HEADS).to(tl.int64)
+    heads = (program - Q_PROGRAMS) * KV_HEADS + row % KV_HEADS
+    mask = (tokens < num_tokens) & (heads < NUM_KV_HEADS)
+    p_angles = cos_sin + tl.load(positions + tokens, mask=mask, other=0) * ROTARY_DIM
+    inside = tokens * stride_qkv + heads * HEAD_DIM
+    stored = (tl.load(slot_mapping + tokens, mask=mask, other=0) * NUM_KV_HEADS + heads) * HEAD_DIM
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    inner = mask[:, None] & (dims < HEAD_DIM)
+    values = tl.load((v + inside)[:, None] + dims, mask=inner, other=0.0)
+    _norm_rope(
+        k + inside, k_cache + stored, p_angles, mask, k_norm, eps,
+        HEAD_DIM, ROTARY_DIM, NORM, ZERO_CENTERED, BLOCK_D,
+    )  # fmt: skip
+    tl.store((v_cache + stored)[:, None] + dims, values.to(v_cache.dtype.element_ty), mask=inner)
 
 
 def qk_norm_rope_triton(
@@ -94,20 +159,24 @@ def qk_norm_rope_triton(
     num_kv_heads: int,
     head_dim: int,
     gated: bool,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``qk_norm_rope`` of ``weft/ops/qk_norm_rope.py``."""
+    """``qk_norm_rope`` of ``weft/ops/qk_norm_rope.py``. ``tile`` overrides that of ``TILES``."""
     assert (q_norm is None) == (k_norm is None) and qkv.stride(1) == 1
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()
     q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)
     q_out = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
+    tile = tile or choose_tile(TILES, num_tokens)
     block_d = triton.next_power_of_2(head_dim)
-    heads = max(1, 512 // block_d)
+    heads = max(1, tile.heads * 128 // block_d)
+    heads, kv_heads = (min(heads, triton.next_power_of_2(count)) for count in (num_heads, num_kv_heads))
     q_programs = triton.cdiv(num_heads, heads)
-    _qk_norm_rope_kernel[(q_programs + triton.cdiv(num_kv_heads, heads), qkv.shape[0])](
+    _qk_norm_rope_kernel[(q_programs + triton.cdiv(num_kv_heads, kv_heads), triton.cdiv(num_tokens, tile.tokens))](
         q, k, v, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
-        cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, qkv.stride(0),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin.shape[1],
-        NORM=q_norm is not None, ZERO_CENTERED=zero_centered, HEADS=heads, Q_PROGRAMS=q_programs,
-        BLOCK_D=block_d, num_warps=2,
+        cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, qkv.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
+        NORM=q_norm is not None, ZERO_CENTERED=zero_centered, TOKENS=tile.tokens, HEADS=heads, KV_HEADS=kv_heads,
+        Q_PROGRAMS=q_programs, BLOCK_D=block_d, num_warps=tile.warps, maxnreg=tile.max_registers,
     )  # fmt: skip
     return q_out, gate

@@ -1,0 +1,86 @@
+"""The last step of a mixture of experts: each token's weighted sum over its experts, and the gated shared expert.
+
+Job: one launch that reads every expert's output once. Owns: the order of the sum (that of the token's experts).
+Does not know: routing, or how the outputs came about.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.tile_table import choose_tile
+
+
+class Tile(NamedTuple):
+    """Columns of one token per program, warps, and a limit on registers per thread.
+
+    A generous limit is for speed: left alone, the compiler reads the experts' outputs a few at a time.
+    """
+
+    columns: int
+    warps: int
+    max_registers: int | None
+
+
+# By number of tokens, see benchmarks/kernels/rows.py. Few tokens: narrow programs spread over the multiprocessors.
+TILES = {64: Tile(256, 1, None), 1 << 30: Tile(1024, 4, 96)}
+
+
+@triton.jit
+def _sum_kernel(
+    partial, weights, ids, shared, shared_gate, out, stride_shared, stride_gate, stride_out,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one token. Pairs without an expert (id -1) have no output: theirs is never read."""
+    token = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    routed = ()
+    for place in tl.static_range(TOP_K):  # all before the outputs, whose addresses wait for them
+        routed = routed + (tl.load(ids + token * TOP_K + place) >= 0,)  # type: ignore[assignment]  # noqa: RUF005
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        value = tl.load(partial + pair * HIDDEN + columns, mask=inside & routed[place], other=0.0).to(tl.float32)
+        acc += value * tl.where(routed[place], tl.load(weights + pair).to(tl.float32), 0.0)
+    if SHARED:
+        gate = sigmoid(tl.load(shared_gate + token * stride_gate).to(tl.float32))
+        acc += gate * tl.load(shared + token * stride_shared + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * stride_out + columns, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_experts(
+    partial: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``y[t] = sum_j weights[t, j] * partial[t, j]  (+ sigmoid(shared_gate[t]) * shared[t])``, ``[T, H]``.
+
+    Args:
+        partial: ``[T * top_k, H]``, the experts' outputs; rows of pairs without an expert are not read.
+        weights, ids: ``[T, top_k]``; id -1 is no expert.
+        shared, shared_gate: ``[T, H]`` and ``[T, 1]``, or both None.
+        tile: overrides the choice by ``TILES`` (tests and measurements).
+    """
+    assert (shared is None) == (shared_gate is None), "a shared expert comes with its gate"
+    (num_tokens, top_k), hidden_size = ids.shape, partial.shape[1]
+    out = torch.empty((num_tokens, hidden_size), dtype=partial.dtype, device=partial.device)
+    tile = tile or choose_tile(TILES, num_tokens)
+    block = min(tile.columns, triton.next_power_of_2(hidden_size))
+    extra, gate = partial if shared is None else shared, partial if shared_gate is None else shared_gate
+    _sum_kernel[(triton.cdiv(hidden_size, block), num_tokens)](
+        partial, weights, ids, extra, gate, out, extra.stride(0), gate.stride(0), out.stride(0),
+        HIDDEN=hidden_size, TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
+        num_warps=tile.warps, maxnreg=tile.max_registers,
+    )  # fmt: skip
+    return out
