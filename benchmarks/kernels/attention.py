@@ -1,6 +1,7 @@
 """Paged attention on the GPU: every tile checked against float64, then timed beside the floor.
 
-Usage: ``python -m benchmarks.kernels.attention [--decode-only]``; without a GPU it rehearses on tiny shapes under the interpreter.
+Usage: ``python -m benchmarks.kernels.attention [--decode-only]``; without a GPU it rehearses on tiny shapes under the
+interpreter.
 """
 
 from __future__ import annotations
@@ -19,14 +20,9 @@ if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention import (
-    Tile,
-    decode_tile,
-    launch_decode,
-    launch_prefill,
-    prefill_tile,
-    split_size,
-)
+from weft.ops.triton.attention_decode import decode_tile, launch_decode, split_size
+from weft.ops.triton.attention_prefill import launch_prefill, prefill_tile
+from weft.ops.triton.attention_tiles import Tile
 
 PAGE = 16
 MODELS = {"A": (16, 8, 128), "B": (16, 2, 256)}

@@ -14,7 +14,8 @@ from weft.forward_context import Batch
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
-from weft.ops.triton.attention import Tile, launch_decode  # isort: skip
+from weft.ops.triton.attention_decode import launch_decode  # isort: skip
+from weft.ops.triton.attention_tiles import Tile  # isort: skip
 
 ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}

@@ -1,0 +1,266 @@
+"""Paged attention of sequences with one query token, split over the keys.
+
+Job: the decode kernel and the merge of its splits. Owns: the size of a split, tile shapes, grids. Does not know:
+layers, or who filled the pages.
+
+The query heads that share a key head stand together as rows of one tile, so each key is read once per group. Keys are
+cut into splits of a size that depends on the width of the page table alone, so under one width a row's result does not
+depend on its neighbours; a second kernel merges the splits' partial results by their log-sum-exp (Flash-Decoding). The
+partial results take ``num_seqs * max_splits * Hq * (D + 1)`` floats of workspace.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.triton.attention_tiles import (
+    LOG2E,
+    METADATA,
+    Tile,
+    accumulate,
+    check_layout,
+    load_keys_values,
+    precision,
+)
+
+_SHORT_SPLIT, _LONG_SPLIT = 256, 1024
+_SHORT_TABLE = 32768
+"""Page tables of up to so many tokens have short splits; longer ones would need much workspace."""
+
+_FEW_PROGRAMS, _MANY_PROGRAMS = 2048, 8192
+"""Programs that the decode grid aims at, for few and for many sequences: idle ones cost more where few work."""
+
+_MIXTURE_PROGRAMS, _MIXTURE_MERGES = 1024, 32
+"""Programs of the decode kernel, and sequences that are merged at once, in a graph that may hold no decode at all."""
+
+_FEW_SEQUENCES = 64
+"""Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
+
+_MANY_SEQUENCES = 256
+"""Sequences times key heads that fill the device without being split."""
+
+
+@triton.jit
+def _decode_sequence(
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+    scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Every ``step``-th split of one sequence and key head, if the sequence has one query token."""
+    row = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - row
+    kv_len = tl.load(seq_lens + seq)
+    heads = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    head_ids = kv_head * GROUP + heads
+    mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
+    if query_len == 1:
+        num_splits = tl.cdiv(kv_len, SPLIT)
+        if first_split < num_splits:
+            queries = tl.load(q + row.to(tl.int64) * stride_q + offsets, mask=mask, other=0.0)
+            table = page_table + seq.to(tl.int64) * stride_table
+            k_head = k_cache + kv_head * HEAD_DIM
+            v_head = v_cache + kv_head * HEAD_DIM
+            for split in range(first_split, num_splits, step):
+                acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+                row_sum = tl.zeros([ROWS], dtype=tl.float32)
+                row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+                end = tl.minimum(kv_len, split * SPLIT + SPLIT)
+                ahead = split * SPLIT + tl.arange(0, KEYS)
+                next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
+                for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
+                    tokens = start + tl.arange(0, KEYS)
+                    valid = tokens < end
+                    if AHEAD:
+                        page = next_page
+                        ahead = tokens + KEYS
+                        next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                    else:
+                        page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
+                    k, v = load_keys_values(
+                        k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
+                    )
+                    acc, row_sum, row_max = accumulate(
+                        acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
+                    )
+                acc = acc / row_sum[:, None]
+                if num_splits == 1:
+                    result = acc.to(out.dtype.element_ty)
+                    tl.store(out + row.to(tl.int64) * stride_out + offsets, result, mask=mask)
+                else:
+                    place = (seq.to(tl.int64) * max_splits + split) * NUM_HEADS + head_ids
+                    tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=heads < GROUP)
+                    tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA
+)
+def _decode_kernel(
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse, counts,
+    scale_log2, num_rows, num_seqs, max_splits,
+    stride_q, stride_out, stride_slot, stride_table,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
+    MIXTURE: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    if MIXTURE:
+        # The programs are dealt out to as many sequences as decode; prefills and padding rows are the other kernel's.
+        num_decodes = tl.load(counts + 2)
+        if num_decodes > 0:
+            step = tl.maximum(1, tl.num_programs(1) // num_decodes)
+            first_split = tl.program_id(1) % step
+            seqs_at_once = tl.num_programs(1) // step
+            first_seq = tl.program_id(1) // step
+            if first_seq < seqs_at_once:
+                seq = first_seq
+                while seq < num_decodes:
+                    _decode_sequence(
+                        q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+                        scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table,
+                        kv_head, seq, first_split, step,
+                        HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
+                    )  # fmt: skip
+                    seq += seqs_at_once
+    else:
+        if SPLITS_LAST:
+            seq = tl.program_id(1)
+            first_split = tl.program_id(2)
+            step = tl.num_programs(2)
+        else:
+            first_split = tl.program_id(1)
+            seq = tl.program_id(2)
+            step = tl.num_programs(1)
+        if (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
+            dims = tl.arange(0, BLOCK_D)
+            heads = tl.arange(0, ROWS)
+            offsets = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+            zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
+            mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
+        _decode_sequence(
+            q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+            scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
+            HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, head, seq,
+    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The splits of one sequence and query head, in order, if it decodes and has several."""
+    row = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - row
+    kv_len = tl.load(seq_lens + seq)
+    num_splits = tl.cdiv(kv_len, SPLIT)
+    if (query_len == 1) & (num_splits > 1):
+        dims = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+        weight_sum = 0.0
+        largest = float("-inf")
+        for start in range(0, num_splits, SPLITS):
+            splits = start + tl.arange(0, SPLITS)
+            valid = splits < num_splits
+            place = (seq.to(tl.int64) * max_splits + splits) * NUM_HEADS + head
+            lse = tl.load(partial_lse + place, mask=valid, other=float("-inf"))
+            mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+            values = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+            new_largest = tl.maximum(largest, tl.max(lse, 0))
+            shrink = tl.exp2(largest - new_largest)
+            weights = tl.exp2(lse - new_largest)
+            acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+            weight_sum = weight_sum * shrink + tl.sum(weights, 0)
+            largest = new_largest
+        result = (acc / weight_sum).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * stride_out + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q", "counts"]
+)
+def _merge_kernel(
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits, stride_out,
+    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    MIXTURE: tl.constexpr,
+):  # fmt: skip
+    if MIXTURE:
+        num_seqs = tl.load(counts + 2)
+    seq = tl.program_id(1)
+    while seq < num_seqs:
+        _merge(
+            out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, tl.program_id(0), seq,
+            HEAD_DIM, NUM_HEADS, SPLIT, SPLITS, BLOCK_D,
+        )  # fmt: skip
+        seq += tl.num_programs(1)
+
+
+def split_size(table_tokens: int) -> int:
+    """Tokens per split of the decode kernel, for a page table that holds so many tokens."""
+    return _SHORT_SPLIT if table_tokens <= _SHORT_TABLE else _LONG_SPLIT
+
+
+def decode_tile(num_seqs: int, num_kv_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
+    """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
+    keys = max(16, min(64, 32768 // (triton.next_power_of_2(head_dim) * element_size)))
+    rows, work = max(16, triton.next_power_of_2(group)), num_seqs * num_kv_heads
+    if element_size == 4:
+        return Tile(rows, keys, warps=4, stages=2, ahead=False)
+    if work < _FEW_SEQUENCES:
+        return Tile(rows, keys, warps=4, stages=3, ahead=True)
+    if head_dim <= 128:  # a third stage fits beside a second program; in between, more and smaller programs pay
+        return Tile(rows, 32, 2, 3, True) if work <= _MANY_SEQUENCES else Tile(rows, keys, 4, 3, False)
+    return Tile(rows, keys, warps=4, stages=2, ahead=False)
+
+
+def launch_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
+    *, split: int | None = None, aim: int | None = None,
+) -> None:  # fmt: skip
+    """Sequences with one query token, and padding rows below the number of sequences, with a given tile."""
+    check_layout(q, k_cache, v_cache, out)
+    num_rows, num_heads, head_dim = q.shape
+    num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
+    table_tokens = batch.page_table.shape[1] * page_size
+    split = split_size(table_tokens) if split is None else split
+    max_splits = max(1, triton.cdiv(table_tokens, split))
+    splits_last = num_seqs * num_kv_heads <= _MANY_SEQUENCES
+    aim = (_FEW_PROGRAMS if splits_last else _MANY_PROGRAMS) if aim is None else aim
+    programs = min(max_splits, triton.next_power_of_2(triton.cdiv(aim, num_seqs * num_kv_heads)))
+    mixture = batch.mixture
+    counts = batch.seq_lens if mixture is None else mixture.counts
+    merges = max_splits > 1
+    shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
+    partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits together.
+    grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
+    if mixture is not None:
+        grid = (num_kv_heads, triton.cdiv(_MIXTURE_PROGRAMS, num_kv_heads), 1)
+    _decode_kernel[grid](
+        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
+        counts, scale * LOG2E, num_rows, num_seqs, max_splits,
+        q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
+        HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
+        SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
+        PRECISION=precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
+        MIXTURE=mixture is not None, num_warps=tile.warps,
+    )  # fmt: skip
+    if merges:
+        at_once = num_seqs if mixture is None else min(num_seqs, _MIXTURE_MERGES)
+        _merge_kernel[(num_heads, at_once)](
+            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, out.stride(0),
+            HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d,
+            MIXTURE=mixture is not None, num_warps=2,
+        )  # fmt: skip

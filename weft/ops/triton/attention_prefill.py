@@ -1,0 +1,164 @@
+"""Paged attention of sequences with several query tokens, and zeros for padding rows.
+
+Job: the flash-style prefill kernel. Owns: tile shapes and the order of blocks. Does not know: layers, or who filled the
+pages.
+
+The query heads that share a key head stand together as rows of one tile (``row = token * group + head``), so each key
+is read once per group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.triton.attention_tiles import (
+    LOG2E,
+    METADATA,
+    Tile,
+    accumulate,
+    check_layout,
+    load_keys_values,
+    precision,
+)
+
+_LONG_ROWS = 131072
+"""From so many (token, head) rows on, larger tiles pay for heads of up to 128."""
+
+_SHORT_ROWS = 24576
+"""Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
+
+
+@triton.jit
+def _sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS: tl.constexpr):
+    """The sequence that query block ``block`` belongs to: with sequences and tokens counted from the given first ones,
+    sequence i starts at block ``cu[i] // TOKENS + i``."""
+    low = first_seq
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if (tl.load(cu_seqlens_q + middle) - first_token) // TOKENS + middle - first_seq <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
+def _prefill_kernel(
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, counts,
+    scale_log2, num_rows, num_seqs,
+    stride_q, stride_out, stride_slot, stride_table,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SKIP_DECODES: tl.constexpr, MIXTURE: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see most keys: they go first
+    lanes = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    head_offsets = (kv_head * GROUP + lanes % GROUP) * HEAD_DIM
+    first_seq = 0
+    first_token = 0
+    if MIXTURE:  # decodes, one token each, are the other kernel's
+        first_token = tl.load(counts + 2)
+        first_seq = first_token
+        num_seqs = tl.load(counts + 1)
+    total = tl.load(cu_seqlens_q + num_seqs)
+    beyond = block - ((total - first_token) // TOKENS + num_seqs - first_seq)
+    if beyond >= 0:
+        tokens = total + beyond * TOKENS + lanes // GROUP
+        mask = ((lanes < TOKENS * GROUP) & (tokens < num_rows))[:, None] & (dims < HEAD_DIM)[None, :]
+        offsets = tokens.to(tl.int64)[:, None] * stride_out + head_offsets[:, None] + dims[None, :]
+        tl.store(out + offsets, tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty), mask=mask)
+    else:
+        seq = _sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
+        begin = tl.load(cu_seqlens_q + seq)
+        query_len = tl.load(cu_seqlens_q + seq + 1) - begin
+        first = (
+            block - ((begin - first_token) // TOKENS + seq - first_seq)
+        ) * TOKENS  # the block's first token, counted in this step's tokens
+        wanted = first < query_len
+        if SKIP_DECODES:
+            wanted = wanted & (query_len > 1)
+        if wanted:
+            context_len = tl.load(seq_lens + seq) - query_len
+            tokens = first + lanes // GROUP
+            mask = ((lanes < TOKENS * GROUP) & (tokens < query_len))[:, None] & (dims < HEAD_DIM)[None, :]
+            rows = (begin + tokens).to(tl.int64)[:, None]
+            offsets = head_offsets[:, None] + dims[None, :]
+            queries = tl.load(q + rows * stride_q + offsets, mask=mask, other=0.0)
+            acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+            row_sum = tl.zeros([ROWS], dtype=tl.float32)
+            row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+            positions = context_len + tokens
+            table = page_table + seq.to(tl.int64) * stride_table
+            k_head = k_cache + kv_head * HEAD_DIM
+            v_head = v_cache + kv_head * HEAD_DIM
+            end = context_len + tl.minimum(first + TOKENS, query_len)
+            common = (context_len + first + 1) // KEYS * KEYS  # keys that every row of the block sees
+            ahead = tl.arange(0, KEYS)
+            next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+            for start in tl.range(0, common, KEYS, num_stages=STAGES):
+                keys = start + tl.arange(0, KEYS)
+                page = next_page
+                ahead = keys + KEYS
+                next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                k, v = load_keys_values(
+                    k_head, v_head, page, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, False
+                )
+                acc, row_sum, row_max = accumulate(
+                    acc, row_sum, row_max, queries, k, v, None, scale_log2, PRECISION, False
+                )
+            for start in tl.range(common, end, KEYS, num_stages=1):
+                keys = start + tl.arange(0, KEYS)
+                page = tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
+                k, v = load_keys_values(
+                    k_head, v_head, page, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
+                )
+                visible = keys[None, :] <= positions[:, None]
+                acc, row_sum, row_max = accumulate(
+                    acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
+                )
+            result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+            tl.store(out + rows * stride_out + offsets, result, mask=mask)
+
+
+def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
+    """Tile of the prefill kernel. Rows hold at least one token of every head of the group."""
+    at_least = triton.next_power_of_2(group)
+    if element_size == 4:
+        return Tile(rows=max(32, at_least), keys=32, warps=4, stages=1)
+    if head_dim <= 128 and num_rows * num_heads >= _LONG_ROWS:
+        return Tile(rows=max(128, at_least), keys=64, warps=8, stages=3)
+    if head_dim <= 128:
+        return Tile(rows=max(64, at_least), keys=64, warps=4, stages=3)
+    if num_rows * num_heads < _SHORT_ROWS:
+        return Tile(rows=max(64, at_least), keys=64, warps=4, stages=2)
+    return Tile(rows=max(128, at_least), keys=64, warps=8, stages=2)
+
+
+def launch_prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
+    *, skip_decodes: bool,
+) -> None:  # fmt: skip
+    """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, with a given tile."""
+    check_layout(q, k_cache, v_cache, out)
+    num_rows, num_heads, head_dim = q.shape
+    num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
+    group = num_heads // num_kv_heads
+    tokens = tile.rows // group
+    mixture = batch.mixture
+    # Sequences end in a broken block each, hence their number; the last one is for padding rows.
+    blocks = num_rows // tokens + (num_seqs if mixture is None else mixture.max_prefills) + 1
+    _prefill_kernel[(num_kv_heads, blocks)](
+        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out,
+        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
+        q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
+        HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, TOKENS=tokens,
+        ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        PRECISION=precision(q), STAGES=tile.stages, SKIP_DECODES=skip_decodes and mixture is None,
+        MIXTURE=mixture is not None, num_warps=tile.warps,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""What the two paged attention kernels share: tiles, loads of keys and values, one step of the online softmax.
+
+Job: the parts below ``attention_decode.py`` and ``attention_prefill.py``. Owns: the arithmetic of a tile. Does not
+know: which rows form a tile, grids.
+
+Softmax is computed online (FlashAttention-2, arXiv 2307.08691) in base 2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+
+METADATA = ["page_table", "seq_lens", "cu_seqlens_q", "counts"]
+"""Slices of a step's packed buffer, so their alignment changes from step to step: no reason to compile again."""
+
+
+class Tile(NamedTuple):
+    """Rows (query token, head) and keys of one tile, warps and pipeline stages.
+
+    ``ahead``: the decode kernel loads page ids a step before the keys that need them (shorter waits, more registers).
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    ahead: bool = True
+
+
+@triton.jit
+def load_keys_values(
+    k_cache, v_cache, page, tokens, valid, dims, stride_slot,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of some tokens, in the given pages, of one key head: two ``[len(tokens), BLOCK_D]`` tiles."""
+    offsets = (page.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE)[:, None] * stride_slot + dims[None, :]
+    if MASKED:
+        mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_cache + offsets, mask=mask, other=0.0)
+        v = tl.load(v_cache + offsets, mask=mask, other=0.0)
+    elif BLOCK_D != HEAD_DIM:
+        k = tl.load(k_cache + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(v_cache + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(k_cache + offsets)
+        v = tl.load(v_cache + offsets)
+    return k, v
+
+
+@triton.jit
+def accumulate(
+    acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """One step of the online softmax. Every row has seen a visible key by the end of the first step."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    shrink = tl.exp2(row_max - new_max)
+    p = tl.exp2(scores * scale_log2 - new_max[:, None])
+    row_sum = row_sum * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, row_sum, new_max
+
+
+def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    """Caches are contiguous; rows of q and out may be strided, their heads are dense."""
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == q.dtype
+    assert q.stride(2) == out.stride(2) == 1 and q.stride(1) == out.stride(1) == q.shape[2]
+
+
+def precision(q: Tensor) -> str:
+    """float32 operands are split in three tf32 parts, which keeps float32 accuracy on the matrix units."""
+    return "tf32x3" if q.dtype == torch.float32 else "tf32"
