@@ -1,0 +1,236 @@
+"""Kernels that go row by row through a prefill: every tile checked against float64, then timed beside the memory floor.
+
+Usage: ``python -m benchmarks.kernels.rows [operation ...]``; without a GPU it rehearses on tiny shapes under the
+interpreter. A star marks the tile that the kernel's ``TILES`` table chooses today. Outputs are filled with NaN first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
+
+if not ON_GPU:
+    from tests.ops import interpreter  # noqa: F401
+
+from benchmarks.kernels.gdn import make_batch
+from weft.ops.causal_conv1d import causal_conv1d_reference
+from weft.ops.qk_norm_rope import qk_norm_rope_reference
+from weft.ops.triton import causal_conv1d as conv
+from weft.ops.triton import gated_norm as norm
+from weft.ops.triton import gdn_gates as gates
+from weft.ops.triton import moe_sum
+from weft.ops.triton import qk_norm_rope as rope
+from weft.ops.triton.tile_table import choose_tile
+
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+LIMIT = 4e-3 if ON_GPU else 2e-6
+SIZES = (1, 64, 1024, 8192) if ON_GPU else (1, 3)
+CHECKED = 210 if ON_GPU else 7  # tokens of a check: no multiple of any tile
+
+# Qwen3-Next; the projection of a Gated DeltaNet layer is q | k | v | z | b | a.
+HEADS, HEAD_DIM, CHANNELS, HIDDEN, TOP_K = (32, 128, 8192, 2048, 10) if ON_GPU else (2, 24, 40, 48, 3)
+PROJECTED = CHANNELS + HEADS * HEAD_DIM + 2 * HEADS
+ROPE_A = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "gated": False}  # Qwen3-0.6B
+ROPE_B = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 256, "gated": True}  # Qwen3-Next, 64 dimensions turn
+
+Call = Callable[..., Any]
+"""Takes ``tile=``."""
+
+
+class Operation(NamedTuple):
+    """One kernel: its alternatives, its table and the table's key, the bytes of a token, its inputs and its check."""
+
+    tiles: list[Any]
+    table: Mapping[int, Any]
+    key: Callable[[int], int]
+    bytes_per_token: int
+    make_call: Callable[[int], Call]
+    check: Callable[[Any], float]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that is allocated here holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def projected_gate(num_tokens: int) -> Tensor:
+    """z of a projection, ``[T, HV, V]``, a strided slice."""
+    return randn(num_tokens, PROJECTED)[:, CHANNELS : CHANNELS + HEADS * HEAD_DIM].unflatten(-1, (HEADS, HEAD_DIM))
+
+
+def conv_call(num_tokens: int) -> Call:
+    state = torch.zeros(2, CHANNELS, 3, device=DEVICE, dtype=DTYPE)
+    x, batch = randn(num_tokens, PROJECTED)[:, :CHANNELS], make_batch([num_tokens])
+    return partial(conv.causal_conv1d_triton, x, randn(CHANNELS, 4), None, state, batch)
+
+
+def check_conv(tile: conv.Tile) -> float:
+    """Sequences of awkward lengths, a checkpoint after 3 tokens, padding; outputs and states."""
+    lens = [1, 63, 64, 65, 2, 130] if ON_GPU else [1, 5]
+    batch = make_batch(lens, checkpoint=True, pad=3)
+    x, weight = randn(batch.num_tokens + 5, CHANNELS), randn(CHANNELS, 4)
+    x[batch.num_tokens :] = torch.nan
+    state = torch.full((len(lens) + 2, CHANNELS, 3), torch.nan, device=DEVICE, dtype=DTYPE)
+    want_state = state.double()
+    with poisoned():
+        out = conv.causal_conv1d_triton(x, weight, None, state, batch, tile=tile)
+    want = causal_conv1d_reference(x.double(), weight, None, want_state, batch)
+    return max(error(out, want), error(state[1:], want_state[1:]))
+
+
+def norm_call(num_tokens: int) -> Call:
+    x = randn(num_tokens, HEADS, HEAD_DIM)
+    return partial(norm.gated_rms_norm_triton, x, projected_gate(num_tokens), randn(HEAD_DIM), 1e-6)
+
+
+def check_norm(tile: norm.Tile) -> float:
+    x, gate, weight = randn(CHECKED, HEADS, HEAD_DIM), projected_gate(CHECKED), randn(HEAD_DIM)
+    with poisoned():
+        out = norm.gated_rms_norm_triton(x, gate, weight, 1e-6, tile=tile)
+    want = torch.nn.functional.rms_norm(x.double(), (HEAD_DIM,), weight.double(), 1e-6)
+    return error(out, want * torch.nn.functional.silu(gate.double()))
+
+
+def gates_inputs(num_tokens: int) -> tuple[Tensor, ...]:
+    b, a = randn(num_tokens, PROJECTED)[:, -2 * HEADS :].chunk(2, dim=-1)
+    return a, b, torch.empty(HEADS, device=DEVICE).uniform_(-5, 2), torch.empty(HEADS, device=DEVICE).uniform_(-4, 1)
+
+
+def check_gates(tile: gates.Tile) -> float:
+    a, b, a_log, dt_bias = gates_inputs(CHECKED)
+    with poisoned():
+        g, beta = gates.gdn_gates_triton(a, b, a_log, dt_bias, tile=tile)
+    want = torch.nn.functional.softplus(a.double() + dt_bias.double()) * -a_log.double().exp()
+    return max(error(g, want), error(beta, b.double().sigmoid()))
+
+
+def rope_inputs(num_tokens: int, sizes: dict[str, Any]) -> tuple[Any, ...]:
+    heads, kv_heads, dim, gated = sizes.values()
+    qkv = randn(num_tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)
+    caches = [torch.full((num_tokens // 16 + 2, 16, kv_heads, dim), 7.0, device=DEVICE, dtype=DTYPE) for _ in range(2)]
+    cos_sin = torch.randn(4096, 64 if gated else dim, device=DEVICE)
+    positions = torch.arange(num_tokens, device=DEVICE) % 4096
+    slots = torch.arange(num_tokens, device=DEVICE) + 16
+    return (qkv, randn(dim), randn(dim), 1e-6, gated, cos_sin, positions, *caches, slots)
+
+
+def rope_call(num_tokens: int, sizes: dict[str, Any]) -> Call:
+    return partial(rope.qk_norm_rope_triton, *rope_inputs(num_tokens, sizes), **sizes)
+
+
+def check_rope(tile: rope.Tile, sizes: dict[str, Any]) -> float:
+    given = rope_inputs(CHECKED, sizes)
+    doubles = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
+    with poisoned():
+        q, _ = rope.qk_norm_rope_triton(*given, **sizes, tile=tile)
+    want, _ = qk_norm_rope_reference(*doubles, **sizes)
+    return max(error(q, want), error(given[7], doubles[7]), error(given[8], doubles[8]))
+
+
+def sum_inputs(num_tokens: int) -> tuple[Tensor, ...]:
+    ids = torch.randint(0, 512, (num_tokens, TOP_K), device=DEVICE, dtype=torch.int32)
+    weights = torch.rand(num_tokens, TOP_K, device=DEVICE)
+    return randn(num_tokens * TOP_K, HIDDEN), weights, ids, randn(num_tokens, HIDDEN), randn(num_tokens, 1)
+
+
+def check_sum(tile: moe_sum.Tile) -> float:
+    outputs, weights, ids, shared, logits = sum_inputs(CHECKED)
+    ids[-1], ids[0, 0] = -1, -1
+    outputs[(ids < 0).flatten()] = torch.nan
+    with poisoned():
+        out = moe_sum.sum_experts(outputs, weights, ids, shared, logits, tile=tile)
+    want = (outputs.nan_to_num().double().view(CHECKED, TOP_K, -1) * weights.double().unsqueeze(-1)).sum(1)
+    return error(out, want + logits.double().sigmoid() * shared.double())
+
+
+def rope_operation(sizes: dict[str, Any]) -> Operation:
+    heads, kv_heads, dim, _ = sizes.values()
+    tiles = [(1, 4, 1, None), (1, 8, 2, None), (2, 8, 4, 96), (2, 16, 4, 128), (4, 8, 4, 128), (4, 8, 8, 64)]
+    return Operation(
+        [rope.Tile(*t) for t in tiles], rope.TILES, lambda n: n, 2 * (heads + 2 * kv_heads) * dim * DTYPE.itemsize,
+        partial(rope_call, sizes=sizes), partial(check_rope, sizes=sizes),
+    )  # fmt: skip
+
+
+CONV_TILES = [
+    (512, 8, 4, 2, None), (512, 16, 4, 4, None), (1024, 16, 4, 4, 128), (512, 32, 4, 2, 128), (512, 64, 4, 4, None),
+    (1024, 64, 4, 4, None), (1024, 64, 4, 4, 128),
+]  # fmt: skip
+NORM_TILES = [(1024, 4, None), (2048, 4, 64), (4096, 4, 128), (4096, 8, 64), (2048, 8, None)]
+SUM_TILES = [(256, 1, None), (512, 2, None), (1024, 4, 96), (1024, 4, None), (2048, 8, 96), (2048, 4, 128)]
+BYTES = DTYPE.itemsize
+OPERATIONS = {
+    "conv": Operation(
+        [conv.Tile(*t) for t in CONV_TILES], conv.TILES, lambda n: -(-n // 64) * 64, 2 * CHANNELS * BYTES,
+        conv_call, check_conv,
+    ),
+    "gated norm": Operation(
+        [norm.Tile(*t) for t in NORM_TILES], norm.TILES, lambda n: n * HEADS, 3 * HEADS * HEAD_DIM * BYTES,
+        norm_call, check_norm,
+    ),
+    "gates": Operation(
+        [gates.Tile(*t) for t in ((512, 4), (256, 1), (1024, 4))], gates.TILES, lambda n: n, 2 * HEADS * (BYTES + 4),
+        lambda n: partial(gates.gdn_gates_triton, *gates_inputs(n)), check_gates,
+    ),
+    "rope A": rope_operation(ROPE_A),
+    "rope B": rope_operation(ROPE_B),
+    "sum of experts": Operation(
+        [moe_sum.Tile(*t) for t in SUM_TILES], moe_sum.TILES, lambda n: n, (TOP_K + 2) * HIDDEN * BYTES,
+        lambda n: partial(moe_sum.sum_experts, *sum_inputs(n)), check_sum,
+    ),
+}  # fmt: skip
+
+
+def measured(name: str, operation: Operation) -> Iterator[dict[str, Any]]:
+    """Every tile of the table and of the alternatives, at every size."""
+    tiles = list(dict.fromkeys([*operation.table.values(), *operation.tiles]))
+    errors = {tile: operation.check(tile) for tile in tiles}
+    for num_tokens in SIZES:
+        calls = [operation.make_call(num_tokens) for _ in range(3 if num_tokens > 64 else 8)]
+        chosen = choose_tile(operation.table, operation.key(num_tokens))
+        for tile in tiles:
+            us = graph_ms([partial(call, tile=tile) for call in calls]) * 1e3
+            floor = num_tokens * operation.bytes_per_token / COPY_BYTES_PER_S * 1e6
+            yield {"op": name, "tokens": num_tokens, "tile": tile, "chosen": tile == chosen, "us": us,
+                   "floor_us": floor, "error": errors[tile]}  # fmt: skip
+
+
+def main() -> None:
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    unknown = [name for name in sys.argv[1:] if name not in OPERATIONS]
+    if unknown:
+        sys.exit(f"unknown operations {unknown}; there are {list(OPERATIONS)}")
+    rows: list[dict[str, Any]] = []
+    print(f"{'operation':16} {'tokens':>6} {'tile':24} {'us':>9} {'floor us':>9} {'share':>6} {'error':>9}")
+    for name in sys.argv[1:] or OPERATIONS:
+        for row in measured(name, OPERATIONS[name]):
+            rows.append(row)
+            share = row["floor_us"] / row["us"] if row["us"] else 0.0
+            verdict = (" *" if row["chosen"] else "") + ("" if row["error"] < LIMIT else "  WRONG")
+            print(
+                f"{row['op']:16} {row['tokens']:6} {tuple(row['tile'])!s:24} {row['us']:9.2f} {row['floor_us']:9.2f} "
+                f"{share:6.2f} {row['error']:9.1e}{verdict}", flush=True,
+            )  # fmt: skip
+    write_json("rows.json", rows)
+
+
+if __name__ == "__main__":
+    main()
