@@ -38,7 +38,6 @@ from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import Backend, resolve_backend
-from weft.ops.kv_cache import copy_pages
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
 from weft.runner.buffers import to_device
@@ -51,6 +50,7 @@ from weft.runner.memory import (
     explained_out_of_memory,
     gpu_cache_budget,
 )
+from weft.runner.moves import CacheMover
 from weft.runner.piecewise import PiecewiseModel, capture_pieces
 from weft.runner.results import HostLogprobs, PendingStep, to_host
 from weft.runner.rows import RowTable
@@ -218,6 +218,7 @@ class ModelRunner:
         config = self.config
         names = (self._layers.names("full_attention"), self._layers.names("linear_attention"))
         self.caches = allocate_caches(self.spec, plan, *names, self.device)
+        self._mover = CacheMover(self.caches.values(), self._backend, self.device)
         self._rows = RowTable(plan.max_num_seqs, self.spec.pages_for(plan.max_model_len), self.device)
         self._builder = BatchBuilder(
             self._rows,
@@ -438,16 +439,8 @@ class ModelRunner:
 
     def _move(self, orders: SchedulerOutput) -> None:
         """Copy partial pages and fork states, before anything reads them."""
-        if orders.page_copies:
-            source, target = _columns(orders.page_copies, self.device)
-            tensors = [t for c in self.caches.values() if isinstance(c, KVCache) for t in (c.k, c.v)]
-            copy_pages(tensors, source, target)
-        if orders.state_forks:
-            source, target = _columns(orders.state_forks, self.device)
-            for cache in self.caches.values():
-                if isinstance(cache, StateCache):
-                    cache.conv.index_copy_(0, target, cache.conv.index_select(0, source))
-                    cache.recurrent.index_copy_(0, target, cache.recurrent.index_select(0, source))
+        self._mover.copy_pages(orders.page_copies)
+        self._mover.fork_states(orders.state_forks)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -484,8 +477,3 @@ class ModelRunner:
                 result[order.row] = HostLogprobs.fetch(logprobs_of(logits, targets.long().to(self.device), wanted))
             start += order.num_tokens
         return result
-
-
-def _columns(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    table = to_device(torch.tensor(pairs, dtype=torch.int64), device)
-    return table[:, 0], table[:, 1]
