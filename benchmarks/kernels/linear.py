@@ -85,21 +85,31 @@ def candidates(size: Size, tokens: int) -> list[Config]:
         few = [Config("sum", 8, 64, 4), Config("sum", 8, 64, 4, splits=2)]
         return [Config("dot", 16, 64, 4, 2), *(few if tokens <= 8 else ())]
     sums: dict[int, list[tuple[int, int, int]]] = {
-        1: [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (16, 1024, 4), (4, 512, 2), (8, 512, 2), (8, 1024, 8)],
-        2: [(4, 1024, 4), (8, 1024, 4), (4, 512, 2), (8, 512, 2), (8, 1024, 8)],
-        4: [(4, 1024, 4), (8, 1024, 4), (4, 512, 2), (8, 1024, 8)],
-        8: [(4, 1024, 4), (4, 512, 2), (8, 1024, 8)],
+        1: [
+            (2, 1024, 4),
+            (4, 1024, 4),
+            (1, 1024, 4),
+            (1, 512, 2),
+            (2, 512, 2),
+            (2, 1024, 2),
+            (2, 2048, 8),
+            (4, 512, 2),
+        ],
+        2: [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (2, 512, 2), (4, 512, 2), (2, 2048, 8)],
+        4: [(2, 1024, 4), (4, 1024, 4), (2, 512, 2), (4, 512, 2), (4, 1024, 8)],
+        8: [(2, 1024, 4), (4, 1024, 4), (4, 512, 2)],
     }
-    narrow = [(16, 256, 2, 4), (16, 256, 4, 4), (16, 512, 4, 3), (32, 256, 4, 3), (32, 128, 4, 5), (64, 128, 4, 4)]
-    wide = [(16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 4, 4)]
+    narrow = [(16, 256, 2, 4), (16, 512, 4, 3), (32, 128, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4), (64, 256, 4, 3)]
+    wide = [(16, 256, 4, 4), (32, 128, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 4)]
     found = [Config("sum", *shape) for shape in sums.get(tokens, [])]
     if tokens > 1:
         found += [Config("dot", *shape) for shape in (narrow if tokens <= 16 else wide)]
     if size.rows <= 2048:
-        found += [Config("sum", *sums[tokens][1], splits=splits) for splits in (2,) if tokens in sums]
-        if tokens > 1:
-            dots = [(16, 256, 4, 3), (32, 128, 4, 4)] if tokens <= 16 else [(32, 128, 4, 4), (64, 128, 4, 3)]
-            found += [Config("dot", *shape, splits=splits) for shape in dots for splits in (2, 4)]
+        found += [Config("sum", *sums[tokens][1], splits=2)] if tokens in sums else []
+        dots = [(16, 128, 4, 4), (32, 128, 4, 4), (64, 128, 4, 3)] if tokens > 1 else []
+        found += [Config("dot", *shape, splits=splits) for shape in dots for splits in (2, 4, 8)]
+    if size.silu_mul:
+        found = [c for c in found if c.rows > 1]
     return [c for c in found if c.inner * c.splits <= size.inner]
 
 
