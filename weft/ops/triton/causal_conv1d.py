@@ -40,12 +40,13 @@ class Tile(NamedTuple):
 
 
 # By number of tokens in chunks (padding included), see benchmarks/kernels/rows.py. Eight channels of two bytes are one
-# load per thread. Few tokens: short pieces, for more programs. Many: long pieces, which read fewer rows twice.
+# load per thread. Few tokens: short pieces, for more programs. Many: long pieces, which read fewer rows twice. With 128
+# registers four programs share a multiprocessor, so that 1,024 channels of 8,192 tokens are two full rounds.
 TILES = {
     64: Tile(512, 8, 4, 2, None),
     256: Tile(1024, 8, 4, 4, None),
-    2048: Tile(1024, 16, 4, 4, None),
-    1 << 30: Tile(1024, 64, 4, 4, None),
+    2048: Tile(1024, 16, 4, 4, 128),
+    1 << 30: Tile(1024, 64, 4, 4, 128),
 }
 
 # Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
