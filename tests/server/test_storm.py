@@ -13,7 +13,7 @@ from tests.server.fake_engine import SLOW
 from tests.server.running import RunningServer, chat_body, wait_until
 
 NUM_ABORTS = 200
-NUM_DEAF = 30
+NUM_DEAF = 40
 
 STREAM = json.dumps(chat_body("on and on", stream=True, priority=SLOW, ignore_eos=True)).encode()
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(STREAM)

@@ -1,0 +1,535 @@
+"""Faults at the server with the bundled model: ``python -m tests.server.faults [--scale X] [--json FILE]``.
+
+Each function does one kind of harm, checks what callers see, waits until the server is as idle as it was, and returns
+its figures. The counts are those of ``scale=1``; ``test_model_faults.py`` runs a tenth of most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from safetensors.torch import load_file, save_file
+
+from tests.server.running import ROOT, RunningServer, chat_body, is_alive, wait_until
+from weft import report
+
+MODEL = ROOT / "weft" / "assets" / "weft-mini"
+FLAGS = ("--cpu-cache-gib", "0.02", "--max-num-seqs", "16", "--max-model-len", "512", "--log-format", "json")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+IDLE_WITHIN_S = 1.0
+CONTROL = "What is 12 + 30?"
+
+Figures = dict[str, Any]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[RunningServer]:
+    server = RunningServer(*FLAGS, *flags, module="weft")
+    try:
+        yield server.wait_ready()
+    finally:
+        server.close()
+
+
+# -- what a server holds ---------------------------------------------------------------------------------------------
+
+
+def held(server: RunningServer) -> dict[str, float]:
+    """What requests hold: completions, pages, state slots, and the event loop's tasks."""
+    text = server.client.get("/metrics").text
+    gauge = {name: float(value) for name, value in re.findall(r"^([\w:]+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE)}
+    return {
+        "completions": gauge["weft:open_completions"],
+        "running": gauge["vllm:num_requests_running"],
+        "waiting": gauge["vllm:num_requests_waiting"],
+        "pages": gauge["weft:kv_pages"] - gauge["weft:kv_pages_free"] - gauge["weft:kv_pages_cached"],
+        "slots": gauge["weft:state_slots"] - gauge["weft:state_slots_free"] - gauge["weft:state_slots_cached"],
+        "tasks": gauge["weft:event_loop_tasks"],
+    }
+
+
+def settled(server: RunningServer, before: dict[str, float]) -> float:
+    """Seconds until the server holds no more than ``before``; asserts that it is soon, and that it still answers."""
+    try:
+        seconds = wait_until(lambda: all(now <= before[name] for name, now in held(server).items()), IDLE_WITHIN_S)
+    except AssertionError:
+        raise AssertionError(f"{held(server)} is held, before: {before}") from None
+    assert answer(server).endswith("42")
+    return round(seconds, 3)
+
+
+def answer(server: RunningServer) -> str:
+    response = server.chat(CONTROL, temperature=0, max_tokens=40)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def memory_mib(pid: int) -> float:
+    """Resident memory of a process that is not shared with files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) / 1024
+
+
+# -- callers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Reply:
+    """A whole response. ``seconds``: until its end; ``ended_at``: on the monotonic clock."""
+
+    status: int
+    head: str
+    text: str
+    seconds: float
+    ended_at: float
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return re.findall(r'"finish_reason":"(\w+)"', self.text)
+
+    @property
+    def error(self) -> Any:
+        """The error event of a stream, which must be the last but [DONE]."""
+        events = re.findall(r"^data: (.*)$", self.text, re.MULTILINE)
+        assert events[-1] == "[DONE]", self.text[-300:]
+        return json.loads(events[-2]).get("error")
+
+
+def encoded(body: dict[str, Any], path: str = CHAT) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+async def connect(server: RunningServer) -> Connection:
+    url = httpx.URL(server.url)
+    return await asyncio.open_connection(url.host, url.port)
+
+
+async def ask(server: RunningServer, body: dict[str, Any], path: str = CHAT) -> Reply:
+    began = time.monotonic()
+    reader, writer = await connect(server)
+    writer.write(encoded(body, path))
+    head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    now = time.monotonic()
+    return Reply(int(head.split()[1]), head.decode(), text.decode(), now - began, now)
+
+
+def story(number: int, **fields: Any) -> dict[str, Any]:
+    """A streamed answer of a few dozen tokens; every number is another prompt."""
+    return chat_body(f"Tell me about {number}.", stream=True, max_tokens=60, ignore_eos=True) | fields
+
+
+# -- aborts ----------------------------------------------------------------------------------------------------------
+
+Leave = Callable[[RunningServer, int, random.Random], Awaitable[None]]
+
+
+async def _cut_short(server: RunningServer, number: int, rng: random.Random) -> None:
+    """Before the head, within it, or within the body."""
+    _, writer = await connect(server)
+    whole = encoded(story(number))
+    writer.write(whole[: rng.choice([0, 20, rng.randrange(len(whole))])])
+    await _go(writer, rng)
+
+
+async def _go(writer: asyncio.StreamWriter, rng: random.Random) -> None:
+    with suppress(OSError):
+        await writer.drain()
+    if rng.random() < 0.5:
+        writer.transport.abort()  # a reset, where closing says goodbye
+    writer.close()
+
+
+def _after(longest_s: float, make: Callable[[int], dict[str, Any]], path: str = CHAT) -> Leave:
+    """Some time after a request was sent."""
+
+    async def leave(server: RunningServer, number: int, rng: random.Random) -> None:
+        _, writer = await connect(server)
+        writer.write(encoded(make(number), path))
+        await writer.drain()
+        await asyncio.sleep(rng.random() * longest_s)
+        await _go(writer, rng)
+
+    return leave
+
+
+def _on(sign: bytes) -> Leave:
+    """As soon as the stream holds ``sign``."""
+
+    async def leave(server: RunningServer, number: int, rng: random.Random) -> None:
+        reader, writer = await connect(server)
+        writer.write(encoded(story(number, max_tokens=12)))
+        await reader.readuntil(sign)
+        await _go(writer, rng)
+
+    return leave
+
+
+def _schema(number: int) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}, "required": [f"p{number}"]}
+    return story(number, ignore_eos=False, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+
+
+STAGES: dict[str, Leave] = {
+    "while it is sent": _cut_short,
+    "at once": _after(0.0, story),
+    "while it is rendered or waits": _after(0.02, story),
+    "in the prefill": _after(0.05, lambda i: {"prompt": f"{i} " * 150, "max_tokens": 20, "stream": True}, COMPLETIONS),
+    "at the first token": _on(b"data: "),
+    "while it streams": _after(0.5, story),
+    "before the whole answer": _after(0.3, lambda i: story(i, stream=False)),
+    "with several completions": _after(0.3, lambda i: story(i, n=3)),
+    "while its grammar compiles": _after(0.05, _schema),
+    "at the end": _on(b'"finish_reason":"'),
+}
+
+
+def aborts(server: RunningServer, count: int) -> Figures:
+    """Callers that leave at every stage of a request's life, 40 at a time."""
+    before, rng = held(server), random.Random(1)
+
+    async def main() -> None:
+        for begin in range(0, count, 40):
+            await asyncio.gather(*(_leave(server, i, rng) for i in range(begin, min(count, begin + 40))))
+
+    asyncio.run(main())
+    return {"aborts": count, "stages": list(STAGES), "idle_after_s": settled(server, before)}
+
+
+async def _leave(server: RunningServer, number: int, rng: random.Random) -> None:
+    with suppress(OSError, asyncio.IncompleteReadError):
+        await list(STAGES.values())[number % len(STAGES)](server, number, rng)
+
+
+# -- readers that never read -----------------------------------------------------------------------------------------
+
+
+def deaf_readers(count: int) -> Figures:
+    """Streams that nobody reads, while others are served; they end by the time-out, or when their callers go."""
+    with serving("--request-timeout", "8") as server:
+        before, memory = held(server), memory_mib(server.process.pid)
+        figures = asyncio.run(_deaf(server, count))
+        grown = memory_mib(server.process.pid) - memory
+        return figures | {"server_memory_mib": round(grown, 1), "idle_after_s": settled(server, before)}
+
+
+async def _deaf(server: RunningServer, count: int) -> Figures:
+    connections = []
+    for number in range(count):
+        reader, writer = await connect(server)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]  # nothing is taken from the socket
+        writer.write(encoded(story(number, max_tokens=400, logprobs=True, top_logprobs=20)))
+        connections.append(writer)
+    seconds = []
+    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+        for _ in range(100):
+            began = time.perf_counter()
+            assert (await client.get("/health")).status_code == 200
+            seconds.append(time.perf_counter() - began)
+            await asyncio.sleep(0.01)
+    seconds.sort()
+    for writer in connections[: count // 2]:
+        writer.transport.abort()
+    for _ in range(150):  # the others are ended by the server
+        if held(server)["completions"] == 0:
+            break
+        await asyncio.sleep(0.1)
+    for writer in connections[count // 2 :]:
+        writer.transport.abort()
+    return {"readers": count, "health_p50_ms": _ms(seconds[50]), "health_p99_ms": _ms(seconds[98])}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)
+
+
+# -- processes that die, stop and leave ------------------------------------------------------------------------------
+
+
+def killed_engine(count: int) -> Figures:
+    """The engine is killed under load; every stream ends with an error, and another engine is there soon."""
+    failed_s, ready_s = [], []
+    with serving("--restart-engine") as server:
+        for _ in range(count):
+
+            async def main() -> list[Reply]:
+                streams = [asyncio.create_task(ask(server, story(i, max_tokens=400))) for i in range(32)]
+                await asyncio.sleep(0.7)
+                nonlocal killed
+                killed = time.monotonic()
+                os.kill(server.engine_pid, signal.SIGKILL)
+                return await asyncio.gather(*streams)
+
+            killed = 0.0
+            replies = asyncio.run(main())
+            server.wait_ready()
+            ready_s.append(round(time.monotonic() - killed, 2))
+            assert all("signal 9" in (r.error["message"] if r.status == 200 else r.text) for r in replies)
+            failed_s.append(round(max(r.ended_at for r in replies) - killed, 3))
+        assert max(failed_s) < 1.0, failed_s
+        assert max(ready_s) < 10.0, ready_s
+        assert answer(server).endswith("42")
+    return {"kills": count, "streams": 32, "all_failed_after_s": failed_s, "ready_again_after_s": ready_s}
+
+
+def killed_server(count: int) -> Figures:
+    """The server is killed under load; nothing of it is left."""
+    gone_s = []
+    for _ in range(count):
+        with serving() as server:
+            engine = server.engine_pid
+
+            async def main() -> None:
+                streams = [asyncio.create_task(ask(server, story(i))) for i in range(16)]
+                await asyncio.sleep(0.3)
+                server.process.kill()
+                await asyncio.gather(*streams, return_exceptions=True)
+
+            asyncio.run(main())
+            gone_s.append(round(wait_until(lambda pid=engine: not is_alive(pid), 3.0), 3))
+    return {"kills": count, "engine_gone_after_s": gone_s}
+
+
+def stopped_engine(server: RunningServer) -> Figures:
+    """The engine stands still for a while: /health says so, and what was under way goes on afterwards."""
+    before = held(server)
+
+    async def main() -> tuple[float, float, list[Reply]]:
+        streams = [asyncio.create_task(ask(server, story(i))) for i in range(16)]
+        await asyncio.sleep(0.2)
+        engine = server.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            sick = await asyncio.to_thread(wait_until, lambda: _health(server) == 503, 5.0)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        well = await asyncio.to_thread(wait_until, lambda: _health(server) == 200, 2.0)
+        return sick, well, await asyncio.gather(*streams)
+
+    sick, well, replies = asyncio.run(main())
+    assert all(r.text.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") and r.finish_reasons == ["length"] for r in replies)
+    return {"unhealthy_after_s": round(sick, 2), "healthy_after_s": round(well, 2),
+            "idle_after_s": settled(server, before)}  # fmt: skip
+
+
+def _health(server: RunningServer) -> int:
+    return server.client.get("/health").status_code
+
+
+def terminated(count: int) -> Figures:
+    """SIGTERM under load: what is open ends well, what is new is refused, and the process leaves with 0."""
+    with serving() as server:
+
+        async def main() -> tuple[list[Reply], Reply]:
+            streams = [asyncio.create_task(ask(server, story(i))) for i in range(count)]
+            await asyncio.to_thread(wait_until, lambda: held(server)["completions"] == count, 5.0)
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(wait_until, lambda: server.client.get("/ready").status_code == 503, 5.0)
+            refused = await ask(server, story(-1))
+            return await asyncio.gather(*streams), refused
+
+        replies, refused = asyncio.run(main())
+        assert all(r.status == 200 and r.finish_reasons == ["length"] and "[DONE]" in r.text for r in replies)
+        assert refused.status == 503 and '"draining"' in refused.text
+        assert server.process.wait(10) == 0
+    return {"open_streams": count, "ended_well": len(replies)}
+
+
+# -- too much --------------------------------------------------------------------------------------------------------
+
+
+def overload(count: int) -> Figures:
+    """Callers come at five times the rate at which they can be served: who does not fit is told so at once."""
+    with serving("--max-queue-size", "34") as server:
+        before = held(server)
+        began = time.monotonic()
+        asyncio.run(_many(server, ({"prompt": f"{i}", "max_tokens": 16, "ignore_eos": True} for i in range(100))))
+        pause_s = (time.monotonic() - began) / 100 / 5
+
+        async def caller(number: int) -> Reply:
+            await asyncio.sleep(number * pause_s)
+            return await ask(server, story(number, max_tokens=16))
+
+        async def main() -> list[Reply]:
+            return await asyncio.gather(*(caller(number) for number in range(count)))
+
+        replies = asyncio.run(main())
+        refused_s = sorted(reply.seconds for reply in replies if reply.status == 429)
+        for reply in replies:
+            assert reply.status in (200, 429), reply.text
+            if reply.status == 200:
+                assert reply.finish_reasons == ["length"] and "[DONE]" in reply.text
+            else:
+                assert "retry-after: 1" in reply.head.lower() and '"rate_limit_error"' in reply.text
+        assert len(refused_s) > count / 4, f"{len(refused_s)} of {count} were refused"
+        assert refused_s[len(refused_s) // 2] < 0.1
+        return {
+            "requests": count, "per_s": round(1 / pause_s, 1), "capacity": 50, "served": count - len(refused_s),
+            "refused": len(refused_s), "refusal_p50_ms": _ms(refused_s[len(refused_s) // 2]),
+            "refusal_p99_ms": _ms(refused_s[len(refused_s) * 99 // 100]), "idle_after_s": settled(server, before),
+        }  # fmt: skip
+
+
+def steady_memory(server: RunningServer, count: int) -> Figures:
+    """Many requests, all different: what server and engine hold does not grow once the cache is full."""
+    before, rng = held(server), random.Random(2)
+    asyncio.run(_many(server, (_small(rng, i) for i in _until_full(server))))
+    sizes, began = [_memory(server)], time.monotonic()
+    for _ in range(5):
+        asyncio.run(_many(server, (_small(rng, i) for i in range(count // 5))))
+        sizes.append(_memory(server))
+    growth = {name: round(sizes[-1][name] - sizes[1][name], 1) for name in sizes[0]}
+    assert all(value < 8.0 for value in growth.values()), sizes
+    return {"requests": count, "seconds": round(time.monotonic() - began, 1), "mib_by_fifth": sizes,
+            "growth_mib": growth, "idle_after_s": settled(server, before)}  # fmt: skip
+
+
+def _until_full(server: RunningServer) -> Iterator[int]:
+    """Numbers, until the cache has given up pages and states for newer ones."""
+    for number in range(5000):
+        if number % 100 == 99:
+            text = server.client.get("/metrics").text
+            if all(float(n) > 0 for n in re.findall(r"^weft:evicted_\w+_total\S* (\S+)$", text, re.MULTILINE)):
+                return
+        yield number
+    raise AssertionError("the cache is still not full")
+
+
+def _small(rng: random.Random, number: int) -> dict[str, Any]:
+    fields = {"stream": number % 2 == 0, "max_tokens": 1 + (number % 4 == 0), "n": 1 + (number % 16 == 0)}
+    return {"prompt": [rng.randrange(2000) for _ in range(3)]} | fields
+
+
+async def _many(server: RunningServer, bodies: Iterator[dict[str, Any]]) -> None:
+    """Send them all, 24 at a time."""
+
+    async def caller() -> None:
+        for body in bodies:
+            reply = await ask(server, body, COMPLETIONS)
+            assert reply.status == 200, reply.text
+
+    await asyncio.gather(*(caller() for _ in range(24)))
+
+
+def _memory(server: RunningServer) -> dict[str, float]:
+    return {
+        "server": round(memory_mib(server.process.pid), 1),
+        "engine": round(memory_mib(server.engine_pid), 1),
+    }
+
+
+# -- a model that breaks ---------------------------------------------------------------------------------------------
+
+
+def not_a_number(count: int) -> Figures:
+    """Token 7 has a NaN embedding: requests that hold it fail, alone, and nothing of them is cached."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(shutil.copytree(MODEL, Path(name) / "broken"))
+        weights = load_file(folder / "model.safetensors")
+        embedding = next(key for key in weights if key.endswith("embed_tokens.weight"))
+        # The head gets weights of its own: a NaN there would reach every row.
+        weights["lm_head.weight"] = weights[embedding].clone()
+        weights[embedding][7] = float("nan")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(config))
+        with serving("--model", str(folder)) as server:
+            return _not_a_number(server, count)
+
+
+def _not_a_number(server: RunningServer, count: int) -> Figures:
+    before = held(server)
+    shared = [40 + i % 50 for i in range(100)]
+    # A request that samples the broken token would break as well.
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logit_bias": {"7": -100}}
+    good = [[*shared, 100 + i] for i in range(7)]
+    bad = [*shared, 7, 7, 7]
+    want = asyncio.run(_texts(server, good, fields))
+    for number in range(count):
+        prompts = [*good[:3], [*bad, 120 + number], *good[3:]]
+        replies = asyncio.run(_replies(server, prompts, fields))
+        failed = replies.pop(3)
+        assert failed.status == 500 and '"model_error"' in failed.text, failed.text
+        assert [json.loads(r.text)["choices"][0]["text"] for r in replies] == want
+    # One that has streamed a token already: it samples the broken one.
+    late = asyncio.run(_replies(server, [good[0]], fields | {"stream": True, "logit_bias": {"7": 100}}))[0]
+    assert late.status == 200 and late.error["code"] == "model_error", late.text
+    assert asyncio.run(_texts(server, good, fields)) == want
+    seconds = _idle(server, before)
+    reused = [line["cached_tokens"] for line in _log(server) if line.get("finish_reasons") == ["error"]]
+    assert len(reused) == count + 1 and max(reused) <= len(shared) + 1, reused
+    return {"broken": count + 1, "neighbours_unchanged": 7 * (count + 1),
+            "most_tokens_reused_by_a_broken_one": max(reused),
+            "shared_tokens": len(shared), "idle_after_s": seconds}  # fmt: skip
+
+
+def _log(server: RunningServer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.log if line.startswith("{")]
+
+
+def _idle(server: RunningServer, before: dict[str, float]) -> float:
+    return round(wait_until(lambda: all(now <= before[k] for k, now in held(server).items()), IDLE_WITHIN_S), 3)
+
+
+async def _replies(server: RunningServer, prompts: list[list[int]], fields: dict[str, Any]) -> list[Reply]:
+    return await asyncio.gather(*(ask(server, {"prompt": prompt} | fields, COMPLETIONS) for prompt in prompts))
+
+
+async def _texts(server: RunningServer, prompts: list[list[int]], fields: dict[str, Any]) -> list[str]:
+    return [json.loads(r.text)["choices"][0]["text"] for r in await _replies(server, prompts, fields)]
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+
+def run(scale: float) -> Iterator[tuple[str, Figures]]:
+    """Every fault, with its name, one after the other."""
+    with serving() as server:
+        yield "aborts", aborts(server, round(2000 * scale))
+        yield "stopped engine", stopped_engine(server)
+        yield "steady memory", steady_memory(server, round(20_000 * scale))
+    yield "readers that never read", deaf_readers(round(500 * scale))
+    yield "killed engine", killed_engine(max(1, round(5 * scale)))
+    yield "killed server", killed_server(max(1, round(5 * scale)))
+    yield "SIGTERM under load", terminated(max(8, round(60 * scale)))
+    yield "5x overload", overload(round(2500 * scale))
+    yield "NaN in one row", not_a_number(max(1, round(10 * scale)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of the counts; default: 1")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    path = report.open_json(args.json)
+    results = {}
+    for name, figures in run(args.scale):
+        print(name, json.dumps(figures), flush=True)
+        results[name] = figures
+    report.write_json(
+        path, {"suite": "faults-server", "scale": args.scale} | report.provenance("cpu") | {"results": results}
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

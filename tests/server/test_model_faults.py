@@ -1,0 +1,40 @@
+"""Faults at the server with the bundled model, at a tenth of the recorded counts; see ``faults.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server import faults
+from tests.server.running import RunningServer
+
+
+@pytest.fixture(scope="module")
+def mini() -> Iterator[RunningServer]:
+    with faults.serving() as server:
+        yield server
+
+
+def test_callers_that_leave_at_every_stage(mini: RunningServer) -> None:
+    faults.aborts(mini, 200)
+
+
+def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> None:
+    faults.stopped_engine(mini)
+
+
+def test_memory_is_flat(mini: RunningServer) -> None:
+    faults.steady_memory(mini, 2000)
+
+
+def test_a_killed_engine_is_replaced() -> None:
+    faults.killed_engine(1)
+
+
+def test_five_times_too_many() -> None:
+    faults.overload(250)
+
+
+def test_a_nan_fails_its_request_alone() -> None:
+    faults.not_a_number(1)
