@@ -52,8 +52,8 @@ def settings(config: EngineConfig) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def open_json(path: str | None) -> Path | None:
-    """``path``, checked to be writable before anything long is started.
+def open_json(path: str | None, flag: str = "--json") -> Path | None:
+    """``path``, which ``flag`` gave, checked to be writable before anything long is started.
 
     Raises:
         ConfigError: it cannot be written.
@@ -65,7 +65,7 @@ def open_json(path: str | None) -> Path | None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.open("a").close()
     except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from error
+        raise ConfigError(f"{flag} {path}: cannot be written: {error}") from error
     return target
 
 

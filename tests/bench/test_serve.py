@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests.server.running import RunningServer
 from weft.bench.http_client import Target
 from weft.bench.serve import Outcome, ServeWorkload, conversations, measure, summary
+from weft.bench.serve_plot import panel
 from weft.cli import main
 from weft.errors import ConfigError
 
@@ -77,14 +79,41 @@ def test_the_verb(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureF
     assert "Load on" in capsys.readouterr().out
 
 
+def test_a_sweep_of_rates_and_its_picture(server: RunningServer, tmp_path: Path) -> None:
+    json_file, plot = tmp_path / "figures.json", tmp_path / "plot.svg"
+    flags = ["--num-requests", "6", "--max-tokens", "3", "--slo", "ttft=10000"]
+    flags += ["--request-rate", "200", "100", "--json", str(json_file), "--plot", str(plot)]
+    assert main(["bench", "serve", "--base-url", f"{server.url}/v1", *flags]) == 0
+    workloads = [run["workload"] for run in json.loads(json_file.read_text())["runs"]]
+    assert [(w["request_rate"], w["concurrency"]) for w in workloads] == [(200, None), (100, None)]
+    root = ElementTree.parse(plot).getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"time to first token, ms", "p50", "p99", "within the SLO", "conversations sent per second"} <= set(texts)
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 8
+
+
+def test_points_stand_where_their_values_are() -> None:
+    drawn = ElementTree.fromstring(f"<g>{panel('t', 'x', [1, 2, 4], {'a': [10, None, 40]})}</g>")
+    line = drawn.find("polyline")
+    assert line is not None
+    first, last = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+    base = max(float(grid.attrib["y1"]) for grid in drawn.iter("line"))
+    assert last[0] - 62 == pytest.approx(4 * (first[0] - 62), abs=1)
+    assert base - last[1] == pytest.approx(4 * (base - first[1]), abs=1)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ["--base-url", "ftp://x"],
+        ["--plot", "/proc/nowhere/plot.svg"],
+        ["--request-rate", "5", "-1"],
         ["--slo", "x=1"],
         ["--kind", "trace"],
         ["--input-words", "3", "2"],
-        ["--request-rate", "0"], ["--extra-body", "[]"], ["--extra-body", "{"],
+        ["--request-rate", "0"],
+        ["--extra-body", "[]"],
+        ["--extra-body", "{"],
     ],
 )
 def test_bad_flags(flags: list[str]) -> None:

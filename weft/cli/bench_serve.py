@@ -29,9 +29,15 @@ def add_parser(kinds: Any) -> None:
     group.add_argument("--key", metavar="KEY", help="API key (or set OPENAI_API_KEY)")
     group.add_argument("--kind", choices=_KINDS, default="random", help="default: random")
     group.add_argument("--num-requests", type=int, default=100, metavar="N", help="conversations; default: 100")
-    group.add_argument("--request-rate", type=float, metavar="X", help="conversations per second, Poisson")
     group.add_argument(
-        "--concurrency", type=int, nargs="+", default=[16], metavar="N", help="one run each; 0: no limit"
+        "--request-rate", type=float, nargs="+", metavar="X", help="conversations per second, Poisson; one run each"
+    )
+    group.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="conversations at a time, one run each; 0: no limit (default: 16, without limit at a --request-rate)",
     )
     group.add_argument("--input-words", type=int, nargs=2, default=(20, 200), metavar=("MIN", "MAX"))
     group.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default: 64")
@@ -43,26 +49,37 @@ def add_parser(kinds: Any) -> None:
     group.add_argument("--slo", nargs="+", default=[], metavar="NAME=MS", help="limits for goodput: ttft, tpot, e2e")
     group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, such as {"top_k": 5}')
     group.add_argument("--json", metavar="FILE", help="write the figures there")
+    group.add_argument("--plot", metavar="FILE", help="draw latency and throughput over the load, as SVG")
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.bench import serve
     from weft.bench.http_client import Target
+    from weft.bench.serve_plot import picture
 
     target = Target.parse(args.base_url, args.key or os.environ.get("OPENAI_API_KEY"))
-    json_path = report.open_json(args.json)
+    json_path, plot_path = report.open_json(args.json), report.open_json(args.plot, "--plot")
+    workloads = [_workload(args, rate, concurrency) for rate, concurrency in _sweep(args)]
     runs = []
-    for concurrency in args.concurrency:
-        workload = _workload(args, concurrency)
+    for workload in workloads:
         figures = serve.measure(target, args.model, workload)
         runs.append({"workload": dataclasses.asdict(workload), "results": figures})
     head = {"benchmark": "serve", "base_url": args.base_url} | report.origin()
     report.write_json(json_path, head | {"runs": runs})
+    if plot_path is not None:
+        plot_path.write_text(picture(f"{args.kind} load on {args.base_url}", runs), encoding="utf-8")
     _print(args.base_url, runs)
     return 1 if any(run["results"]["failed"] for run in runs) else 0
 
 
-def _workload(args: argparse.Namespace, concurrency: int) -> Any:
+def _sweep(args: argparse.Namespace) -> list[tuple[float | None, int]]:
+    """Rate and concurrency of each run. A rate alone is kept whatever the server does, so that its queue is felt."""
+    rates: list[float | None] = args.request_rate or [None]
+    concurrencies = args.concurrency or ([16] if args.request_rate is None else [0])
+    return [(rate, concurrency) for rate in rates for concurrency in concurrencies]
+
+
+def _workload(args: argparse.Namespace, rate: float | None, concurrency: int) -> Any:
     from weft.bench.serve import ServeWorkload
 
     low, high = args.input_words
@@ -71,14 +88,14 @@ def _workload(args: argparse.Namespace, concurrency: int) -> Any:
     for name in ("num_requests", "max_tokens", "turns"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
-    if args.request_rate is not None and args.request_rate <= 0:
-        raise ConfigError(f"--request-rate {args.request_rate}: give more than 0, or leave it out")
+    if rate is not None and rate <= 0:
+        raise ConfigError(f"--request-rate {rate}: give more than 0, or leave it out")
     if (args.kind == "trace") != (args.trace is not None):
         raise ConfigError("--trace FILE and --kind trace go together")
     return ServeWorkload(
         kind=args.kind,
         num_requests=args.num_requests,
-        request_rate=args.request_rate,
+        request_rate=rate,
         concurrency=concurrency if concurrency > 0 else None,
         input_words=(low, high),
         max_tokens=args.max_tokens,
@@ -114,14 +131,15 @@ def _slo(text: str) -> tuple[str, float]:
 
 
 def _print(base_url: str, runs: list[dict[str, Any]]) -> None:
-    columns = ("concurrency", "requests/s", "output tok/s", "goodput/s", "failed", "TTFT p50 p99", "TPOT p50 p99",
-               "ITL p50 p99", "E2E p50 p99")  # fmt: skip
+    columns = ("rate", "concurrency", "requests/s", "output tok/s", "goodput/s", "failed",
+               "TTFT p50 p99", "TPOT p50 p99", "ITL p50 p99", "E2E p50 p99")  # fmt: skip
     rows = []
     for run in runs:
         results = run["results"]
         latencies = [results[name] for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
         rows.append(
             [
+                "" if run["workload"]["request_rate"] is None else f"{run['workload']['request_rate']:g}/s",
                 str(run["workload"]["concurrency"] or "no limit"),
                 f"{results['requests_per_s']:,.1f}",
                 f"{results['output_tokens_per_s']:,.0f}",
