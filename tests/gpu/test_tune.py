@@ -30,7 +30,7 @@ def test_a_start_after_tuning_uses_what_was_measured(tmp_path: Path, monkeypatch
         assert set(timing.ms) == {"NONE", "PIECEWISE", "FULL"}
     settings = SMALL | {"max_num_batched_tokens": 512, "piecewise_cuda_graph_tokens": [int(size) for size in SIZES]}
     prompts, params = mixed_workload(24, seed=0, temperature=0.0, presence_penalty=0.0, logprobs=None)
-    with LLM(**settings, cuda_graph_mode="NONE") as llm:
+    with LLM(**SMALL, max_num_batched_tokens=512, cuda_graph_mode="NONE") as llm:
         expected = tokens(llm.generate(prompts, params, use_tqdm=False))
     with LLM(**settings) as llm:
         assert llm.config.graph_profile == str(path) and llm.config.cuda_graph_mode == "TUNED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,13 @@ def workload(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParam
     return prompts, params
 
 
-SETTINGS = {"max_num_seqs": 6, "max_model_len": 160, "page_size": 4, "max_num_batched_tokens": 96}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 6,
+    "max_model_len": 160,
+    "page_size": 4,
+    "max_num_batched_tokens": 96,
+}
 
 
 @pytest.fixture(scope="module")

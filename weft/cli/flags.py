@@ -85,9 +85,7 @@ class _ServerFlag(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None
     ) -> NoReturn:
-        parser.error(
-            f"{option} is a setting of the HTTP server; use it with weft serve, or leave it out"
-        )
+        parser.error(f"{option} is a setting of the HTTP server; use it with weft serve, or leave it out")
 
 
 _SAMPLING_FLAGS: dict[str, dict[str, Any]] = {

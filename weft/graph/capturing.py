@@ -16,8 +16,8 @@ NUM_WARMUPS = 2
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Device memory that this process holds for tensors; 0 on the CPU. What grows across a capture belongs to its graph:
-    warm-ups take theirs from the common pool, where every other step finds it again."""
+    """Device memory that this process holds for tensors; 0 on the CPU. What it grows by across a capture belongs to the
+    graph: warm-ups take theirs from the common pool, where every other step finds it again."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 

@@ -70,8 +70,8 @@ def token_sizes(max_num_tokens: int, given: Sequence[int] | None = None, largest
 
 
 MAX_PREFILLS = 16
-"""Prefilling sequences that a graph takes besides any number of decodes. Room for more would cost idle programs in every
-step; a step that starts more sequences at once has enough work to run without a graph."""
+"""Prefilling sequences that a graph takes besides any number of decodes. Room for more would cost idle programs in
+every step; a step that starts more sequences at once has enough work to run without a graph."""
 
 _CHUNKS_PER_PREFILL = 3
 """Chunks of a sequence beyond those that its tokens fill: a broken one at either end, and a checkpoint."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
+from weft.ops.linear import linear
 
 
 def _shard(vocab_size: int, context: ModelContext) -> RowMap:
@@ -60,12 +61,13 @@ class ParallelLMHead(WeightModule):
         self, vocab_size: int, hidden_size: int, context: ModelContext, tied: VocabParallelEmbedding | None
     ) -> None:
         super().__init__()
-        self._tp, self._vocab_size, self._tied = context.tp, vocab_size, tied is not None
+        self._tp, self._backend = context.tp, context.backend
+        self._vocab_size, self._tied = vocab_size, tied is not None
         self._rows = _shard(vocab_size, context)
         self.weight = _allocate(vocab_size, hidden_size, self._rows, context) if tied is None else tied.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden, self.weight)
+        logits = linear(hidden, self.weight, backend=self._backend)
         if self._tp.size == 1:
             return logits
         return self._tp.all_gather(logits)[..., : self._vocab_size]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from weft.ops.activation import silu_and_mul
+from weft.ops.linear import linear_silu_mul
 
 
 class MLP(nn.Module):
@@ -38,4 +38,5 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x), backend=self._backend))
+        gate_up = self.gate_up_proj
+        return self.down_proj(linear_silu_mul(x, gate_up.weight, gate_up.bias, backend=self._backend))

@@ -43,9 +43,7 @@ class Tile(NamedTuple):
 # load per thread. Few tokens: short pieces, for more programs. Many: long pieces, which read fewer rows twice. With 128
 # registers four programs share a multiprocessor, so that 1,024 channels of 8,192 tokens are two full rounds.
 TILES = {
-    64: Tile(512, 8, 4, 2, None),
-    256: Tile(1024, 8, 4, 4, None),
-    2048: Tile(1024, 16, 4, 4, 128),
+    4096: Tile(512, 16, 4, 4, None),
     1 << 30: Tile(1024, 64, 4, 4, 128),
 }
 

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 # By number of tokens, see benchmarks/kernels/rows.py. Few tokens: many small programs, each with little to wait for.
 # Many: more heads per program, which share their token's angles.
-TILES = {64: Tile(1, 4, 1, None), 1 << 30: Tile(2, 8, 4, 96)}
+TILES = {2048: Tile(2, 8, 4, 96), 1 << 30: Tile(1, 8, 2, None)}
 
 
 @triton.jit
