@@ -33,7 +33,7 @@ def test_a_benchmark(mini: RunningServer, path: str, tmp_path: Path) -> None:
 
 def benchmark(server: RunningServer, path: str, report: Path) -> dict[str, Any]:
     """The metrics of a short run."""
-    backend = f"kind=openai_http,target={server.url},model={MODEL},http2=false,request_format={path}"
+    backend = f"kind=openai_http,target={server.url},model={MODEL},request_format={path}"
     command = [
         str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console",
         "--backend", backend,

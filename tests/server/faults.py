@@ -509,7 +509,7 @@ def run(scale: float) -> Iterator[tuple[str, Figures]]:
         yield "stopped engine", stopped_engine(server)
         yield "steady memory", steady_memory(server, round(20_000 * scale))
     yield "readers that never read", deaf_readers(round(500 * scale))
-    yield "killed engine", killed_engine(max(1, round(5 * scale)))
+    yield "killed engine", killed_engine(max(1, round(3 * scale)))  # a server gives up after more in a row
     yield "killed server", killed_server(max(1, round(5 * scale)))
     yield "SIGTERM under load", terminated(max(8, round(60 * scale)))
     yield "5x overload", overload(round(2500 * scale))
