@@ -260,6 +260,8 @@ def test_models_and_state(server: RunningServer, client: OpenAI) -> None:
     for path in ("/health", "/ready", "/load", "/version", "/tokenizer_info", "/openapi.json"):
         assert server.client.get(path).status_code == 200, path
     assert server.client.get("/load").json()["limit"] == 48
+    info = server.client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|im_end|>" and "messages" in info["chat_template"]  # lm-eval reads both
 
 
 def test_tokenize_there_and_back(server: RunningServer) -> None:
