@@ -186,8 +186,6 @@ def capture_pieces(
         context: from a batch to its forward context.
         sizes, budget_bytes: see ``PiecewiseModel``.
     """
-    if config.device == "cuda":
-        logger.warning("piecewise graphs are proven on the CPU's emulator only; compare with cuda_graph_mode=NONE")
     builder.send_padding(shape(max(sizes)))
 
     def context_of(size: int) -> ForwardContext:
