@@ -138,8 +138,8 @@ class EngineConfig:
         "ints", None, "token counts to capture for prefill and mixed batches", low=1
     )
     piecewise_cuda_graph_max_tokens: int | None = _option(
-        "int", None, "largest token count to capture for prefill and mixed batches; default: that of a step, on the "
-        "CPU at most 512",
+        "int", None, "largest token count to capture for prefill and mixed batches; default: that of a step, at "
+        "most 4096, on the CPU 512",
         low=1,
     )  # fmt: skip
     piecewise_cuda_graph_compiler: str = _option(

@@ -23,7 +23,7 @@ from weft.errors import ConfigError
 
 MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-MAX_EMULATED_TOKENS = 512
+MAX_EMULATED_TOKENS, MAX_CAPTURED_TOKENS = 512, 4096
 MAX_COMPILED_BATCH = 32
 
 
@@ -239,8 +239,9 @@ def _choose_piece_sizes(values: dict[str, Any], reasons: dict[str, str]) -> None
     captured = values["cuda_graph_mode"] in _MODES_WITH_MIXED_GRAPHS
     if captured and not values["piecewise_cuda_graph_tokens"] and values[name] is None:
         on_cpu = values["device"] == "cpu"
-        values[name] = min(budget, MAX_EMULATED_TOKENS) if on_cpu else budget
-        reasons[name] = "the emulator keeps every tensor" if values[name] < budget else "max_num_batched_tokens"
+        values[name] = min(budget, MAX_EMULATED_TOKENS if on_cpu else MAX_CAPTURED_TOKENS)
+        why = "the emulator keeps every tensor" if on_cpu else "longer steps wait for the GPU, with graphs or without"
+        reasons[name] = why if values[name] < budget else "max_num_batched_tokens"
 
 
 def _choose_dtypes(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:

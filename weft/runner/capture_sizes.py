@@ -30,6 +30,11 @@ class CaptureSizes:
     pieces: Sequence[int] = ()
     samples: Sequence[int] = ()
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest captured forward pass; 0 without any."""
+        return max((*self.forward, *self.pieces), default=0)
+
 
 def capture_sizes(config: EngineConfig, max_num_seqs: int, table: ModeTable | None = None) -> CaptureSizes:
     """What the configured mode uses.

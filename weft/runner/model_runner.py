@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ from weft.graph.graph import GraphPool, make_pool
 from weft.graph.profile import ModeTable
 from weft.graph.sizes import smallest_fitting
 from weft.layers.context import ModelContext
-from weft.layers.sampler import Sampler, SamplerOutput, logprobs_of
+from weft.layers.sampler import Sampler, SamplerOutput
 from weft.layers.table import LayerTable
 from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
@@ -41,7 +40,8 @@ from weft.ops.backend import Backend, resolve_backend
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
 from weft.runner.buffers import to_device
-from weft.runner.capture_sizes import capture_sizes
+from weft.runner.capture import capture_graphs
+from weft.runner.capture_sizes import CaptureSizes, capture_sizes
 from weft.runner.captured_steps import CapturedSteps, SampledLogits
 from weft.runner.forms import ModelForms
 from weft.runner.memory import (
@@ -52,7 +52,7 @@ from weft.runner.memory import (
 )
 from weft.runner.moves import CacheMover
 from weft.runner.piecewise import PiecewiseModel, capture_pieces
-from weft.runner.results import HostLogprobs, PendingStep, to_host
+from weft.runner.results import PendingStep, pending_step, prompt_logprobs_of
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.sized_graphs import SizedGraphs
@@ -153,12 +153,12 @@ class ModelRunner:
         self.caches = {}
 
     def _walk_captured_steps(self) -> None:
-        config, steps = self.config, self._steps
-        for size in powers_of_two(config.max_num_seqs) if GraphMode.FULL in self._graph_mode.decode else ():
+        sizes, steps = self._capture_sizes(self.config.max_num_seqs), self._steps
+        for size in powers_of_two(max(sizes.decode)) if sizes.decode else ():
             steps.pad(steps.decode_shape(size))
             steps.decode(size)
             self._rows.last_token.zero_()
-        for size in powers_of_two(config.max_num_batched_tokens) if self._graph_mode.mixed else ():
+        for size in powers_of_two(sizes.max_tokens) if sizes.max_tokens else ():
             steps.pad(steps.mixture_shape(size))
             steps.forward(size)
 
@@ -191,7 +191,8 @@ class ModelRunner:
         return budget
 
     def _measure_step_bytes(self) -> int:
-        """Device memory that the largest step takes beside weights and caches, found by running it on tiny caches.
+        """Device memory that the largest steps take beside weights and caches, found by running them on tiny caches: as
+        many tokens as a step may have, and as many sequences decoding at the longest context.
 
         Every sequence uses the same page and slot: what is computed is nonsense, but its size is right.
         """
@@ -199,15 +200,19 @@ class ModelRunner:
         count = config.max_num_seqs
         length = max(1, min(config.max_num_batched_tokens // count, config.max_model_len))
         pages = self.spec.pages_for(length)
-        self._attach(CachePlan(2, 2, count, length, 0, {}))
+        self._attach(CachePlan(2, 2, count, config.max_model_len, 0, {}))
         greedy = RowSampling(temperature=1.0, top_p=0.9)
         slot = 1 if self.spec.num_linear_layers else 0
         new = [NewRequest(row, [0] * length, length, greedy) for row in range(count)]
+        more = [1] * (self.spec.pages_for(config.max_model_len) - pages)
         orders = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
+        decodes = [ScheduledRequest(row, config.max_model_len - 1, 1, more, slot, True) for row in range(count)]
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(SchedulerOutput(0, orders, new))
+        if config.max_model_len > length:
+            self.run(SchedulerOutput(1, decodes))
         peak = torch.cuda.max_memory_allocated(self.device)
         self.caches = {}
         torch.cuda.empty_cache()
@@ -238,58 +243,37 @@ class ModelRunner:
             lambda batch: ForwardContext(batch, self.caches, self._layer_modules, mode=GraphMode.FULL),
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
-            hidden=self._hidden_room(),
+            hidden=torch.zeros(
+                self._capture_sizes(plan.max_num_seqs).max_tokens,
+                config.model_config.hidden_size,
+                dtype=getattr(torch, config.dtype),
+                device=self.device,
+            ),
         )
 
-    def _hidden_room(self) -> Tensor:
-        """Memory for the hidden states of a captured forward pass, if there will be one."""
-        config = self.config
-        rows = config.max_num_batched_tokens if self._graph_mode.mixed else 0
-        return torch.zeros(
-            rows, config.model_config.hidden_size, dtype=getattr(torch, config.dtype), device=self.device
-        )
-
-    @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        """Capture what the configured mode uses; all graphs share one pool, because they run one after the other."""
-        mode, config, steps = self._graph_mode, self.config, self._steps
-        if mode is CudaGraphMode.NONE:
+        if self._graph_mode is CudaGraphMode.NONE:
             return
-        sizes = capture_sizes(config, self.plan.max_num_seqs, self._table)
-        pool, budget = self._make_pool(self.device), GRAPH_BYTES
-        capture = partial(SizedGraphs, pool=pool, device=self.device, keep_gc=config.enable_cudagraph_gc)
-        if sizes.forward:
-            steps.pad(steps.mixture_shape(max(sizes.forward)))
-            self.forward_graphs = capture("forward graphs", steps.forward, sizes=sizes.forward, budget_bytes=budget)
-            budget -= self.forward_graphs.counters.capture_bytes
-        if sizes.decode:
-            steps.pad(steps.decode_shape(max(sizes.decode)))
-            if config.torch_compile_max_bs is not None:
-                steps.compile_decodes(self._forms, config.torch_compile_max_bs)
-            self.graphs = capture("decode graphs", steps.decode, sizes=sizes.decode, budget_bytes=budget)
-            budget -= self.graphs.counters.capture_bytes
-        if sizes.samples:
-            steps.pad(steps.mixture_shape(max(sizes.samples)))
-            self.sample_graphs = capture("sampling graphs", steps.sample, sizes=sizes.samples, budget_bytes=budget)
-            budget -= self.sample_graphs.counters.capture_bytes
-        if sizes.pieces:
-            self.pieces = capture_pieces(
-                self._forms,
-                dict(self.model.named_parameters()),
-                self._builder,
-                steps.mixture_shape,
-                lambda batch: ForwardContext(batch, self.caches, self._layer_modules),
-                pool,
-                config,
-                sizes.pieces,
-                budget_bytes=budget,
-            )
-        self._dispatcher = Dispatcher(
-            mode,
-            decode_sizes=self.graphs.sizes if self.graphs is not None else (),
-            token_sizes=self.pieces.sizes if self.pieces is not None else (),
-            full_token_sizes=self.forward_graphs.sizes if self.forward_graphs is not None else (),
-            table=self._table,
+        sizes, pool = self._capture_sizes(self.plan.max_num_seqs), self._make_pool(self.device)
+        captured = capture_graphs(sizes, self._steps, self._forms, self._make_pieces, pool, self.config)
+        self.graphs, self.forward_graphs = captured.decode, captured.forward
+        self.pieces, self.sample_graphs = captured.pieces, captured.samples
+        self._dispatcher = captured.dispatcher(self._graph_mode, self._table)
+
+    def _capture_sizes(self, max_num_seqs: int) -> CaptureSizes:
+        return capture_sizes(self.config, max_num_seqs, self._table)
+
+    def _make_pieces(self, pool: GraphPool, budget_bytes: int) -> PiecewiseModel:
+        return capture_pieces(
+            self._forms,
+            dict(self.model.named_parameters()),
+            self._builder,
+            self._steps.mixture_shape,
+            lambda batch: ForwardContext(batch, self.caches, self._layer_modules),
+            pool,
+            self.config,
+            self._capture_sizes(self.plan.max_num_seqs).pieces,
+            budget_bytes=budget_bytes,
         )
 
     @contextmanager
@@ -344,7 +328,7 @@ class ModelRunner:
         self._builder.pad_decodes(shape, size)
         self._builder.send()
         result = self._drawn(self.graphs.replay(size, shape.num_seqs), shape, sampled)
-        pending = self._pending(orders.step, sampled, result, {})
+        pending = pending_step(orders.step, sampled, result, self._rows)
         pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
         return pending
 
@@ -361,7 +345,7 @@ class ModelRunner:
             self._builder.pad_samples(shape, sample_size)
         self._builder.send()
         hidden_states = self._forward(shape, choice)
-        prompt_logprobs = self._prompt_logprobs(orders, hidden_states)
+        prompt_logprobs = prompt_logprobs_of(orders, hidden_states, self.model.compute_logits, self._rows)
         if not sampled:
             pending = PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
         else:
@@ -373,7 +357,7 @@ class ModelRunner:
                 rows = self._builder.sample_rows(shape.num_samples)
                 logits = self.model.compute_logits(hidden_states.index_select(0, rows.indices))
                 result = self._draw(logits, rows, sampled)
-            pending = self._pending(orders.step, sampled, result, prompt_logprobs)
+            pending = pending_step(orders.step, sampled, result, self._rows, prompt_logprobs)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
 
@@ -441,39 +425,3 @@ class ModelRunner:
         """Copy partial pages and fork states, before anything reads them."""
         self._mover.copy_pages(orders.page_copies)
         self._mover.fork_states(orders.state_forks)
-
-    # -- results -------------------------------------------------------------------------------------------------
-
-    def _pending(
-        self,
-        number: int,
-        sampled: list[ScheduledRequest],
-        result: SamplerOutput,
-        prompt_logprobs: dict[int, HostLogprobs],
-    ) -> PendingStep:
-        """Start the copies to the host."""
-        wanted = {r.row: n for r in sampled if (n := self._rows.sampling(r.row).logprobs) is not None}
-        return PendingStep(
-            number,
-            [r.row for r in sampled],
-            token_ids=to_host(result.token_ids),
-            failed=to_host(result.nan_rows),
-            logprobs=HostLogprobs.fetch(result.logprobs) if result.logprobs is not None else None,
-            num_logprobs=wanted,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _prompt_logprobs(self, orders: SchedulerOutput, hidden_states: Tensor) -> dict[int, HostLogprobs]:
-        """Log probabilities of the prompt tokens that follow the ones run in this step, for the rows that ask."""
-        result: dict[int, HostLogprobs] = {}
-        start = 0
-        for order in orders.requests:
-            wanted = self._rows.sampling(order.row).prompt_logprobs
-            stop = min(order.start + order.num_tokens + 1, self._rows.num_prompt_tokens(order.row))
-            count = stop - order.start - 1
-            if wanted is not None and count > 0:
-                targets = torch.from_numpy(self._rows.known_tokens(order.row, order.start + 1, stop))
-                logits = self.model.compute_logits(hidden_states[start : start + count])
-                result[order.row] = HostLogprobs.fetch(logprobs_of(logits, targets.long().to(self.device), wanted))
-            start += order.num_tokens
-        return result

@@ -1,18 +1,20 @@
 """A step's results on their way to the host.
 
 Job: start copies without waiting, and turn them into a ``ModelOutput`` when asked. Owns: the host copies and the event
-that says when they are complete. Does not know: what was computed.
+that says when they are complete. Does not know: how tokens were chosen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from weft.layers.sampler import Logprobs
-from weft.messages import ModelOutput, TokenLogprobs
+from weft.layers.sampler import Logprobs, SamplerOutput, logprobs_of
+from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from weft.runner.rows import RowTable
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -96,3 +98,47 @@ class PendingStep:
 def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
     """The entry with only ``top_n`` alternatives (the batch may have computed more for another row)."""
     return TokenLogprobs(entry.token_ids[: top_n + 1], entry.logprobs[: top_n + 1], entry.rank)
+
+
+def pending_step(
+    number: int,
+    sampled: Sequence[ScheduledRequest],
+    result: SamplerOutput,
+    rows: RowTable,
+    prompt_logprobs: Mapping[int, HostLogprobs] | None = None,
+) -> PendingStep:
+    """Start the copies of what ``sampled`` drew to the host."""
+    wanted = {r.row: n for r in sampled if (n := rows.sampling(r.row).logprobs) is not None}
+    return PendingStep(
+        number,
+        [r.row for r in sampled],
+        token_ids=to_host(result.token_ids),
+        failed=to_host(result.nan_rows),
+        logprobs=HostLogprobs.fetch(result.logprobs) if result.logprobs is not None else None,
+        num_logprobs=wanted,
+        prompt_logprobs=dict(prompt_logprobs or {}),
+    )
+
+
+def prompt_logprobs_of(
+    orders: SchedulerOutput, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: RowTable
+) -> dict[int, HostLogprobs]:
+    """Log probabilities of the prompt tokens that follow the ones run in this step, for the rows that ask.
+
+    Args:
+        hidden_states: ``[T, hidden_size]`` of the step's tokens.
+        compute_logits: ``[N, hidden_size] -> [N, V]``.
+    """
+    result: dict[int, HostLogprobs] = {}
+    start = 0
+    for order in orders.requests:
+        wanted = rows.sampling(order.row).prompt_logprobs
+        stop = min(order.start + order.num_tokens + 1, rows.num_prompt_tokens(order.row))
+        count = stop - order.start - 1
+        if wanted is not None and count > 0:
+            targets = torch.from_numpy(rows.known_tokens(order.row, order.start + 1, stop))
+            logits = compute_logits(hidden_states[start : start + count])
+            targets = targets.long().to(hidden_states.device)
+            result[order.row] = HostLogprobs.fetch(logprobs_of(logits, targets, wanted))
+        start += order.num_tokens
+    return result
