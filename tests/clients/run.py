@@ -66,7 +66,8 @@ def environment(name: str, requirement: str) -> Path:
     if not done.exists():
         venv.create(folder, with_pip=True, clear=True)
         packages = folder / "lib" / Path(sysconfig.get_paths()["purelib"]).relative_to(Path(sys.prefix) / "lib")
-        (packages / "weft_tests.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+        line = f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n"
+        (packages / "weft_tests.pth").write_text(line)
         subprocess.run([python, "-m", "pip", "install", "--quiet", requirement], check=True)
         done.touch()
     return python

@@ -43,6 +43,7 @@ def benchmark(server: RunningServer, path: str, report: Path) -> dict[str, Any]:
         "--data", f"kind=synthetic_text,prompt_tokens=40,output_tokens={OUTPUT_TOKENS}",
         "--output", f"kind=json,path={report}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=offline)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(report.read_text())["benchmarks"][0]["metrics"]

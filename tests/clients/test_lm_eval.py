@@ -76,7 +76,7 @@ def document(rng: random.Random) -> dict[str, Any]:
 
 def evaluate(server: RunningServer, tasks: TaskManager, task: str, **fields: Any) -> dict[str, Any]:
     fields = {"model": MODEL, "base_url": f"{server.url}/v1/completions", "max_retries": 1} | fields
-    results = simple_evaluate("local-completions", model_args=fields, tasks=[task], task_manager=tasks, log_samples=True)
+    results = simple_evaluate("local-completions", model_args=fields, tasks=[task], task_manager=tasks)
     assert results is not None
     return results
 
