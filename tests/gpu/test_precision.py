@@ -1,0 +1,71 @@
+"""bfloat16 on the GPU: the kernels round no worse than transformers does, and the bundled model hardly changes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import Harness
+from tests.models.test_parity import prompt
+from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
+from weft import LLM, SamplingParams
+from weft.assets import EVAL_PATH
+from weft.evaluation import read_problems
+from weft.ops.backend import Backend
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (64, 130, 210)
+
+
+def logits_of(model: Any, tokens: list[int], device: str) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0].float().cpu()
+
+
+def divergence(exact: Tensor, rounded: Tensor) -> tuple[float, float]:
+    """Mean KL divergence of the distributions, and the share of places with the same best token."""
+    p, q = exact.log_softmax(-1), rounded.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean().item(), (p.argmax(-1) == q.argmax(-1)).float().mean().item()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
+    """KL divergence from float32 at most 1.25 times, best tokens at most one point less often the same."""
+    folder = make_checkpoint(arch, tmp_path)
+    prompts = [prompt(n) for n in LENGTHS]
+    exact = torch.cat([logits_of(make_model(arch), tokens, "cpu") for tokens in prompts])
+    theirs = make_model(arch).bfloat16().cuda()
+    their_logits = torch.cat([logits_of(theirs, tokens, "cuda") for tokens in prompts])
+    harness = Harness(folder, device="cuda", backend=Backend.TRITON, dtype=torch.bfloat16)
+    sequences = [harness.sequence(tokens) for tokens in prompts]
+    ours = torch.cat([harness.run([(s, len(s.tokens))])[0].float().cpu() for s in sequences])
+    (our_kl, our_share), (their_kl, their_share) = divergence(exact, ours), divergence(exact, their_logits)
+    assert our_kl <= 1.25 * their_kl, (our_kl, their_kl)
+    assert our_share >= their_share - 0.01, (our_share, their_share)
+
+
+def test_bfloat16_hardly_changes_the_bundled_model() -> None:
+    """Argmax agreement above 99% and KL divergence below 1e-3 (over the likeliest 20 tokens) where it is sure."""
+    prompts = [problem["messages"] for problem in read_problems(EVAL_PATH)[::20]]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20)
+    answers = []
+    for settings in ({"device": "cpu", "dtype": "float32"}, {"device": "cuda", "dtype": "bfloat16"}):
+        with LLM(**settings) as llm:  # type: ignore[arg-type]
+            answers.append(llm.chat(prompts, params, use_tqdm=False))
+    same, total, count = 0, 0.0, 0
+    for exact, rounded in zip(*answers, strict=True):
+        assert exact.prompt_logprobs is not None and rounded.prompt_logprobs is not None
+        for p, q in zip(exact.prompt_logprobs[1:], rounded.prompt_logprobs[1:], strict=True):
+            assert p is not None and q is not None
+            first = min(p, key=lambda token: p[token].rank)
+            if p[first].logprob >= math.log(0.5):
+                same += q[first].rank == 1 if first in q else 0
+                total += sum(math.exp(p[t].logprob) * (p[t].logprob - q[t].logprob) for t in p if t in q)
+                count += 1
+    assert count > 1000 and same / count > 0.99 and total / count < 1e-3
