@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,7 +31,12 @@ CONFIGS = Path(__file__).parent / "configs"
 def decode_orders(runner: ModelRunner, batch: int, context: int) -> SchedulerOutput:
     """A decode step of ``batch`` requests with ``context`` tokens each, on pages and slots of their own."""
     pages = runner.spec.pages_for(context + 1)
-    new = [NewRequest(r, [0] * context, context, RowSampling(temperature=0.0)) for r in range(batch)]
+    rng = random.Random(batch)  # equal tokens would choose the same experts
+
+    def prompt() -> list[int]:
+        return [rng.randrange(runner.config.model_config.vocab_size) for _ in range(context + 1)]
+
+    new = [NewRequest(r, prompt(), context + 1, RowSampling(temperature=0.0)) for r in range(batch)]
     orders = [
         ScheduledRequest(r, context, 1, list(range(1 + r * pages, 1 + (r + 1) * pages)), r + 1, True)
         for r in range(batch)

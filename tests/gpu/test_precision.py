@@ -20,7 +20,8 @@ from weft.ops.backend import Backend
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = (64, 130, 210)
+LENGTHS = tuple(range(140, 220, 4))
+"""Some 3,600 places: random models are near a tie so often that fewer would say little."""
 
 
 def logits_of(model: Any, tokens: list[int], device: str) -> Tensor:
@@ -42,7 +43,7 @@ def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -
     exact = torch.cat([logits_of(make_model(arch), tokens, "cpu") for tokens in prompts])
     theirs = make_model(arch).bfloat16().cuda()
     their_logits = torch.cat([logits_of(theirs, tokens, "cuda") for tokens in prompts])
-    harness = Harness(folder, device="cuda", backend=Backend.TRITON, dtype=torch.bfloat16)
+    harness = Harness(folder, device="cuda", backend=Backend.TRITON, dtype=torch.bfloat16, num_pages=400, num_slots=40)
     sequences = [harness.sequence(tokens) for tokens in prompts]
     ours = torch.cat([harness.run([(s, len(s.tokens))])[0].float().cpu() for s in sequences])
     (our_kl, our_share), (their_kl, their_share) = divergence(exact, ours), divergence(exact, their_logits)
@@ -52,7 +53,7 @@ def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -
 
 def test_bfloat16_hardly_changes_the_bundled_model() -> None:
     """Argmax agreement above 99% and KL divergence below 1e-3 (over the likeliest 20 tokens) where it is sure."""
-    prompts = [problem["messages"] for problem in read_problems(EVAL_PATH)[::20]]
+    prompts = [problem.messages for problem in read_problems(EVAL_PATH)[::20]]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20)
     answers = []
     for settings in ({"device": "cpu", "dtype": "float32"}, {"device": "cuda", "dtype": "bfloat16"}):
