@@ -264,7 +264,7 @@ def moe_tiles(num_pairs: int, num_experts: int, element_size: int) -> Tiles:
         return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
     if average <= 24:
         return Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3))
-    if average <= 96:
+    if average <= 64:
         return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
     return Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4))
 
