@@ -40,7 +40,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[None]:
-    """What the tests compile is kept for this session alone; all its processes share it."""
+    """What the tests compile is kept for one run of the suite; all its processes share it."""
     base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_CACHE_DIR", str((base if worker_id == "master" else base.parent) / "weft-cache"))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import report
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates_reference
 from weft.ops.gdn_decode import gdn_decode_reference
@@ -259,7 +260,7 @@ def main() -> None:
     parser.add_argument("--decode-only", action="store_true", help="time the decode step alone")
     options = parser.parse_args()
     on_gpu = DEVICE == "cuda"
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "interpreter"}
+    results: dict[str, Any] = report.provenance("cuda" if on_gpu else "cpu")
     half = torch.bfloat16 if on_gpu else torch.float16
     lens = [1, 63, 64, 65, 130, 210] if on_gpu else [1, 70]
     for seed, tile in itertools.product(range(2), TILES if on_gpu else TILES[:1]):

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
 
 if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
@@ -311,7 +311,7 @@ def write_table(rows: list[dict[str, Any]]) -> None:
         lines.append(json.dumps(entry).replace("NaN", "null"))
     head = f'{{"device": {json.dumps(device)}, "torch": {json.dumps(torch.__version__)}, "rows": [\n'
     (Path(folder) / "skinny_linear_h200.json").write_text(head + ",\n".join(lines) + "\n]}\n")
-    (Path(folder) / "linear_details.json").write_text(json.dumps({"device": device, "rows": rows}, indent=1))
+    write_json("linear_details.json", rows)
 
 
 def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import report
+
 COPY_BYTES_PER_S = 4.25e12
 """Device copy on an H200, bytes read plus bytes written."""
 MATRIX_FLOP_PER_S = 785e12
@@ -53,10 +55,8 @@ def error(actual: Tensor, want: Tensor) -> float:
 
 
 def write_json(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write ``name`` into the folder named by OUT, with the device and versions."""
+    """Write ``name`` into the folder named by OUT, with device, versions, command and date."""
     folder = os.environ.get("OUT")
     if folder is None:
         return
-    device = torch.cuda.get_device_name() if ON_GPU else "cpu"
-    report = {"device": device, "torch": torch.__version__, "rows": rows}
-    (Path(folder) / name).write_text(json.dumps(report, indent=1))
+    (Path(folder) / name).write_text(json.dumps(report.provenance(DEVICE) | {"rows": rows}, indent=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.test_bundled_model import distance
 from tests.harness import Harness
 from tests.models.test_parity import prompt
 from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
@@ -59,14 +59,5 @@ def test_bfloat16_hardly_changes_the_bundled_model() -> None:
     for settings in ({"device": "cpu", "dtype": "float32"}, {"device": "cuda", "dtype": "bfloat16"}):
         with LLM(**settings) as llm:  # type: ignore[arg-type]
             answers.append(llm.chat(prompts, params, use_tqdm=False))
-    same, total, count = 0, 0.0, 0
-    for exact, rounded in zip(*answers, strict=True):
-        assert exact.prompt_logprobs is not None and rounded.prompt_logprobs is not None
-        for p, q in zip(exact.prompt_logprobs[1:], rounded.prompt_logprobs[1:], strict=True):
-            assert p is not None and q is not None
-            first = min(p, key=lambda token: p[token].rank)
-            if p[first].logprob >= math.log(0.5):
-                same += q[first].rank == 1 if first in q else 0
-                total += sum(math.exp(p[t].logprob) * (p[t].logprob - q[t].logprob) for t in p if t in q)
-                count += 1
-    assert count > 1000 and same / count > 0.99 and total / count < 1e-3
+    same, total, count = distance(*answers)
+    assert count > 1000 and same > 0.99 and total < 1e-3

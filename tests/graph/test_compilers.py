@@ -17,7 +17,7 @@ from tests.graph.test_pieces import NAMES, SIZES, AllAtOnce, eager, random_lengt
 from weft.errors import ConfigError
 from weft.forward_context import BatchDescriptor, GraphMode, forward_context, get_forward_context
 from weft.graph.compilers import CompileCounters, PieceSource, Traced, Uncompiled, run_eagerly
-from weft.graph.graph import EmulatedGraphPool
+from weft.graph.graph import EmulatedGraphPool, Tape
 from weft.graph.inductor import PieceCompiler, code_of
 from weft.graph.pieces import PieceCapture
 from weft.graph.split_ops import known_split_ops
@@ -125,7 +125,7 @@ def test_each_distinct_piece_is_compiled_once_and_found_at_the_next_start(model:
 def test_a_compiled_piece_is_one_operation_to_the_recorder(model: Model, folder: Path) -> None:
     pieces = Pieces(model, make("inductor", folder))
     graph = next(iter(pieces.wrapper._entries.values())).graph
-    tapes = [step for step in graph.steps if hasattr(step, "_steps")]  # type: ignore[attr-defined]
+    tapes = [step for step in graph.steps if isinstance(step, Tape)]
     assert len(tapes) == 4
     for tape in tapes:
         names = [step[0].name() for step in tape._steps]
