@@ -2,9 +2,9 @@
 
 Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses. ``--tune`` first checks every candidate
 against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass, and writes the fastest
-of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``. ``--early``
-then tries the fastest ones behind a norm, as they stand in a model, with and without programmatic dependent launch.
-Without a GPU everything is rehearsed on tiny shapes under the interpreter.
+of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``. All is
+timed behind a norm, as in a model: a launch may start early, so the time of one alone says little. Without a GPU
+everything is rehearsed on tiny shapes under the interpreter.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def _compile(job: tuple[Size, int, Config]) -> None:
     """Compile one kernel into Triton's cache; what does not compile fails again, and visibly, when it is launched."""
     size, tokens, config = job
     options = launch_options(config, size.inner, tokens, DTYPE, silu_mul=size.silu_mul, bias=False)
+    options |= {"EARLY": True, "launch_pdl": True}
     width = size.rows // 2 if size.silu_mul else size.rows
     sums, count = (torch.float32, torch.int32) if config.splits > 1 else (DTYPE, DTYPE)
     try:
@@ -212,21 +213,26 @@ class Bench:
             y = F.silu(gate) * up
         return x, y
 
-    def us(self, call: Callable[[Tensor], Any]) -> float:
-        """Microseconds of ``call(weight)``."""
+    def us(self, x: Tensor, call: Callable[[Tensor, Tensor], Any]) -> float:
+        """Microseconds of a norm of ``x`` and ``call(norm, weight)``."""
         weights = itertools.islice(itertools.cycle(self.weights), self.num_calls)
-        return graph_ms([lambda w=w: call(w) for w in weights], repeats=5) * 1e3  # type: ignore[misc]
+        scale = torch.ones_like(x[0])
+
+        def behind_norm(w: Tensor) -> None:
+            call(rms_norm_triton(x, scale, 1e-6), w)  # type: ignore[arg-type]
+
+        return graph_ms([lambda w=w: behind_norm(w) for w in weights], repeats=5) * 1e3  # type: ignore[misc]
 
     def tune(self, tokens: int) -> dict[str, Any]:
         """Every candidate, checked, then timed."""
         size = self.size
         x, want = self.inputs(tokens)
-        row = self._row(tokens, self.us(lambda w: library(x, w, size.silu_mul)))
+        row = self._row(tokens, self.us(x, lambda x, w: library(x, w, size.silu_mul)))
         tried = []
         for config in candidates(size, tokens):
             try:
                 worst = worst_error(x, self.weights[0], want, config, size.silu_mul)
-                us = self.us(lambda w, c=config: skinny_linear_triton(x, w, None, c, silu_mul=size.silu_mul))
+                us = self.us(x, lambda x, w, c=config: skinny_linear_triton(x, w, None, c, silu_mul=size.silu_mul))
             except Exception as problem:  # a tile may not fit in shared memory
                 print(f"{size.name} {tokens} {tuple(config)}: {type(problem).__name__} {str(problem)[:80]}")
                 continue
@@ -246,10 +252,10 @@ class Bench:
         """What the operation would run."""
         size = self.size
         x, want = self.inputs(tokens)
-        row = self._row(tokens, self.us(lambda w: library(x, w, size.silu_mul)))
+        row = self._row(tokens, self.us(x, lambda x, w: library(x, w, size.silu_mul)))
         config = choose_config(x, self.weights[0], size.silu_mul)
         if config is not None:
-            us = self.us(lambda w: skinny_linear_triton(x, w, None, config, silu_mul=size.silu_mul))
+            us = self.us(x, lambda x, w: skinny_linear_triton(x, w, None, config, silu_mul=size.silu_mul))
             worst = worst_error(x, self.weights[0], want, config, size.silu_mul)
             row |= {"kernel_us": us, "error": worst, "config": config, "best": config}
         return row
@@ -261,28 +267,6 @@ class Bench:
             "config": None, "best": None, "library_us": library_us, "kernel_us": float("nan"),
             "floor_us": self.floor_us(tokens), "error": 0.0, "wrong": [],
         }  # fmt: skip
-
-    def try_early(self, row: dict[str, Any]) -> None:
-        """Behind a norm that produces ``x``: the library, the configuration, and the same launched early."""
-        size, tokens = self.size, row["tokens"]
-        hidden, want = self.inputs(tokens)
-        scale = torch.ones(size.inner, device=DEVICE, dtype=DTYPE)
-        early = row["config"]._replace(early=True)
-
-        def behind_norm(product: Callable[[Tensor, Tensor], Tensor]) -> float:
-            return self.us(lambda w: product(rms_norm_triton(hidden, scale, 1e-6), w))  # type: ignore[arg-type]
-
-        row["norm_library_us"] = behind_norm(lambda x, w: library(x, w, size.silu_mul))
-        for key, config in (("norm_kernel_us", row["config"]), ("norm_early_us", early)):
-            row[key] = behind_norm(lambda x, w, c=config: skinny_linear_triton(x, w, None, c, silu_mul=size.silu_mul))  # type: ignore[misc]
-        good = worst_error(hidden, self.weights[0], want, early, size.silu_mul) < LIMIT
-        gains = row["norm_early_us"] < BLAS_MARGIN * row["norm_kernel_us"]
-        print(
-            f"{size.name:16} {tokens:4} behind a norm: library {row['norm_library_us']:7.2f}, "
-            f"kernel {row['norm_kernel_us']:7.2f}, early {row['norm_early_us']:7.2f}{'' if good else '  WRONG'}"
-        )
-        if good and gains:
-            row["config"] = early
 
 
 def show(row: dict[str, Any]) -> None:
@@ -333,23 +317,11 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
     if not args.tune:
         return
     write_table(rows)
-    if args.early and ON_GPU:
-        early_rows = [
-            r for r in rows if r["config"] is not None and r["inner"] % (r["config"].inner * r["config"].splits) == 0
-        ]
-        by_name = {size.name: size for size in sizes}
-        compile_all(pool, ((by_name[r["name"]], r["tokens"], r["config"]._replace(early=True)) for r in early_rows))
-        for name, group in itertools.groupby(early_rows, key=lambda row: row["name"]):
-            bench = Bench(by_name[name])
-            for row in group:
-                bench.try_early(row)
-        write_table(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="try all candidates and write the table")
-    parser.add_argument("--early", action="store_true", help="with --tune: try programmatic dependent launch as well")
     parser.add_argument("--only", metavar="NAME", help="only sizes whose name contains NAME")
     args = parser.parse_args()
     start = time.perf_counter()

@@ -111,7 +111,6 @@ def test_the_table_is_well_formed() -> None:
         assert rows > 0 and inner > 0 and tokens in (1, 2, 4, 8, 16, 32, 64), (rows, inner, silu_mul, tokens)
         if config is not None:
             assert config.method == "dot" or (config.method == "sum" and tokens <= 8)
-            assert inner % (config.inner * config.splits) == 0 or not config.early
 
 
 @pytest.mark.gpu

@@ -11,14 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
+
 _BLOCK = 1024
 
 
 @triton.jit
 def _gate_kernel(
-    x, gate, out, stride_x, stride_gate, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
+    x, gate, out, stride_x, stride_gate,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """``out = x * sigmoid(gate)``, times ``gate`` as well for SiLU."""
+    enter(EARLY)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -37,8 +41,9 @@ def _gate(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
     assert x.stride(1) == gate.stride(1) == 1
     block = min(_BLOCK, triton.next_power_of_2(width))
     _gate_kernel[(triton.cdiv(width, block), x.shape[0])](
-        x, gate, out, x.stride(0), gate.stride(0), WIDTH=width, SILU=silu, BLOCK=block, num_warps=4
-    )
+        x, gate, out, x.stride(0), gate.stride(0), WIDTH=width, SILU=silu, BLOCK=block, num_warps=4,
+        **early_launch(x.device),
+    )  # fmt: skip
     return out
 
 

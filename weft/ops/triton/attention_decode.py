@@ -26,6 +26,7 @@ from weft.ops.triton.attention_tiles import (
     load_keys_values,
     precision,
 )
+from weft.ops.triton.early_launch import early_launch, enter
 
 _SHORT_SPLIT, _LONG_SPLIT = 256, 1024
 _SHORT_TABLE = 32768
@@ -110,8 +111,9 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
-    MIXTURE: tl.constexpr,
+    MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     kv_head = tl.program_id(0)
     if MIXTURE:
         # The programs are dealt out to as many sequences as decode; prefills and padding rows are the other kernel's.
@@ -192,8 +194,9 @@ def _merge(
 def _merge_kernel(
     out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits, stride_out,
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIXTURE: tl.constexpr,
+    MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     if MIXTURE:
         num_seqs = tl.load(counts + 2)
     seq = tl.program_id(1)
@@ -255,12 +258,12 @@ def launch_decode(
         HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
         SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         PRECISION=precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
-        MIXTURE=mixture is not None, num_warps=tile.warps,
+        MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     if merges:
         at_once = num_seqs if mixture is None else min(num_seqs, _MIXTURE_MERGES)
         _merge_kernel[(num_heads, at_once)](
             out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, out.stride(0),
             HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d,
-            MIXTURE=mixture is not None, num_warps=2,
+            MIXTURE=mixture is not None, num_warps=2, **early_launch(q.device),
         )  # fmt: skip

@@ -23,6 +23,7 @@ from weft.ops.triton.attention_tiles import (
     load_keys_values,
     precision,
 )
+from weft.ops.triton.early_launch import early_launch, enter
 
 _LONG_ROWS = 131072
 """From so many (token, head) rows on, larger tiles pay for heads of up to 128."""
@@ -53,8 +54,9 @@ def _prefill_kernel(
     stride_q, stride_out, stride_slot, stride_table,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SKIP_DECODES: tl.constexpr, MIXTURE: tl.constexpr,
+    SKIP_DECODES: tl.constexpr, MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     kv_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see most keys: they go first
     lanes = tl.arange(0, ROWS)
@@ -160,5 +162,5 @@ def launch_prefill(
         HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, TOKENS=tokens,
         ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         PRECISION=precision(q), STAGES=tile.stages, SKIP_DECODES=skip_decodes and mixture is None,
-        MIXTURE=mixture is not None, num_warps=tile.warps,
+        MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.tile_table import choose_tile
 
@@ -177,9 +178,10 @@ def _conv_kernel(
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, max_seqs, stride_x,
     C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one sequence's beginning (the first ``max_seqs`` programs) or of one piece."""
+    enter(EARLY)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channels < C
     if tl.program_id(1) < max_seqs:
@@ -247,7 +249,7 @@ def causal_conv1d_triton(
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
         C=num_channels, HISTORY=kernel - 1, BLOCK_C=block, TOKENS=tile.tokens, STEP=tile.step, CHUNK=CHUNK_SIZE,
-        HAS_BIAS=bias is not None, num_warps=tile.warps, maxnreg=tile.max_registers,
+        HAS_BIAS=bias is not None, num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -255,9 +257,10 @@ def causal_conv1d_triton(
 @triton.jit(do_not_specialize_on_alignment=["state_slots"])
 def _update_kernel(
     x, weight, bias, out, conv_state, state_slots, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr,
+    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and block of channels."""
+    enter(EARLY)
     i_row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channels < C
@@ -293,6 +296,6 @@ def causal_conv1d_update_triton(
         _update_kernel[(num_rows, triton.cdiv(num_channels, _UPDATE_BLOCK_C))](
             x, weight, bias, out, conv_state, state_slots, x.stride(0),
             C=num_channels, HISTORY=weight.shape[1] - 1, BLOCK_C=_UPDATE_BLOCK_C, HAS_BIAS=bias is not None,
-            num_warps=4,
+            num_warps=4, **early_launch(x.device),
         )  # fmt: skip
     return out

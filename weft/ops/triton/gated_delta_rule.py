@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
+from weft.ops.triton.early_launch import early_launch, enter
 
 CHUNK_SIZE = 64
 _L2_EPS = tl.constexpr(1e-6)
@@ -62,9 +63,10 @@ def _prepare_kernel(
     q, k, g, beta, solve, attention, vectors, chunk_start, chunk_length,
     stride_q, stride_k,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One chunk and value head: the solve matrix, the attention inside the chunk, and the row vectors."""
+    enter(EARLY)
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunk_length + i_chunk)
     if length == 0:
@@ -129,9 +131,10 @@ def _scan_kernel(
     num_rows, num_seqs, stride_q, stride_k, stride_v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and slice of V: the chunks in order, the state's columns in registers."""
+    enter(EARLY)
     i_v, i_head, i_prefill = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = o_k < K, o_v < V
@@ -228,9 +231,10 @@ def l2_normalize(x):
 def _recurrent_kernel(
     q, k, v, g, beta, out, state, state_slots, stride_q, stride_k, stride_v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, value head and slice of V."""
+    enter(EARLY)
     i_v, i_head, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = o_k < K, o_v < V
@@ -265,7 +269,7 @@ def recurrent_gated_delta_rule_triton(
         _recurrent_kernel[(triton.cdiv(head_v_dim, block_v), num_heads, num_rows)](
             q, k, v, g, beta, out, state, state_slots, q.stride(0), k.stride(0), v.stride(0),
             HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
-            BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=block_v, num_warps=4,
+            BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=block_v, num_warps=4, **early_launch(q.device),
         )  # fmt: skip
     return out
 
@@ -339,7 +343,7 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
         HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, triton.next_power_of_2(head_dim)),
         CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
         INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
-        num_warps=4, num_stages=1,
+        num_warps=4, num_stages=1, **early_launch(q.device),
     )  # fmt: skip
     return solve, attention, vectors
 
@@ -367,5 +371,5 @@ def _scan(
         HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
         BLOCK_K=max(16, triton.next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
         ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype), STAGES=tile.stages,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
     )  # fmt: skip

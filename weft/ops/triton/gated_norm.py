@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.tile_table import choose_tile
 
@@ -35,9 +36,10 @@ TILES = {2048: Tile(1024, 4, None), 1 << 30: Tile(2048, 4, 64)}
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_kernel(
     x, gate, weight, out, num_rows, stride_gate, eps,
-    H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows of ``x [num_rows, V]``; row r's gate is head ``r % H`` of token ``r // H``."""
+    enter(EARLY)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_v = tl.arange(0, BLOCK_V)
     mask = (rows < num_rows)[:, None] & (o_v < V)[None, :]
@@ -70,5 +72,6 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *
         _gated_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, gate, weight, out, num_rows, gate.stride(0), eps,
             H=num_heads, V=width, ROWS=rows, BLOCK_V=block_v, num_warps=tile.warps, maxnreg=tile.max_registers,
+            **early_launch(x.device),
         )  # fmt: skip
     return out

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
 
@@ -82,9 +83,10 @@ def _gdn_decode_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_H: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, KEEP_PADDING: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and key head."""
+    enter(EARLY)
     i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HK
     KEY_DIM: tl.constexpr = HK * K
@@ -222,5 +224,6 @@ def gdn_decode_triton(
             BLOCK_G=triton.next_power_of_2(group * head_v_dim), BLOCK_H=triton.next_power_of_2(group),
             HAS_BIAS=conv_bias is not None, HAS_CHECKPOINTS=checkpoint_slots is not None, KEEP_PADDING=keep_padding,
             PREFETCH=shape.prefetch, num_warps=shape.warps, maxnreg=shape.max_registers,
+            **early_launch(projected.device),
         )  # fmt: skip
     return out

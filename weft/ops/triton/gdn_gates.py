@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.tile_table import choose_tile
 
@@ -30,9 +31,10 @@ TILES = {1 << 30: Tile(512, 4)}
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gates_kernel(
     a, b, A_log, dt_bias, g, beta, num_tokens, stride_a, stride_b,
-    HV: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr,
+    HV: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, all heads."""
+    enter(EARLY)
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     heads = tl.arange(0, BLOCK_H)[None, :]
     mask = (tokens < num_tokens) & (heads < HV)
@@ -58,6 +60,6 @@ def gdn_gates_triton(
         tokens = max(1, tile.elements // block_h)
         _gates_kernel[(triton.cdiv(num_tokens, tokens),)](
             a, b, A_log, dt_bias, g, beta, num_tokens, a.stride(0), b.stride(0),
-            HV=num_heads, TOKENS=tokens, BLOCK_H=block_h, num_warps=tile.warps,
+            HV=num_heads, TOKENS=tokens, BLOCK_H=block_h, num_warps=tile.warps, **early_launch(a.device),
         )  # fmt: skip
     return g, beta

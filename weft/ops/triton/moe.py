@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.moe_sum import sum_experts
 
 _UNGROUPED_TOKENS = 3
@@ -54,8 +55,9 @@ class Tiles(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr):
+def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Number the pairs of each expert in the order in which they come by, and count them."""
+    enter(EARLY)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
     rank = tl.atomic_add(counts + expert, 1, mask=expert >= 0, sem="relaxed")
@@ -65,9 +67,10 @@ def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr):
 @triton.jit
 def _block_kernel(
     counts, first_place, block_expert, block_first, num_blocks,
-    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program e writes where the places of expert e begin, and its blocks: the expert, and the first place."""
+    enter(EARLY)
     expert = tl.program_id(0)
     others = tl.arange(0, BLOCK_E)
     count = tl.load(counts + others, mask=others < NUM_EXPERTS, other=0)
@@ -87,8 +90,9 @@ def _block_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr):
+def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Put each pair in its place."""
+    enter(EARLY)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
     rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
@@ -168,8 +172,9 @@ def _up_kernel(
     x, gate_up, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
     stride_x, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     expert, first, end = _block(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
     column = tl.program_id(0) * COLUMNS
     if expert >= 0:
@@ -228,8 +233,9 @@ def _down_kernel(
     hidden, down, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     expert, first, end = _block(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
     column = tl.program_id(0) * COLUMNS
     if expert >= 0:
@@ -297,14 +303,14 @@ def fused_moe_triton(
         x, gate_up, hidden, ids, *grouping, x.stride(0),
         HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _down_kernel[(triton.cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, down, partial, ids, *grouping,
         HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=min(tile.inner, _power(width)),
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return sum_experts(partial, weights, ids, shared, shared_gate)
 
@@ -333,10 +339,13 @@ def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...]
     ranks, pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
     grid = (triton.cdiv(num_pairs, _PAIRS),)
-    _rank_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=_PAIRS, num_warps=4)
+    _rank_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device))
     _block_kernel[(num_experts,)](
         counts, first_place, block_expert, block_first, num_blocks,
         NUM_EXPERTS=num_experts, ROWS=rows, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=1,
+        **early_launch(ids.device),
     )  # fmt: skip
-    _place_kernel[grid](ids, ranks, first_place, pairs, num_pairs, BLOCK=_PAIRS, num_warps=4)
+    _place_kernel[grid](
+        ids, ranks, first_place, pairs, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device)
+    )
     return (pairs, first_place, block_expert, block_first, num_blocks), max_blocks

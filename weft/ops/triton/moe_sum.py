@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.tile_table import choose_tile
 
@@ -35,9 +36,10 @@ TILES = {64: Tile(256, 1, None), 1 << 30: Tile(1024, 4, 96)}
 @triton.jit
 def _sum_kernel(
     partial, weights, ids, shared, shared_gate, out, stride_shared, stride_gate, stride_out,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one token. Pairs without an expert (id -1) have no output: theirs is never read."""
+    enter(EARLY)
     token = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -81,6 +83,6 @@ def sum_experts(
     _sum_kernel[(triton.cdiv(hidden_size, block), num_tokens)](
         partial, weights, ids, extra, gate, out, extra.stride(0), gate.stride(0), out.stride(0),
         HIDDEN=hidden_size, TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
-        num_warps=tile.warps, maxnreg=tile.max_registers,
+        num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(partial.device),
     )  # fmt: skip
     return out

@@ -10,12 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
+
 
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, y, total, eps, stride_x, stride_residual,
-    WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -45,6 +48,6 @@ def rms_norm_triton(
     _rms_norm_kernel[(rows.shape[0],)](
         rows, other, weight, y, total, eps, rows.stride(0), other.stride(0),
         WIDTH=width, ZERO_CENTERED=zero_centered, RESIDUAL=residual is not None, BLOCK=block,
-        num_warps=max(1, min(8, block // 256)),
+        num_warps=max(1, min(8, block // 256)), **early_launch(x.device),
     )  # fmt: skip
     return y if residual is None else (y, total)

@@ -12,13 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
+
 _WORDS = 2048
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kernel(
-    k, v, k_cache, v_cache, slot_mapping, stride_k, stride_v, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    k, v, k_cache, v_cache, slot_mapping, stride_k, stride_v, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
+    enter(EARLY)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -37,13 +41,14 @@ def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     width = num_kv_heads * head_dim
     _store_kernel[(num_tokens,)](
         k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **early_launch(k.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["src", "dst"])
-def _copy_kernel(addresses, src, dst, num_words, BLOCK: tl.constexpr):
+def _copy_kernel(addresses, src, dst, num_words, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Program (part, order, cache) copies a part of one page of one cache, as 32-bit words."""
+    enter(EARLY)
     cache = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(tl.int32))
     begin = tl.load(src + tl.program_id(1)).to(tl.int64)
     end = tl.load(dst + tl.program_id(1)).to(tl.int64)
@@ -78,4 +83,6 @@ class PageCopier:
         itself (padding orders).
         """
         grid = (triton.cdiv(self._num_words, _WORDS), src.shape[0], len(self._caches))
-        _copy_kernel[grid](self._addresses, src, dst, self._num_words, BLOCK=_WORDS, num_warps=4)
+        _copy_kernel[grid](
+            self._addresses, src, dst, self._num_words, BLOCK=_WORDS, num_warps=4, **early_launch(src.device)
+        )

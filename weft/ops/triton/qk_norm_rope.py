@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.qkv_split import split_qkv
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.tile_table import choose_tile
 
 
@@ -111,9 +112,10 @@ def _qk_norm_rope_kernel(
     q, k, v, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, stride_qkv,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr,
+    KV_HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``HEADS`` query heads or ``KV_HEADS`` key and value heads of ``TOKENS`` tokens, as rows."""
+    enter(EARLY)
     program = tl.program_id(0)
     if program < Q_PROGRAMS:
         row = tl.arange(0, TOKENS * HEADS)
@@ -178,5 +180,6 @@ def qk_norm_rope_triton(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         NORM=q_norm is not None, ZERO_CENTERED=zero_centered, TOKENS=tile.tokens, HEADS=heads, KV_HEADS=kv_heads,
         Q_PROGRAMS=q_programs, BLOCK_D=block_d, num_warps=tile.warps, maxnreg=tile.max_registers,
+        **early_launch(qkv.device),
     )  # fmt: skip
     return q_out, gate

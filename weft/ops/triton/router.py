@@ -10,13 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
     logits, weights, ids, num_tokens_ptr, num_tokens, stride_logits,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     places = tl.arange(0, BLOCK_K)
@@ -56,5 +59,6 @@ def topk_router_triton(
         logits, weights, ids, num_tokens if on_device else ids, 0 if on_device else num_tokens, logits.stride(0),
         NUM_EXPERTS=num_experts, TOP_K=top_k, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
+        **early_launch(logits.device),
     )  # fmt: skip
     return weights, ids

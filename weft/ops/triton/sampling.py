@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.sampling import GREEDY_BELOW
+from weft.ops.triton.early_launch import early_launch, enter
 
 _DRAW_BLOCK = 2048
 _GROUP = 32
@@ -166,7 +167,9 @@ def _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW: tl.c
 def _groups_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, group_max, block_max, block_mass, block_finite, stride,
     GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     block = tl.program_id(0)
     index = tl.program_id(1)
     inverse, _k, _p, _m, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB)
@@ -189,9 +192,10 @@ def _groups_kernel(
 def _select_kernel(
     group_max, temperatures, top_ks, top_ps, min_ps, selected, floors,
     GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, LANES: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The groups whose maximum exceeds ``floor``, the smallest maximum that at most GROUPS of them exceed."""
+    enter(EARLY)
     index = tl.program_id(0)
     _i, _k, _p, _m, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB)
     if filtered:
@@ -216,8 +220,9 @@ def _threshold_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, selected, floors, block_max, block_mass, block_finite, thresholds,
     stride,
     GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
     inverse, top_k, top_p, min_p, filtered = _is_filtered(
@@ -265,8 +270,9 @@ def _threshold_kernel(
 def _draw_kernel(
     logits, temperatures, thresholds, seeds, positions, best_scores, best_tokens, stride,
     GREEDY_BELOW: tl.constexpr, ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     block = tl.program_id(0)
     index = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -286,7 +292,8 @@ def _draw_kernel(
 
 
 @triton.jit
-def _pick_kernel(best_scores, best_tokens, out, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+def _pick_kernel(best_scores, best_tokens, out, BLOCKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr):
+    enter(EARLY)
     index = tl.program_id(0)
     blocks = tl.arange(0, LANES)
     inside = blocks < BLOCKS
@@ -310,16 +317,19 @@ def _thresholds(logits: Tensor, parameters: tuple[Tensor, Tensor, Tensor, Tensor
     _groups_kernel[(blocks, num_rows)](
         logits, *parameters, group_max, block_max, block_mass, block_finite, logits.stride(0),
         GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, GROUP=_GROUP, BLOCKS=blocks, BLOCK=block, num_warps=4,
+        **early_launch(logits.device),
     )  # fmt: skip
     _select_kernel[(num_rows,)](
         group_max, *parameters, selected, floors,
         GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, NUM_GROUPS=num_groups,
         LANES=max(_GROUPS, triton.next_power_of_2(num_groups)), GROUPS=_GROUPS, num_warps=8,
+        **early_launch(logits.device),
     )  # fmt: skip
     _threshold_kernel[(num_rows,)](
         logits, *parameters, selected, floors, block_max, block_mass, block_finite, thresholds, logits.stride(0),
         GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, GROUP=_GROUP, GROUPS=_GROUPS, BLOCKS=blocks,
         BLOCK_LANES=triton.next_power_of_2(blocks), BLOCK=1024 if vocab_size <= 1024 else 8192, num_warps=16,
+        **early_launch(logits.device),
     )  # fmt: skip
 
 
@@ -355,7 +365,10 @@ def sample_triton(
     _draw_kernel[(blocks, num_rows)](
         logits, temperature, thresholds, seeds, positions, scores, tokens, logits.stride(0),
         GREEDY_BELOW=GREEDY_BELOW, ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, BLOCKS=blocks,
-        BLOCK=block, num_warps=4,
+        BLOCK=block, num_warps=4, **early_launch(logits.device),
     )  # fmt: skip
-    _pick_kernel[(num_rows,)](scores, tokens, out, BLOCKS=blocks, LANES=triton.next_power_of_2(blocks), num_warps=1)
+    _pick_kernel[(num_rows,)](
+        scores, tokens, out, BLOCKS=blocks, LANES=triton.next_power_of_2(blocks), num_warps=1,
+        **early_launch(logits.device),
+    )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ A program computes ``rows`` outputs of all tokens. Two ways to multiply: ``sum``
 and adds the lanes up at the end (up to 8 tokens), ``dot`` uses the tensor cores, with the weight as the left operand.
 Where one program per block of rows cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its
 sums, and the last one to arrive adds them in order. Nothing depends on the order in which programs run, nor one token's
-output on another token.
+output on another token. No kernel writes weights, so they are asked for before the kernel before this one has ended.
 
 The number of tokens is padded to a power of two, so that few kernels are compiled; the padding repeats the last token.
 """
@@ -25,9 +25,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft.ops.triton.activation import silu_and_mul_triton
+from weft.ops.triton.early_launch import early_launch, enter, prefetch
 
 MAX_TOKENS = 64
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
@@ -49,8 +49,6 @@ class Config(NamedTuple):
         warps: per program.
         stages: of the software pipeline (``dot``).
         splits: programs that share the inner dimension.
-        early: the launch may overlap the end of the kernel before it (programmatic dependent launch); the program asks
-            for its weights, which no kernel writes, and then waits for that kernel.
     """
 
     method: str
@@ -59,7 +57,6 @@ class Config(NamedTuple):
     warps: int
     stages: int = 1
     splits: int = 1
-    early: bool = False
 
 
 @triton.jit
@@ -74,14 +71,25 @@ def _weight_rows(block, width, ROWS: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_rows(weight_rows, SPAN: tl.constexpr, INNER: tl.constexpr, SECTOR: tl.constexpr):
-    """Ask for ``SPAN`` elements of each row, ``SECTOR`` elements (32 bytes) at a time, to be in the L2 cache."""
-    for start in tl.static_range(0, SPAN, INNER):
-        sectors = weight_rows + start + tl.arange(0, INNER // SECTOR)[None, :] * SECTOR
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [sectors.to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _prefetch_weight(
+    weight, block, first, width, DEPTH: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Ask for the block's share of the weight, which is contiguous where the inner dimension is not shared out."""
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    row = block * OUTPUTS
+    start = weight + row.to(tl.int64) * DEPTH + first
+    if SPAN == DEPTH:
+        num_bytes = tl.minimum(OUTPUTS, width - row) * (DEPTH * SIZE)
+        prefetch(start, num_bytes)
+        if GATED:
+            prefetch(start + width.to(tl.int64) * DEPTH, num_bytes)
+    else:
+        for i in tl.static_range(OUTPUTS):
+            if row + i < width:
+                prefetch(start + i * DEPTH, SPAN * SIZE)
+                if GATED:
+                    prefetch(start + (width + i).to(tl.int64) * DEPTH, SPAN * SIZE)
 
 
 @triton.jit
@@ -160,18 +168,17 @@ def _skinny_linear_kernel(
     x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
-    DOT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension."""
     block = tl.program_id(0)
     split = tl.program_id(1)
     first = split * SPAN
     weight_rows = weight + _weight_rows(block, width, ROWS, GATED)[:, None] * DEPTH
-    if EARLY:
-        gdc_launch_dependents()
-        _prefetch_rows(weight_rows + first, SPAN, INNER, 2 * VECTOR)
-        gdc_wait()
+    if EARLY and EVEN:
+        _prefetch_weight(weight, block, first, width, DEPTH, SPAN, ROWS, GATED)
+    enter(EARLY)
     if DOT:
         acc = _dot_products(
             x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, EVEN, PRECISION, STAGES
@@ -247,13 +254,12 @@ def launch_options(
     span = triton.cdiv(triton.cdiv(inner, config.splits), config.inner) * config.inner
     even = inner == span * config.splits
     assert config.method == "dot" or tokens <= MAX_SUM_TOKENS
-    assert even or not config.early, "only whole spans are prefetched"
     return {
         "DEPTH": inner, "SPAN": span, "SPLITS": config.splits, "TOKENS": tokens, "ROWS": config.rows,
         "INNER": config.inner, "VECTOR": 16 // dtype.itemsize, "DOT": config.method == "dot", "GATED": silu_mul,
-        "BIAS": bias, "EVEN": even, "EARLY": config.early, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "BIAS": bias, "EVEN": even, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "STAGES": config.stages, "num_warps": config.warps,
-    } | ({"launch_pdl": True} if config.early else {})  # fmt: skip
+    }  # fmt: skip
 
 
 def skinny_linear_triton(
@@ -274,6 +280,7 @@ def skinny_linear_triton(
     _skinny_linear_kernel[(blocks, config.splits)](
         x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, width, x.stride(0),
         **launch_options(config, inner, tokens, x.dtype, silu_mul=silu_mul, bias=bias is not None),
+        **early_launch(x.device),
     )  # fmt: skip
     return out
 

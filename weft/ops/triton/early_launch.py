@@ -1,0 +1,58 @@
+"""Early launch: a kernel's programs start while the kernel before it still ends.
+
+Job: programmatic dependent launch (CUDA, compute capability 9.0 and later) for every kernel of the package. Owns: the
+rule that makes it safe. Does not know: kernels.
+
+A decode step is a chain of kernels that last a few microseconds each; launched one after the other, each pays for the
+end of the one before it and for its own start. An early launch may start as soon as every program of the kernel before
+it has begun. The rule: every kernel calls ``enter`` before it reads or writes any memory that a kernel writes, in every
+program. ``enter`` waits until the kernel before has ended and its writes are visible; as that one waited in turn, so
+have all before it. Only what no kernel of a step writes (weights) may be asked for earlier. Launches by other libraries
+are ordinary: they wait for everything before them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_CAPABILITY = (9, 0)
+
+
+@triton.jit
+def enter(EARLY: tl.constexpr):
+    """Let the next kernel's programs start, and wait for the results of the kernels before this one."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(pointer, num_bytes):
+    """Ask for memory to be in the L2 cache: ``num_bytes`` from ``pointer`` on, both multiples of 16."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [pointer.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def _can_launch_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
+@functools.cache
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """The launch arguments of a kernel: whether it is launched early, for the kernel and for the launch."""
+    return {"EARLY": True, "launch_pdl": True} if _can_launch_early(device) else {"EARLY": False}
