@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024
 
@@ -39,8 +40,8 @@ def _gate(x: Tensor, gate: Tensor, silu: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, gate = x.flatten(0, -2), gate.flatten(0, -2)
     assert x.stride(1) == gate.stride(1) == 1
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    _gate_kernel[(triton.cdiv(width, block), x.shape[0])](
+    block = min(_BLOCK, next_power_of_2(width))
+    _gate_kernel[(cdiv(width, block), x.shape[0])](
         x, gate, out, x.stride(0), gate.stride(0), WIDTH=width, SILU=silu, BLOCK=block, num_warps=4,
         **early_launch(x.device),
     )  # fmt: skip

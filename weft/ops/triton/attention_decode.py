@@ -27,6 +27,7 @@ from weft.ops.triton.attention_tiles import (
     precision,
 )
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _SHORT_SPLIT, _LONG_SPLIT = 256, 1024
 _SHORT_TABLE = 32768
@@ -215,8 +216,8 @@ def split_size(table_tokens: int) -> int:
 
 def decode_tile(num_seqs: int, num_kv_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
     """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
-    keys = max(16, min(64, 32768 // (triton.next_power_of_2(head_dim) * element_size)))
-    rows, work = max(16, triton.next_power_of_2(group)), num_seqs * num_kv_heads
+    keys = max(16, min(64, 32768 // (next_power_of_2(head_dim) * element_size)))
+    rows, work = max(16, next_power_of_2(group)), num_seqs * num_kv_heads
     if element_size == 4:
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
     if work < _FEW_SEQUENCES:
@@ -236,21 +237,21 @@ def launch_decode(
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     table_tokens = batch.page_table.shape[1] * page_size
     split = split_size(table_tokens) if split is None else split
-    max_splits = max(1, triton.cdiv(table_tokens, split))
+    max_splits = max(1, cdiv(table_tokens, split))
     splits_last = num_seqs * num_kv_heads <= _MANY_SEQUENCES
     aim = (_FEW_PROGRAMS if splits_last else _MANY_PROGRAMS) if aim is None else aim
-    programs = min(max_splits, triton.next_power_of_2(triton.cdiv(aim, num_seqs * num_kv_heads)))
+    programs = min(max_splits, next_power_of_2(cdiv(aim, num_seqs * num_kv_heads)))
     mixture = batch.mixture
     counts = batch.seq_lens if mixture is None else mixture.counts
     merges = max_splits > 1
     shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     # Few sequences: programs without a split come last, while others still work. Many: a sequence's splits together.
     grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
     if mixture is not None:
-        grid = (num_kv_heads, triton.cdiv(_MIXTURE_PROGRAMS, num_kv_heads), 1)
+        grid = (num_kv_heads, cdiv(_MIXTURE_PROGRAMS, num_kv_heads), 1)
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
         counts, scale * LOG2E, num_rows, num_seqs, max_splits,

@@ -24,6 +24,7 @@ from weft.ops.triton.attention_tiles import (
     precision,
 )
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import next_power_of_2
 
 _LONG_ROWS = 131072
 """From so many (token, head) rows on, larger tiles pay for heads of up to 128."""
@@ -130,7 +131,7 @@ def _prefill_kernel(
 
 def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
     """Tile of the prefill kernel. Rows hold at least one token of every head of the group."""
-    at_least = triton.next_power_of_2(group)
+    at_least = next_power_of_2(group)
     if element_size == 4:
         return Tile(rows=max(32, at_least), keys=32, warps=4, stages=1)
     if head_dim <= 128 and num_rows * num_heads >= _LONG_ROWS:
@@ -160,7 +161,7 @@ def launch_prefill(
         batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, TOKENS=tokens,
-        ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=max(16, next_power_of_2(head_dim)),
         PRECISION=precision(q), STAGES=tile.stages, SKIP_DECODES=skip_decodes and mixture is None,
         MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

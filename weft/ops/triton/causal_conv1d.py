@@ -24,6 +24,7 @@ from torch import Tensor
 from weft.forward_context import Batch
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
 CHUNK_SIZE = 64
@@ -241,9 +242,9 @@ def causal_conv1d_triton(
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous()
     num_chunks = chunks.start.shape[0]
     tile = tile or choose_tile(TILES, num_chunks * CHUNK_SIZE)
-    block = min(tile.channels, triton.next_power_of_2(num_channels))
+    block = min(tile.channels, next_power_of_2(num_channels))
     out = x.new_empty(x.shape)
-    _conv_kernel[(triton.cdiv(num_channels, block), chunks.max_seqs + num_chunks * (CHUNK_SIZE // tile.tokens))](
+    _conv_kernel[(cdiv(num_channels, block), chunks.max_seqs + num_chunks * (CHUNK_SIZE // tile.tokens))](
         x, weight, bias, out, conv_state,
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
@@ -293,7 +294,7 @@ def causal_conv1d_update_triton(
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous() and state_slots.is_contiguous()
     out = x.new_empty(x.shape)
     if num_rows:
-        _update_kernel[(num_rows, triton.cdiv(num_channels, _UPDATE_BLOCK_C))](
+        _update_kernel[(num_rows, cdiv(num_channels, _UPDATE_BLOCK_C))](
             x, weight, bias, out, conv_state, state_slots, x.stride(0),
             C=num_channels, HISTORY=weight.shape[1] - 1, BLOCK_C=_UPDATE_BLOCK_C, HAS_BIAS=bias is not None,
             num_warps=4, **early_launch(x.device),

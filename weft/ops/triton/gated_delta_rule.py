@@ -35,6 +35,7 @@ from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 CHUNK_SIZE = 64
 _L2_EPS = tl.constexpr(1e-6)
@@ -265,11 +266,11 @@ def recurrent_gated_delta_rule_triton(
     num_rows, num_heads, head_v_dim = v.shape
     out = v.new_empty(v.shape)
     if num_rows:
-        block_v = min(64, triton.next_power_of_2(head_v_dim))
-        _recurrent_kernel[(triton.cdiv(head_v_dim, block_v), num_heads, num_rows)](
+        block_v = min(64, next_power_of_2(head_v_dim))
+        _recurrent_kernel[(cdiv(head_v_dim, block_v), num_heads, num_rows)](
             q, k, v, g, beta, out, state, state_slots, q.stride(0), k.stride(0), v.stride(0),
             HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
-            BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=block_v, num_warps=4, **early_launch(q.device),
+            BLOCK_K=next_power_of_2(k.shape[2]), BLOCK_V=block_v, num_warps=4, **early_launch(q.device),
         )  # fmt: skip
     return out
 
@@ -287,11 +288,11 @@ def choose_tile(num_rows: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
         head_v_dim: V.
         dtype: of the operands.
     """
-    widest = max(16, triton.next_power_of_2(head_v_dim))
+    widest = max(16, next_power_of_2(head_v_dim))
     if dtype == torch.float32:
         return Tile(min(32, widest), 4, 1)
     for block_v in (32, 64):
-        if num_rows * triton.cdiv(head_v_dim, block_v) <= MULTIPROCESSORS:
+        if num_rows * cdiv(head_v_dim, block_v) <= MULTIPROCESSORS:
             return Tile(min(block_v, widest), 4, 3)
     return Tile(min(64, widest), 4, 1)
 
@@ -340,7 +341,7 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
     _prepare_kernel[(num_chunks, num_heads)](
         q, k, g, beta, solve, attention, vectors, chunks.start, chunks.length,
         q.stride(0), k.stride(0),
-        HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, triton.next_power_of_2(head_dim)),
+        HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, next_power_of_2(head_dim)),
         CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
         INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
         num_warps=4, num_stages=1, **early_launch(q.device),
@@ -363,13 +364,13 @@ def _scan(
     assert chunks is not None
     num_rows, num_heads, head_v_dim = v.shape
     block_v = max(16, tile.block_v)
-    _scan_kernel[(triton.cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
+    _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
         q, k, v, out, state, *prepared,
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
         HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
-        BLOCK_K=max(16, triton.next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
+        BLOCK_K=max(16, next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
         ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
 
@@ -67,9 +68,9 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *
     out = x.new_empty(x.shape)
     if num_rows:
         tile = tile or choose_tile(TILES, num_rows)
-        block_v = triton.next_power_of_2(width)
+        block_v = next_power_of_2(width)
         rows = max(1, tile.elements // block_v)
-        _gated_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _gated_rms_norm_kernel[(cdiv(num_rows, rows),)](
             x, gate, weight, out, num_rows, gate.stride(0), eps,
             H=num_heads, V=width, ROWS=rows, BLOCK_V=block_v, num_warps=tile.warps, maxnreg=tile.max_registers,
             **early_launch(x.device),

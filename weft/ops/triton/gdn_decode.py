@@ -27,6 +27,7 @@ from torch import Tensor
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
+from weft.ops.triton.sizes import next_power_of_2
 
 
 class Shape(NamedTuple):
@@ -220,8 +221,8 @@ def gdn_decode_triton(
             projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, state_slots,
             checkpoint_slots, vectors, out, projected.stride(0), eps,
             HK=num_k_heads, HV=num_v_heads, K=head_k_dim, V=head_v_dim, W=kernel,
-            BLOCK_K=triton.next_power_of_2(head_k_dim), BLOCK_V=min(shape.block_v, triton.next_power_of_2(head_v_dim)),
-            BLOCK_G=triton.next_power_of_2(group * head_v_dim), BLOCK_H=triton.next_power_of_2(group),
+            BLOCK_K=next_power_of_2(head_k_dim), BLOCK_V=min(shape.block_v, next_power_of_2(head_v_dim)),
+            BLOCK_G=next_power_of_2(group * head_v_dim), BLOCK_H=next_power_of_2(group),
             HAS_BIAS=conv_bias is not None, HAS_CHECKPOINTS=checkpoint_slots is not None, KEEP_PADDING=keep_padding,
             PREFETCH=shape.prefetch, num_warps=shape.warps, maxnreg=shape.max_registers,
             **early_launch(projected.device),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
 
@@ -56,9 +57,9 @@ def gdn_gates_triton(
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     if num_tokens:
         tile = tile or choose_tile(TILES, num_tokens)
-        block_h = triton.next_power_of_2(num_heads)
+        block_h = next_power_of_2(num_heads)
         tokens = max(1, tile.elements // block_h)
-        _gates_kernel[(triton.cdiv(num_tokens, tokens),)](
+        _gates_kernel[(cdiv(num_tokens, tokens),)](
             a, b, A_log, dt_bias, g, beta, num_tokens, a.stride(0), b.stride(0),
             HV=num_heads, TOKENS=tokens, BLOCK_H=block_h, num_warps=tile.warps, **early_launch(a.device),
         )  # fmt: skip

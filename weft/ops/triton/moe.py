@@ -24,6 +24,7 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.moe_sum import sum_experts
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _UNGROUPED_TOKENS = 3
 """Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
@@ -299,14 +300,14 @@ def fused_moe_triton(
     partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     tile = tiles.up
-    _up_kernel[(triton.cdiv(width, tile.columns), num_blocks)](
+    _up_kernel[(cdiv(width, tile.columns), num_blocks)](
         x, gate_up, hidden, ids, *grouping, x.stride(0),
         HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
-    _down_kernel[(triton.cdiv(hidden_size, tile.columns), num_blocks)](
+    _down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, down, partial, ids, *grouping,
         HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=min(tile.inner, _power(width)),
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
@@ -317,7 +318,7 @@ def fused_moe_triton(
 
 def _power(size: int) -> int:
     """The smallest power of two that holds ``size`` and is long enough for a matrix product."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def _ungrouped(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
@@ -338,11 +339,11 @@ def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...]
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=ids.device)
     ranks, pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
-    grid = (triton.cdiv(num_pairs, _PAIRS),)
+    grid = (cdiv(num_pairs, _PAIRS),)
     _rank_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device))
     _block_kernel[(num_experts,)](
         counts, first_place, block_expert, block_first, num_blocks,
-        NUM_EXPERTS=num_experts, ROWS=rows, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=1,
+        NUM_EXPERTS=num_experts, ROWS=rows, BLOCK_E=next_power_of_2(num_experts), num_warps=1,
         **early_launch(ids.device),
     )  # fmt: skip
     _place_kernel[grid](

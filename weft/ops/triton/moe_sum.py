@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
 
@@ -78,9 +79,9 @@ def sum_experts(
     (num_tokens, top_k), hidden_size = ids.shape, partial.shape[1]
     out = torch.empty((num_tokens, hidden_size), dtype=partial.dtype, device=partial.device)
     tile = tile or choose_tile(TILES, num_tokens)
-    block = min(tile.columns, triton.next_power_of_2(hidden_size))
+    block = min(tile.columns, next_power_of_2(hidden_size))
     extra, gate = partial if shared is None else shared, partial if shared_gate is None else shared_gate
-    _sum_kernel[(triton.cdiv(hidden_size, block), num_tokens)](
+    _sum_kernel[(cdiv(hidden_size, block), num_tokens)](
         partial, weights, ids, extra, gate, out, extra.stride(0), gate.stride(0), out.stride(0),
         HIDDEN=hidden_size, TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
         num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(partial.device),

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def rms_norm_triton(
     assert rows.stride(1) == other.stride(1) == 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = y if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _rms_norm_kernel[(rows.shape[0],)](
         rows, other, weight, y, total, eps, rows.stride(0), other.stride(0),
         WIDTH=width, ZERO_CENTERED=zero_centered, RESIDUAL=residual is not None, BLOCK=block,

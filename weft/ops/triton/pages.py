@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _WORDS = 2048
 
@@ -41,7 +42,7 @@ def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     width = num_kv_heads * head_dim
     _store_kernel[(num_tokens,)](
         k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=4, **early_launch(k.device),
+        WIDTH=width, BLOCK=next_power_of_2(width), num_warps=4, **early_launch(k.device),
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ class PageCopier:
         No page may be the source of one order and the destination of another, except that page 0 may be copied to
         itself (padding orders).
         """
-        grid = (triton.cdiv(self._num_words, _WORDS), src.shape[0], len(self._caches))
+        grid = (cdiv(self._num_words, _WORDS), src.shape[0], len(self._caches))
         _copy_kernel[grid](
             self._addresses, src, dst, self._num_words, BLOCK=_WORDS, num_warps=4, **early_launch(src.device)
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.ops.qkv_split import split_qkv
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
 
@@ -170,11 +171,11 @@ def qk_norm_rope_triton(
     q_out = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
     tile = tile or choose_tile(TILES, num_tokens)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     heads = max(1, tile.heads * 128 // block_d)
-    heads, kv_heads = (min(heads, triton.next_power_of_2(count)) for count in (num_heads, num_kv_heads))
-    q_programs = triton.cdiv(num_heads, heads)
-    _qk_norm_rope_kernel[(q_programs + triton.cdiv(num_kv_heads, kv_heads), triton.cdiv(num_tokens, tile.tokens))](
+    heads, kv_heads = (min(heads, next_power_of_2(count)) for count in (num_heads, num_kv_heads))
+    q_programs = cdiv(num_heads, heads)
+    _qk_norm_rope_kernel[(q_programs + cdiv(num_kv_heads, kv_heads), cdiv(num_tokens, tile.tokens))](
         q, k, v, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, qkv.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -58,7 +59,7 @@ def topk_router_triton(
     _router_kernel[(num_rows,)](
         logits, weights, ids, num_tokens if on_device else ids, 0 if on_device else num_tokens, logits.stride(0),
         NUM_EXPERTS=num_experts, TOP_K=top_k, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
-        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
+        BLOCK_E=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k), num_warps=1,
         **early_launch(logits.device),
     )  # fmt: skip
     return weights, ids

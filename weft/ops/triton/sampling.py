@@ -30,6 +30,7 @@ from torch import Tensor
 
 from weft.ops.sampling import GREEDY_BELOW
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _DRAW_BLOCK = 2048
 _GROUP = 32
@@ -306,8 +307,8 @@ def _pick_kernel(best_scores, best_tokens, out, BLOCKS: tl.constexpr, LANES: tl.
 def _thresholds(logits: Tensor, parameters: tuple[Tensor, Tensor, Tensor, Tensor], thresholds: Tensor) -> None:
     """The smallest scaled logit that every row keeps; -inf where it keeps all."""
     num_rows, vocab_size = logits.shape
-    block = min(_DRAW_BLOCK, max(_GROUP, triton.next_power_of_2(vocab_size)))
-    blocks = triton.cdiv(vocab_size, block)
+    block = min(_DRAW_BLOCK, max(_GROUP, next_power_of_2(vocab_size)))
+    blocks = cdiv(vocab_size, block)
     num_groups = blocks * (block // _GROUP)
     floats = torch.empty(num_rows, num_groups + 2 * blocks + 1, dtype=torch.float32, device=logits.device)
     integers = torch.empty(num_rows, _GROUPS + blocks, dtype=torch.int32, device=logits.device)
@@ -322,13 +323,13 @@ def _thresholds(logits: Tensor, parameters: tuple[Tensor, Tensor, Tensor, Tensor
     _select_kernel[(num_rows,)](
         group_max, *parameters, selected, floors,
         GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, NUM_GROUPS=num_groups,
-        LANES=max(_GROUPS, triton.next_power_of_2(num_groups)), GROUPS=_GROUPS, num_warps=8,
+        LANES=max(_GROUPS, next_power_of_2(num_groups)), GROUPS=_GROUPS, num_warps=8,
         **early_launch(logits.device),
     )  # fmt: skip
     _threshold_kernel[(num_rows,)](
         logits, *parameters, selected, floors, block_max, block_mass, block_finite, thresholds, logits.stride(0),
         GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, GROUP=_GROUP, GROUPS=_GROUPS, BLOCKS=blocks,
-        BLOCK_LANES=triton.next_power_of_2(blocks), BLOCK=1024 if vocab_size <= 1024 else 8192, num_warps=16,
+        BLOCK_LANES=next_power_of_2(blocks), BLOCK=1024 if vocab_size <= 1024 else 8192, num_warps=16,
         **early_launch(logits.device),
     )  # fmt: skip
 
@@ -357,8 +358,8 @@ def sample_triton(
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if filtered:
         _thresholds(logits, (temperature, top_k, top_p, min_p), thresholds)
-    block = min(_DRAW_BLOCK, triton.next_power_of_2(vocab_size))
-    blocks = triton.cdiv(vocab_size, block)
+    block = min(_DRAW_BLOCK, next_power_of_2(vocab_size))
+    blocks = cdiv(vocab_size, block)
     scores = torch.empty((num_rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, blocks), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -368,7 +369,7 @@ def sample_triton(
         BLOCK=block, num_warps=4, **early_launch(logits.device),
     )  # fmt: skip
     _pick_kernel[(num_rows,)](
-        scores, tokens, out, BLOCKS=blocks, LANES=triton.next_power_of_2(blocks), num_warps=1,
+        scores, tokens, out, BLOCKS=blocks, LANES=next_power_of_2(blocks), num_warps=1,
         **early_launch(logits.device),
     )  # fmt: skip
     return out

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, enter, prefetch
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_TOKENS = 64
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
@@ -232,7 +233,7 @@ def heuristic_config(rows: int, inner: int, tokens: int) -> Config | None:
     if tokens > 4:
         return None
     block = 8 if rows >= 8 * 264 else 4  # two programs for each of 132 multiprocessors
-    return Config("sum", block, min(1024, triton.next_power_of_2(inner)), 4)
+    return Config("sum", block, min(1024, next_power_of_2(inner)), 4)
 
 
 def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
@@ -240,7 +241,7 @@ def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     if not 0 < num_tokens <= MAX_TOKENS or inner < 64 or rows < 8:
         return None
-    tokens = triton.next_power_of_2(num_tokens)
+    tokens = next_power_of_2(num_tokens)
     key = (rows, inner, silu_mul, tokens)
     if weight.element_size() == 2 and _has_table(x.device) and key in load_table():
         return load_table()[key]
@@ -251,7 +252,7 @@ def launch_options(
     config: Config, inner: int, tokens: int, dtype: torch.dtype, *, silu_mul: bool, bias: bool
 ) -> dict[str, Any]:
     """Compile-time arguments of the kernel for an inner size and a padded number of tokens."""
-    span = triton.cdiv(triton.cdiv(inner, config.splits), config.inner) * config.inner
+    span = cdiv(cdiv(inner, config.splits), config.inner) * config.inner
     even = inner == span * config.splits
     assert config.method == "dot" or tokens <= MAX_SUM_TOKENS
     return {
@@ -267,9 +268,9 @@ def skinny_linear_triton(
 ) -> Tensor:
     """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``1 <= T <= 64``."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
-    tokens = triton.next_power_of_2(num_tokens)
+    tokens = next_power_of_2(num_tokens)
     outputs, width = (config.rows // 2, rows // 2) if silu_mul else (config.rows, rows)
-    blocks = triton.cdiv(width, outputs)
+    blocks = cdiv(width, outputs)
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     partial, arrivals = out, out
