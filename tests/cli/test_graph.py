@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -21,7 +20,7 @@ from weft.cli.graph_picture import fold, page
 from weft.config import resolve
 from weft.graph.graph import EmulatedGraphPool, Tape
 from weft.graph.listing import ListedGraph, ListingPool, Operation, Stopwatch
-from weft.runner.dissection import Dissection, Part, dissect
+from weft.runner.dissection import Dissection, Part, dissect, launches_noted
 
 SMALL = ["--device", "cpu", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2", "--max-num-batched-tokens", "65"]
 
@@ -171,19 +170,21 @@ def test_a_folder_that_cannot_be_made(run_weft: RunWeft, tmp_path: Path) -> None
 
 
 def test_triton_kernels_are_noted_where_they_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    jit = pytest.importorskip("triton.runtime.jit")
+    tl = pytest.importorskip("triton.language")
+    from weft.ops.triton.launch import Kernel
+
     launched: list[tuple[Any, ...]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launched.append((self, args, grid, warmup, kwargs))
 
-    def scale_kernel() -> None: ...
+    def scale_kernel(x, count, BLOCK: tl.constexpr): ...  # type: ignore
 
-    monkeypatch.setattr(jit.JITFunction, "run", run)
-    kernel, x = SimpleNamespace(fn=scale_kernel), torch.ones(4)
-    pool = ListingPool(EmulatedGraphPool(), torch.device("cpu"))
-    graph, _ = pool.capture(lambda: jit.JITFunction.run(kernel, x, 4, grid=(2, 1), warmup=False, BLOCK=64))
-    assert launched == [(kernel, (x, 4), (2, 1), False, {"BLOCK": 64})] and jit.JITFunction.run is run
+    monkeypatch.setattr(Kernel, "run", run)
+    kernel, x = Kernel(scale_kernel), torch.ones(4)
+    pool = ListingPool(EmulatedGraphPool(), torch.device("cpu"), launches_noted)
+    graph, _ = pool.capture(lambda: kernel[(2, 1)](x, 4, BLOCK=64))
+    assert launched == [(kernel, (x, 4), (2, 1), False, {"BLOCK": 64})]
     assert isinstance(graph, ListedGraph)
     (noted,) = graph.operations
     assert noted.code({}) == "scale_kernel[[2, 1]](v0, 4, BLOCK=64)" and noted.num_bytes() == 16

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +26,11 @@ from torch.utils._pytree import tree_leaves
 from weft.graph.graph import Graph, GraphPool, Recording
 
 T = TypeVar("T")
+
+Note = Callable[[str, tuple[Any, ...], Mapping[str, Any]], None]
+"""``(kernel, args, kwargs)``: notes a launch."""
+LaunchWatch = Callable[[Note], AbstractContextManager[None]]
+"""A scope in which launches of kernels are noted, and done."""
 
 _GATHERS = ("aten.embedding", "aten.index_select", "aten.index", "aten.gather")
 """Operations that read of their first argument only as much as they return."""
@@ -199,28 +203,6 @@ def _any_is(tensors: Sequence[Tensor], one: Tensor) -> bool:
     return any(tensor is one for tensor in tensors)
 
 
-@contextmanager
-def _launches_noted(notes: _Notes) -> Iterator[None]:
-    """Triton launches in the body are noted, and done."""
-    if find_spec("triton") is None:
-        yield
-        return
-    from triton.runtime.jit import JITFunction
-
-    run = JITFunction.run
-
-    def noting(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        shown = [int(size) for size in grid] if isinstance(grid, (list, tuple)) else "grid"
-        notes.launched(f"{self.fn.__name__}[{shown}]", args, kwargs)
-        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    JITFunction.run = noting
-    try:
-        yield
-    finally:
-        JITFunction.run = run
-
-
 # -- graphs ----------------------------------------------------------------------------------------------------------
 
 
@@ -262,16 +244,20 @@ class ListedGraph:
 
 
 class ListingPool:
-    """Graphs of another pool, as ``ListedGraph``."""
+    """Graphs of another pool, as ``ListedGraph``.
 
-    def __init__(self, pool: GraphPool, device: torch.device) -> None:
+    Args:
+        launch_watch: how kernels are seen that do not reach torch's dispatcher; None: there are none.
+    """
+
+    def __init__(self, pool: GraphPool, device: torch.device, launch_watch: LaunchWatch | None = None) -> None:
         self.stopwatch = Stopwatch(device)
-        self._pool, self._numbers = pool, _Numbers()
+        self._pool, self._numbers, self._launch_watch = pool, _Numbers(), launch_watch
 
     @contextmanager
     def recording(self) -> Iterator[ListingRecording]:
         with self._pool.recording() as recording:
-            listing = ListingRecording(recording, self._numbers, self.stopwatch)
+            listing = ListingRecording(recording, self._numbers, self.stopwatch, self._launch_watch)
             try:
                 yield listing
             finally:
@@ -287,8 +273,11 @@ class ListingPool:
 class ListingRecording:
     """Another recording, with notes."""
 
-    def __init__(self, recording: Recording, numbers: _Numbers, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, recording: Recording, numbers: _Numbers, stopwatch: Stopwatch, launch_watch: LaunchWatch | None
+    ) -> None:
         self._recording, self._numbers, self._stopwatch = recording, numbers, stopwatch
+        self._launch_watch = launch_watch
         self._notes = _Notes(numbers)
         self._active: AbstractContextManager[Any] | None = None
 
@@ -296,7 +285,8 @@ class ListingRecording:
         self._recording.begin()
         self._notes = _Notes(self._numbers)
         with ExitStack() as stack:
-            stack.enter_context(_launches_noted(self._notes))
+            if self._launch_watch is not None:
+                stack.enter_context(self._launch_watch(self._notes.launched))
             stack.enter_context(self._notes)
             self._active = stack.pop_all()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +22,10 @@ from weft.config import EngineConfig
 from weft.forward_context import KVCache
 from weft.graph.compilers import SplitPass
 from weft.graph.graph import GraphPool, make_pool
-from weft.graph.listing import ListedGraph, ListingPool, Operation, Place, Value, place_of
+from weft.graph.listing import ListedGraph, ListingPool, Note, Operation, Place, Value, place_of
 from weft.graph.pieces import PieceSequence, SplitCall
 from weft.graph.sizes import token_sizes
+from weft.ops.backend import Backend
 from weft.runner.measuring import StepMaker
 from weft.runner.model_runner import ModelRunner
 
@@ -131,7 +134,8 @@ def dissect(config: EngineConfig, num_tokens: int) -> Dissection:
     pools: list[ListingPool] = []
 
     def listing_pool(device: torch.device) -> GraphPool:
-        pools.append(ListingPool(make_pool(device), device))
+        watch = launches_noted if config.backend == Backend.TRITON else None
+        pools.append(ListingPool(make_pool(device), device, watch))
         return pools[-1]
 
     runner = ModelRunner(config, listing_pool)
@@ -141,6 +145,19 @@ def dissect(config: EngineConfig, num_tokens: int) -> Dissection:
     form = runner.pieces.form
     traced = tuple(item.graph.code for item in form.items) if isinstance(form, SplitPass) else ()
     return Dissection(num_tokens, tuple(_parts(runner, sequence, times)), _names(runner, sequence), traced)
+
+
+@contextmanager
+def launches_noted(note: Note) -> Iterator[None]:
+    """Triton launches in the body are noted, and done."""
+    from weft.ops.triton.launch import Kernel, launches_handled
+
+    def noting(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        note(f"{kernel.fn.__name__}[{list(grid)}]", args, options)
+        kernel.run(*args, grid=grid, warmup=False, **options)
+
+    with launches_handled(noting):
+        yield
 
 
 def _time(runner: ModelRunner, pool: ListingPool, sequence: PieceSequence, num_tokens: int) -> list[float]:

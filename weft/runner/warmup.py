@@ -101,19 +101,19 @@ def compiled_meanwhile(walk: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _no_launches() -> Iterator[None]:
-    """Triton's launches compile only, as its own ``JITFunction.warmup`` does."""
-    from triton.runtime.jit import JITFunction
+    """Launches compile only, as Triton's own ``JITFunction.warmup`` does, each kind of launch once."""
+    from weft.ops.triton.launch import Kernel, launches_handled
 
-    run = JITFunction.run
+    met: set[tuple[Any, ...]] = set()
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+    def compile_only(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        key = (id(kernel), *kernel.key(args, options))
+        if key not in met:
+            met.add(key)
+            kernel.run(*args, grid=grid, warmup=True, **options)
 
-    JITFunction.run = compile_only
-    try:
+    with launches_handled(compile_only):
         yield
-    finally:
-        JITFunction.run = run
 
 
 @contextmanager

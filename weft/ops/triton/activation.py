@@ -7,17 +7,17 @@ Does not know: layers.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024
 
 
-@triton.jit
+@jit
 def _gate_kernel(
     x, gate, out, stride_x, stride_gate,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr

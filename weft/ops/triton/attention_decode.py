@@ -27,6 +27,7 @@ from weft.ops.triton.attention_tiles import (
     precision,
 )
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _SHORT_SPLIT, _LONG_SPLIT = 256, 1024
@@ -102,9 +103,7 @@ def _decode_sequence(
                     tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA
-)
+@jit(do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse, counts,
     scale_log2, num_rows, num_seqs, max_splits,
@@ -189,7 +188,7 @@ def _merge(
         tl.store(out + row.to(tl.int64) * stride_out + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["num_seqs", "max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q", "counts"]
 )
 def _merge_kernel(

@@ -24,6 +24,7 @@ from weft.ops.triton.attention_tiles import (
     precision,
 )
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 _LONG_ROWS = 131072
@@ -48,7 +49,7 @@ def _sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TO
     return low - 1
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
+@jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, counts,
     scale_log2, num_rows, num_seqs,

@@ -24,6 +24,7 @@ from torch import Tensor
 from weft.forward_context import Batch
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
@@ -173,7 +174,7 @@ def _zero_rows(out, begin, end, i_share, num_shares, channels, mask, C: tl.const
         tl.store(out + row * C + channels, zeros, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs", "max_seqs"], do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize=["num_rows", "num_seqs", "max_seqs"], do_not_specialize_on_alignment=_METADATA)
 def _conv_kernel(
     x, weight, bias, out, conv_state,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
@@ -255,7 +256,7 @@ def causal_conv1d_triton(
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["state_slots"])
+@jit(do_not_specialize_on_alignment=["state_slots"])
 def _update_kernel(
     x, weight, bias, out, conv_state, state_slots, stride_x,
     C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 CHUNK_SIZE = 64
@@ -59,7 +60,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit(do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize_on_alignment=_METADATA)
 def _prepare_kernel(
     q, k, g, beta, solve, attention, vectors, chunk_start, chunk_length,
     stride_q, stride_k,
@@ -125,7 +126,7 @@ def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.con
         tl.store(p_out, zeros, mask=(rows < end)[:, None] & v_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def _scan_kernel(
     q, k, v, out, state, solve, attention, vectors,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
@@ -228,7 +229,7 @@ def l2_normalize(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + _L2_EPS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["state_slots"])
+@jit(do_not_specialize_on_alignment=["state_slots"])
 def _recurrent_kernel(
     q, k, v, g, beta, out, state, state_slots, stride_q, stride_k, stride_v,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

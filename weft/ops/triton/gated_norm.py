@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 TILES = {2048: Tile(1024, 4, None), 1 << 30: Tile(2048, 4, 64)}
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_kernel(
     x, gate, weight, out, num_rows, stride_gate, eps,
     H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,

@@ -27,6 +27,7 @@ from torch import Tensor
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
@@ -77,7 +78,7 @@ def _store_inputs(p_state, p_checkpoint, checkpoint, kept, channels, mask, W: tl
             tl.store(p_checkpoint + channels * (W - 1) + j, kept[j], mask=mask & (checkpoint >= 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["state_slots", "checkpoint_slots"])
+@jit(do_not_specialize_on_alignment=["state_slots", "checkpoint_slots"])
 def _gdn_decode_kernel(
     projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, state_slots, checkpoint_slots,
     vectors, out, stride_row, eps,

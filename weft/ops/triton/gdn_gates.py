@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 TILES = {1 << 30: Tile(512, 4)}
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _gates_kernel(
     a, b, A_log, dt_bias, g, beta, num_tokens, stride_a, stride_b,
     HV: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -55,7 +56,7 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit(do_not_specialize=["num_pairs"])
 def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Number the pairs of each expert in the order in which they come by, and count them."""
     enter(EARLY)
@@ -65,7 +66,7 @@ def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr, EARLY: tl.c
     tl.store(ranks + pair, rank, mask=expert >= 0)
 
 
-@triton.jit
+@jit
 def _block_kernel(
     counts, first_place, block_expert, block_first, num_blocks,
     NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
@@ -90,7 +91,7 @@ def _block_kernel(
         tl.store(block_first + first_block + block, first + block * ROWS, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit(do_not_specialize=["num_pairs"])
 def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Put each pair in its place."""
     enter(EARLY)
@@ -168,7 +169,7 @@ def _up_tile(
     tl.store(hidden + offsets, result.to(hidden.dtype.element_ty), mask=inside[:, None] & in_width[None, :])
 
 
-@triton.jit
+@jit
 def _up_kernel(
     x, gate_up, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
     stride_x, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
@@ -229,7 +230,7 @@ def _down_tile(
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
 
 
-@triton.jit
+@jit
 def _down_kernel(
     hidden, down, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 TILES = {64: Tile(256, 1, None), 1 << 30: Tile(1024, 4, 96)}
 
 
-@triton.jit
+@jit
 def _sum_kernel(
     partial, weights, ids, shared, shared_gate, out, stride_shared, stride_gate, stride_out,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

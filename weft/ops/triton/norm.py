@@ -6,15 +6,15 @@ Job: ``rms_norm`` on the GPU, one program per row. Owns: nothing. Does not know:
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
-@triton.jit
+@jit
 def _rms_norm_kernel(
     x, residual, weight, y, total, eps, stride_x, stride_residual,
     WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

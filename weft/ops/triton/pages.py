@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _WORDS = 2048
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+@jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kernel(
     k, v, k_cache, v_cache, slot_mapping, stride_k, stride_v, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr
@@ -46,7 +46,7 @@ def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["src", "dst"])
+@jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["src", "dst"])
 def _copy_kernel(addresses, src, dst, num_words, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Program (part, order, cache) copies a part of one page of one cache, as 32-bit words."""
     enter(EARLY)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.ops.qkv_split import split_qkv
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
@@ -108,7 +109,7 @@ def _norm_rope(
         _turn_part(p_from, p_to, p_angles, mask, weight, eps, HEAD_DIM, ROTARY_DIM, NORM, ZERO_CENTERED, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
+@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_kernel(
     q, k, v, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, stride_qkv,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,

@@ -6,15 +6,15 @@ Job: ``topk_router`` on the GPU. Owns: the order among equal logits (the lower e
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
     logits, weights, ids, num_tokens_ptr, num_tokens, stride_logits,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from weft.ops.sampling import GREEDY_BELOW
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _DRAW_BLOCK = 2048
@@ -164,7 +165,7 @@ def _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW: tl.c
     return 1.0 / temperature, top_k, top_p, min_p, filtered
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCRATCH)
+@jit(do_not_specialize_on_alignment=_SCRATCH)
 def _groups_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, group_max, block_max, block_mass, block_finite, stride,
     GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -189,7 +190,7 @@ def _groups_kernel(
         tl.store(block_finite + index * BLOCKS + block, tl.sum(tl.sum((x > float("-inf")).to(tl.int32), 1), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCRATCH)
+@jit(do_not_specialize_on_alignment=_SCRATCH)
 def _select_kernel(
     group_max, temperatures, top_ks, top_ps, min_ps, selected, floors,
     GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, LANES: tl.constexpr,
@@ -216,7 +217,7 @@ def _select_kernel(
         tl.store(floors + index, floor)
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCRATCH)
+@jit(do_not_specialize_on_alignment=_SCRATCH)
 def _threshold_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, selected, floors, block_max, block_mass, block_finite, thresholds,
     stride,
@@ -267,7 +268,7 @@ def _threshold_kernel(
     tl.store(thresholds + index, threshold)
 
 
-@triton.jit
+@jit
 def _draw_kernel(
     logits, temperatures, thresholds, seeds, positions, best_scores, best_tokens, stride,
     GREEDY_BELOW: tl.constexpr, ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr,
@@ -292,7 +293,7 @@ def _draw_kernel(
     tl.store(best_tokens + index * BLOCKS + block, block * BLOCK + place.to(tl.int32))
 
 
-@triton.jit
+@jit
 def _pick_kernel(best_scores, best_tokens, out, BLOCKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr):
     enter(EARLY)
     index = tl.program_id(0)

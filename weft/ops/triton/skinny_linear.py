@@ -28,6 +28,7 @@ from torch import Tensor
 
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, enter, prefetch
+from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_TOKENS = 64
@@ -164,7 +165,7 @@ def _store_outputs(
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _skinny_linear_kernel(
     x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,

@@ -1,0 +1,126 @@
+"""Launches that cost the host little: what a call site did before, it does again without asking Triton.
+
+Job: the decorator ``jit`` of every kernel that the host launches. Owns: per kernel, what was compiled for which
+arguments. Does not know: any kernel.
+
+``kernel[grid](...)`` of Triton binds arguments to names, writes options out as text to look a compiled kernel up, and
+calls hooks that nobody has set, on every launch: 12 us where the call of the driver takes 1. An eager step is a few
+hundred launches, and a graph is captured by running eager steps. Here the first launch goes through Triton, and the
+next one with the same key calls the same C launcher. The key holds all that Triton compiles for: the device, type and
+specialisation of every argument (16-byte alignment, the value 1 and multiples of 16, by Triton's own function), and
+the compile-time arguments and options.
+
+Left to Triton: interpreted kernels, launches while hooks are set, kernels that need scratch memory, and every launch
+under a version of Triton whose launcher is not known here. One check of Triton's is left out: that the global constants
+a kernel was compiled with are still the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import repeat
+from typing import Any
+
+import triton
+from triton import knobs
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import BaseBackend
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+_LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
+_ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit`` for kernels that are launched by ``kernel[grid](...)``: run-time arguments come first in the
+    kernel and are given by position, compile-time arguments and options by name; the grid is a tuple.
+
+    Args:
+        options: as of ``triton.jit``, for example ``do_not_specialize``.
+    """
+    if function is None:
+        return functools.partial(jit, **options)
+    return triton.jit(function, **options) if knobs.runtime.interpret else Kernel(function, **options)
+
+
+class Kernel(JITFunction):
+    """A kernel that remembers its launches."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        at_run_time = [p for p in self.params if not p.is_constexpr]
+        assert at_run_time == self.params[: len(at_run_time)], "run-time arguments come first"
+        assert not any(p.annotation for p in at_run_time), "a type given in the source would have to be in the key"
+        self._specialized = [not p.do_not_specialize for p in at_run_time]
+        self._aligned = [not p.do_not_specialize_on_alignment for p in at_run_time]
+        self._constants = (None,) * (len(self.params) - len(at_run_time))  # the launcher skips them
+        self._launchers: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self.launch, grid)
+
+    def key(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a kernel is compiled for, beside the device."""
+        assert len(args) == len(self._specialized), "compile-time arguments are given by name"
+        rules = repeat(BaseBackend), args, repeat(False), self._specialized, self._aligned
+        return (*map(native_specialize_impl, *rules), *options, *options.values())
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Queue the kernel on the current stream of the current device."""
+        if _has_hooks() or self.pre_run_hooks:
+            self.run(*args, grid=grid, warmup=False, **options)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key = (device, *self.key(args, options))
+        found = self._launchers.get(key)
+        if found is None:
+            self._remember(key, self.run(*args, grid=grid, warmup=False, **options))
+            return
+        launch, fixed = found
+        x, y, z = (*grid, 1, 1)[:3]
+        launch(x, y, z, active.get_current_stream(device), *fixed, *args, *self._constants)
+
+    def _remember(self, key: tuple[Any, ...], kernel: CompiledKernel) -> None:
+        """Keep the C function behind ``kernel.run``, and what it gets between the stream and the arguments: the kernel,
+        two launch attributes, no scratch memory, how the kernel was compiled, and no hooks."""
+        launcher = kernel.run
+        if not (_LAUNCHER_IS_KNOWN and isinstance(launcher, CudaLauncher)):
+            return
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return
+        attributes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        fixed = (kernel.function, *attributes, None, None, kernel.packed_metadata, None, None, None)
+        self._launchers[key] = (launcher.launch, fixed)
+
+
+def _has_hooks() -> bool:
+    runtime = knobs.runtime
+    if runtime.launch_enter_hook is not _ENTER or runtime.launch_exit_hook is not _EXIT:
+        return True
+    return bool(_ENTER.calls or _EXIT.calls)
+
+
+Handler = Callable[[Kernel, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+"""``(kernel, grid, args, options)``: stands in for a launch."""
+
+
+@contextmanager
+def launches_handled(handle: Handler) -> Iterator[None]:
+    """In the body, ``kernel[grid](*args, **options)`` calls ``handle(kernel, grid, args, options)`` and does no more.
+    ``kernel.run(*args, grid=grid, warmup=warmup, **options)`` is Triton's own launch, or compiles only."""
+    before = Kernel.launch
+
+    def instead(self: Kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        handle(self, grid, args, options)
+
+    Kernel.launch = instead  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Kernel.launch = before  # type: ignore[method-assign]
