@@ -12,6 +12,7 @@ from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.sizes import decode_sizes, smallest_fitting
+from weft.runner.sized_graphs import SizedGraphs
 
 
 def workload(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -65,6 +66,21 @@ def test_graphs_overlap_and_preemption_do_not_change_the_answers(
             assert graphs is not None and graphs.sizes == [1, 2, 4] and graphs.counters.captures == 3
             assert graphs.counters.replays > 10 and (graphs.counters.missed > 0 or pages is not None)
             assert 0 < graphs.counters.padding_rows < graphs.counters.rows
+
+
+def test_every_size_warms_up_before_its_capture_and_the_first_one_twice() -> None:
+    runs: list[int] = []
+    x = torch.zeros(5)
+
+    def function(size: int) -> torch.Tensor:
+        runs.append(size)
+        return x[:size] + 1
+
+    pool = EmulatedGraphPool()
+    graphs = SizedGraphs("graphs", function, pool, [1, 2, 5], device=torch.device("cpu"), show_progress=False)
+    assert runs == [5, 5, 5, 2, 2, 1, 1] and graphs.sizes == [1, 2, 5]
+    x.fill_(3)
+    assert graphs.replay(2, 1).tolist() == [4, 4] and len(runs) == 7
 
 
 def test_replay_repeats_device_work_and_no_python() -> None:
