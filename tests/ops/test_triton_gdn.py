@@ -116,6 +116,19 @@ def test_repeated_keys_without_decay_stay_accurate() -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_effect_of_a_token_on_itself_is_rounded_once(heads: tuple[int, int, int, int]) -> None:
+    """Where nothing outlives a token, the output is its own: ``beta (q . k) v`` in float32, rounded at the store."""
+    dtype = DTYPES[1]
+    q, k, v, g, beta = rule_inputs(70, heads, dtype)
+    batch, state = on_device(make_batch([70], [0])), torch.zeros(2, heads[1], *heads[2:], device=DEVICE)
+    exact = (q.float(), k.float(), v.float(), torch.full_like(g, -100.0), beta)
+    expected = chunk_gated_delta_rule(*exact, state.clone(), batch, backend=TORCH)
+    result = chunk_gated_delta_rule(q, k, v, exact[3], beta, state, batch, backend=TRITON)
+    half_a_step = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(result.float(), expected, atol=1e-6, rtol=1.01 * half_a_step)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_recurrent_rule(heads: tuple[int, int, int, int], state_dtype: torch.dtype) -> None:
     _, hv, dk, dv = heads

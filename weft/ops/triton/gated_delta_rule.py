@@ -12,10 +12,11 @@ running sum of g, S the state before the chunk, and rows scaled by vectors writt
     S'    = exp(G_last) S + (exp(G_last - G) k)^T delta
 
 The first kernel needs no state and runs for all chunks and heads at once: it writes the *solve* matrix
-``(I + A)^-1 beta``, P and the three row vectors. The second walks through the chunks of each sequence with a slice of
-the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints and the final state leave in the same pass, and
-no state in between is written. Normalising queries and keys only scales rows of products, so q, k and v go to the
-matrix units as they are.
+``(I + A)^-1 - I``, P below its diagonal, and the row vectors. A token's effect on itself, the two diagonals, stays in
+float32: much of what operands in bfloat16 lose is there. The second walks through the chunks of each sequence with a
+slice of the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints and the final state leave in the same
+pass, and no state in between is written. Normalising queries and keys only scales rows of products, so q, k and v go to
+the matrix units as they are.
 
 The inverse doubles the size of inverted diagonal blocks, D, until one is left: with L the part of A below them,
 ``(D^-1 + L)^-1 = D - D L D`` for each pair of blocks. It is as accurate as substitution (a Neumann series is not when
@@ -40,7 +41,7 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 CHUNK_SIZE = 64
 _L2_EPS = tl.constexpr(1e-6)
-_VECTORS = 4
+_VECTORS = tl.constexpr(6)
 
 MULTIPROCESSORS = 132
 """Of an H200. As many programs have one each, with all its shared memory for their pipeline."""
@@ -98,7 +99,8 @@ def _prepare_kernel(
     qk = tl.dot(b_q, keys, input_precision=PRECISION) * between * q_norm[:, None]
 
     square = ((i_chunk * HV + i_head).to(tl.int64) * CHUNK * CHUNK) + i * CHUNK + j
-    tl.store(attention + square, qk.to(attention.dtype.element_ty))
+    own = tl.sum(tl.where(i == j, qk, 0.0), 1)
+    tl.store(attention + square, tl.where(i == j, 0.0, qk).to(attention.dtype.element_ty))
 
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, kk, 0.0)
     for level in tl.static_range(1, LEVELS):
@@ -106,13 +108,15 @@ def _prepare_kernel(
         operand = inverse.to(INVERSE)
         product = tl.dot(operand, below.to(INVERSE), input_precision=PRECISION)
         inverse -= tl.dot(product.to(INVERSE), operand, input_precision=PRECISION)
-    tl.store(solve + square, (inverse * b_beta[None, :]).to(solve.dtype.element_ty))
+    tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
-    p_vectors = vectors + (i_chunk * HV + i_head).to(tl.int64) * 4 * CHUNK + o_row
+    p_vectors = vectors + (i_chunk * HV + i_head).to(tl.int64) * _VECTORS * CHUNK + o_row
     tl.store(p_vectors, k_norm * tl.exp(decay))
     tl.store(p_vectors + CHUNK, q_norm * tl.exp(decay))
     tl.store(p_vectors + 2 * CHUNK, k_norm * tl.exp(to_end))
     tl.store(p_vectors + 3 * CHUNK, tl.exp(to_end + b_g))
+    tl.store(p_vectors + 4 * CHUNK, b_beta)
+    tl.store(p_vectors + 5 * CHUNK, own)
 
 
 @triton.jit
@@ -185,17 +189,18 @@ def _scan_kernel(
         b_v = tl.load(v + rows * stride_v + value_columns[None, :], mask=mask, other=0.0)
         b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
         b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
-        p_vectors = vectors + tile * 4 * CHUNK + o_row
+        p_vectors = vectors + tile * _VECTORS * CHUNK + o_row
         k_scale, q_scale, k_to_end = tl.load(p_vectors), tl.load(p_vectors + CHUNK), tl.load(p_vectors + 2 * CHUNK)
-        chunk_decay = tl.load(vectors + tile * 4 * CHUNK + 3 * CHUNK)
+        b_beta, own = tl.load(p_vectors + 4 * CHUNK), tl.load(p_vectors + 5 * CHUNK)
+        chunk_decay = tl.load(vectors + tile * _VECTORS * CHUNK + 3 * CHUNK)
 
         old = b_state.to(operand)
-        right = b_v - tl.dot(b_k, old, input_precision=PRECISION) * k_scale[:, None]
+        right = (b_v - tl.dot(b_k, old, input_precision=PRECISION) * k_scale[:, None]) * b_beta[:, None]
         b_out = tl.dot(b_q, old, input_precision=PRECISION) * q_scale[:, None]
-        delta = tl.dot(b_solve, right.to(operand), input_precision=PRECISION)
+        delta = tl.dot(b_solve, right.to(operand), right, input_precision=PRECISION)
         b_state = b_state * chunk_decay
         b_state = tl.dot(tl.trans(b_k), (delta * k_to_end[:, None]).to(operand), b_state, input_precision=PRECISION)
-        b_out = tl.dot(b_attention, delta.to(operand), b_out, input_precision=PRECISION)
+        b_out = tl.dot(b_attention, delta.to(operand), b_out + delta * own[:, None], input_precision=PRECISION)
         p_out = out + rows * (HV * V) + value_columns[None, :]
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
 
@@ -338,7 +343,7 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
     num_chunks, num_heads, (_, num_k_heads, head_dim) = chunks.start.shape[0], g.shape[1], k.shape
     solve = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
     attention = torch.empty_like(solve)
-    vectors = g.new_empty(num_chunks, num_heads, _VECTORS, CHUNK_SIZE)
+    vectors = g.new_empty(num_chunks, num_heads, _VECTORS.value, CHUNK_SIZE)
     _prepare_kernel[(num_chunks, num_heads)](
         q, k, g, beta, solve, attention, vectors, chunks.start, chunks.length,
         q.stride(0), k.stride(0),
