@@ -6,6 +6,7 @@ milliseconds and loads no torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,13 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    module = _MODULES[name]
+    if module not in sys.modules:
+        from weft.loading import loading_modules
+
+        with loading_modules():
+            import_module(module)
+    return getattr(sys.modules[module], name)
 
 
 def __dir__() -> list[str]:

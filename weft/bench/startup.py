@@ -76,7 +76,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _child(began: float, settings: dict[str, Any]) -> None:
     """The measured process: start the engine, run one request, print a line of JSON."""
     start = time.monotonic()
-    from weft.engine.llm import LLM
+    from weft import LLM
 
     imported = time.monotonic()
     with LLM(**settings) as llm:

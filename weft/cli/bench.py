@@ -251,7 +251,7 @@ def _check(args: argparse.Namespace, **lowest: int) -> None:
 def _engine(args: argparse.Namespace, **defaults: Any) -> LLM:
     """The engine under test. Workloads are token ids, so no tokenizer is loaded; and they are repeated, so that the
     prefix cache is off unless asked for: it would answer the repeats."""
-    from weft.engine.llm import LLM
+    from weft import LLM
 
     return LLM(**({"skip_tokenizer_init": True, "enable_prefix_caching": False} | defaults | engine_settings(args)))
 

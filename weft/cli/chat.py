@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(sampling_settings(args))
     if params.n != 1:
         raise ConfigError(f"n={params.n}: a chat has one answer; leave it out, or use weft generate")
-    from weft.engine.llm import LLM
+    from weft import LLM
 
     with LLM(**engine_settings(args)) as llm:
         if sys.stdin.isatty():

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {args.limit}: give 1 or more")
     json_path = report.open_json(args.json)
     problems = evaluation.read_problems(limit=args.limit)
-    from weft.engine.llm import LLM
+    from weft import LLM
 
     given = engine_settings(args)
     num_seqs = min(evaluation.MAX_NUM_SEQS, given.get("max_num_batched_tokens", evaluation.MAX_NUM_SEQS))

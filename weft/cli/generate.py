@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with _open_output(args) as output:
         from tqdm import tqdm
 
-        from weft.engine.llm import LLM
+        from weft import LLM
 
         start = time.perf_counter()
         with LLM(**engine_settings(args)) as llm:

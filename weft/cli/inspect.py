@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params({"max_tokens": 16, "temperature": 0} | sampling_settings(args))
     if not engine_settings(args).get("enable_prefix_caching", True):
         raise ConfigError("there is nothing to inspect with enable_prefix_caching=False; leave it out")
+    from weft import LLM
     from weft.cache.dump import dump_tree
-    from weft.engine.llm import LLM
 
     with LLM(**engine_settings(args)) as llm:
         if jobs:

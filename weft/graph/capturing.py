@@ -37,7 +37,6 @@ def frozen_gc(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    gc.collect()
     gc.freeze()
     was_on = gc.isenabled()
     gc.disable()
