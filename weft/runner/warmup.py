@@ -23,6 +23,7 @@ from torch import nn
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import Decoder, DecoderLayer
+from weft.runner.triton_key import remember_triton_key
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -93,6 +94,7 @@ def compiled_meanwhile(walk: Callable[[], None]) -> Iterator[None]:
     """
     import triton
 
+    remember_triton_key()
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
         with _no_launches():
             walk()
