@@ -79,35 +79,24 @@ if not ON_GPU:
     TOKENS = (1, 8, 16)
 
 
+_DOTS = [(16, 256, 2, 4), (32, 128, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4)]
+
+
 def candidates(size: Size, tokens: int) -> list[Config]:
     """What may be fastest for a size; ``splits`` where blocks of rows are too few for the GPU."""
     if not ON_GPU:
         few = [Config("sum", 8, 64, 4), Config("sum", 8, 64, 4, splits=2)]
         return [Config("dot", 16, 64, 4, 2), *(few if tokens <= 8 else ())]
-    sums: dict[int, list[tuple[int, int, int]]] = {
-        1: [
-            (2, 1024, 4),
-            (4, 1024, 4),
-            (1, 1024, 4),
-            (1, 512, 2),
-            (2, 512, 2),
-            (2, 1024, 2),
-            (2, 2048, 8),
-            (4, 512, 2),
-        ],
-        2: [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (2, 512, 2), (4, 512, 2), (2, 2048, 8)],
-        4: [(2, 1024, 4), (4, 1024, 4), (2, 512, 2), (4, 512, 2), (4, 1024, 8)],
-        8: [(2, 1024, 4), (4, 1024, 4), (4, 512, 2)],
-    }
-    narrow = [(16, 256, 2, 4), (16, 512, 4, 3), (32, 128, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4), (64, 256, 4, 3)]
-    wide = [(16, 256, 4, 4), (32, 128, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 4)]
-    found = [Config("sum", *shape) for shape in sums.get(tokens, [])]
-    if tokens > 1:
-        found += [Config("dot", *shape) for shape in (narrow if tokens <= 16 else wide)]
-    if size.rows <= 2048:
-        found += [Config("sum", *sums[tokens][1], splits=2)] if tokens in sums else []
-        dots = [(16, 128, 4, 4), (32, 128, 4, 4), (64, 128, 4, 3)] if tokens > 1 else []
-        found += [Config("dot", *shape, splits=splits) for shape in dots for splits in (2, 4, 8)]
+    found = [Config("dot", *shape) for shape in _DOTS if tokens > 1]
+    for rows, inner, warps in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8)):
+        fits = rows * size.inner <= 128 * 32 * warps and rows * tokens <= 32
+        if tokens <= 4 and fits and rows * inner >= 256 * warps:
+            found.append(Config("sum", rows, inner, warps))
+    for rows, inner, warps, splits in itertools.product((16, 32, 64), (128, 256), (4, 8), (1, 2, 4, 8)):
+        span, programs = size.inner // splits, -(-size.rows // rows) * splits
+        fits = span * (rows + tokens) <= 96 << 10 and span * max(rows, tokens) <= 256 * 32 * warps
+        if tokens > 1 and fits and span >= inner and 64 <= programs <= 700 and (rows > 16 or warps == 4):
+            found.append(Config("held", rows, inner, warps, splits=splits))
     if size.silu_mul:
         found = [c for c in found if c.rows > 1]
     return [c for c in found if c.inner * c.splits <= size.inner]

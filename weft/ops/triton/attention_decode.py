@@ -196,7 +196,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
     MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)
+    enter(EARLY, 64)
     if MIXTURE:
         num_seqs = tl.load(counts + 2)
     seq = tl.program_id(1)

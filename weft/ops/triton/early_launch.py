@@ -22,30 +22,30 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _CAPABILITY = (9, 0)
+_MOST_PROGRAMS = tl.constexpr(1056)
+"""Eight for each multiprocessor of an H200."""
 
 
 @triton.jit
-def enter(EARLY: tl.constexpr):
-    """Let the next kernel's programs start, and wait for the results of the kernels before this one."""
+def release(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
+    """Let the next kernel's programs start where this one's leave room for them: with up to ``MOST`` programs."""
+    if EARLY:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
+        if tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) <= MOST:
+            gdc_launch_dependents()
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Until the kernels before this one have ended; their results are visible."""
     if EARLY:
-        gdc_launch_dependents()
         gdc_wait()
 
 
 @triton.jit
-def prefetch(pointer, num_bytes):
-    """Ask for memory to be in the L2 cache: ``num_bytes`` from ``pointer`` on, both multiples of 16."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [pointer.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def enter(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
+    """``release`` and ``wait``."""
+    release(EARLY, MOST)
+    wait(EARLY)
 
 
 def _can_launch_early(device: torch.device) -> bool:

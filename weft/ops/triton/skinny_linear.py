@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.activation import silu_and_mul_triton
-from weft.ops.triton.early_launch import early_launch, enter, prefetch
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -73,41 +73,32 @@ def _weight_rows(block, width, ROWS: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_weight(
-    weight, block, first, width, DEPTH: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr
+def _load_weight(
+    weight_rows, first, DEPTH: tl.constexpr, SPAN: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Ask for the block's share of the weight, which is contiguous where the inner dimension is not shared out."""
-    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
-    SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    row = block * OUTPUTS
-    start = weight + row.to(tl.int64) * DEPTH + first
-    if SPAN == DEPTH:
-        num_bytes = tl.minimum(OUTPUTS, width - row) * (DEPTH * SIZE)
-        prefetch(start, num_bytes)
-        if GATED:
-            prefetch(start + width.to(tl.int64) * DEPTH, num_bytes)
-    else:
-        for i in tl.static_range(OUTPUTS):
-            if row + i < width:
-                prefetch(start + i * DEPTH, SPAN * SIZE)
-                if GATED:
-                    prefetch(start + (width + i).to(tl.int64) * DEPTH, SPAN * SIZE)
+    """A program's whole share of the weight, in registers: a tuple of tiles ``[ROWS, INNER]``."""
+    tiles = ()
+    for start in tl.static_range(0, SPAN, INNER):
+        k = first + start + tl.arange(0, INNER)
+        if EVEN:
+            tile = tl.load(weight_rows + k[None, :])
+        else:
+            tile = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0)
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return tiles
 
 
 @triton.jit
 def _sum_products(
-    x, weight_rows, first, num_tokens, stride_x,
-    DEPTH: tl.constexpr, SPAN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    x, weight_tiles, first, num_tokens, stride_x,
+    DEPTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
     VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, TOKENS]`` by multiply and add. ``VECTOR`` neighbours, which one thread loads, are added at once."""
     sums = (tl.zeros([ROWS, INNER // VECTOR], dtype=tl.float32),) * TOKENS
-    for step in tl.static_range((SPAN + INNER - 1) // INNER):
+    for step in tl.static_range(len(weight_tiles)):
         k = first + step * INNER + tl.arange(0, INNER)
-        if EVEN:
-            w = tl.load(weight_rows + k[None, :]).to(tl.float32)
-        else:
-            w = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0).to(tl.float32)
+        w = weight_tiles[step].to(tl.float32)
         added = ()
         for token in tl.static_range(TOKENS):
             token_x = x + tl.minimum(token, num_tokens - 1).to(tl.int64) * stride_x
@@ -121,6 +112,29 @@ def _sum_products(
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     for token in tl.static_range(TOKENS):
         acc = tl.where((tl.arange(0, TOKENS) == token)[None, :], tl.sum(sums[token], 1)[:, None], acc)
+    return acc
+
+
+@triton.jit
+def _held_products(
+    x, weight_tiles, first, num_tokens, stride_x,
+    DEPTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, TOKENS]`` on the tensor cores, from weights in registers."""
+    tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    x_rows = x + tokens[None, :] * stride_x
+    x_tiles = ()
+    for step in tl.static_range(len(weight_tiles)):  # all of them before the first product
+        k = first + step * INNER + tl.arange(0, INNER)
+        if EVEN:
+            values = tl.load(x_rows + k[:, None])
+        else:
+            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None], other=0.0)
+        x_tiles = x_tiles + (values,)  # type: ignore[assignment]  # noqa: RUF005
+    acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    for step in tl.static_range(len(weight_tiles)):  # sums of their own, so that no product waits for the one before
+        acc += tl.dot(weight_tiles[step], x_tiles[step], input_precision=PRECISION)
     return acc
 
 
@@ -170,23 +184,28 @@ def _skinny_linear_kernel(
     x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
-    DOT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    DOT: tl.constexpr, HELD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension."""
     block = tl.program_id(0)
     split = tl.program_id(1)
     first = split * SPAN
     weight_rows = weight + _weight_rows(block, width, ROWS, GATED)[:, None] * DEPTH
-    if EARLY and EVEN:
-        _prefetch_weight(weight, block, first, width, DEPTH, SPAN, ROWS, GATED)
-    enter(EARLY)
-    if DOT:
+    release(EARLY)
+    if HELD:
+        weight_tiles = _load_weight(weight_rows, first, DEPTH, SPAN, INNER, EVEN)
+    wait(EARLY)
+    if DOT and HELD:
+        acc = _held_products(
+            x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, EVEN, PRECISION
+        )  # fmt: skip
+    elif DOT:
         acc = _dot_products(
             x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, EVEN, PRECISION, STAGES
         )
     else:
-        acc = _sum_products(x, weight_rows, first, num_tokens, stride_x, DEPTH, SPAN, TOKENS, ROWS, INNER, VECTOR, EVEN)
+        acc = _sum_products(x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, VECTOR, EVEN)
     if SPLITS == 1:
         _store_outputs(acc, bias, out, block, num_tokens, width, TOKENS, ROWS, GATED, BIAS)
     else:
@@ -255,11 +274,12 @@ def launch_options(
     """Compile-time arguments of the kernel for an inner size and a padded number of tokens."""
     span = cdiv(cdiv(inner, config.splits), config.inner) * config.inner
     even = inner == span * config.splits
-    assert config.method == "dot" or tokens <= MAX_SUM_TOKENS
+    assert config.method != "sum" or tokens <= MAX_SUM_TOKENS
     return {
         "DEPTH": inner, "SPAN": span, "SPLITS": config.splits, "TOKENS": tokens, "ROWS": config.rows,
-        "INNER": config.inner, "VECTOR": 16 // dtype.itemsize, "DOT": config.method == "dot", "GATED": silu_mul,
-        "BIAS": bias, "EVEN": even, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "INNER": config.inner, "VECTOR": 16 // dtype.itemsize,
+        "DOT": config.method != "sum", "HELD": config.method != "dot",
+        "GATED": silu_mul, "BIAS": bias, "EVEN": even, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "STAGES": config.stages, "num_warps": config.warps,
     }  # fmt: skip
 
