@@ -1,4 +1,4 @@
-"""Paged attention on the GPU: which of its two kernels a batch needs.
+"""Paged attention on the GPU: which of its kernels a batch needs.
 
 Job: ``paged_attention`` in Triton. Owns: nothing. Does not know: layers, or who filled the pages.
 
@@ -10,11 +10,21 @@ and serves any batch of its size.
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention_decode import decode_tile, launch_decode
 from weft.ops.triton.attention_prefill import launch_prefill, prefill_tile
+
+GLUON_IS_KNOWN = triton.__version__.startswith("3.6.")
+"""Gluon, an experimental part of Triton, may change with any version; without it the other kernel does the work."""
+
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import attention_prefill_hopper as hopper
+
+_HOPPER_ROWS = 512
+"""From so many rows of q on the kernel for Hopper takes over. Its lead was measured from 1,024 on."""
 
 
 def paged_attention_triton(
@@ -28,10 +38,28 @@ def paged_attention_triton(
     if decodes:
         _decode(q, k_cache, v_cache, batch, scale, out)
     if not only_decodes or num_rows > num_seqs:
-        group = q.shape[1] // k_cache.shape[2]
-        tile = prefill_tile(num_rows, q.shape[1], q.shape[2], group, q.element_size())
-        launch_prefill(q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=decodes)
+        _prefill(q, k_cache, v_cache, batch, scale, out, skip_decodes=decodes)
     return out
+
+
+def _prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, *, skip_decodes: bool
+) -> None:
+    if _is_for_hopper(q, k_cache, batch):
+        hopper.launch_prefill_hopper(q, k_cache, v_cache, batch, scale, out, skip_decodes=skip_decodes)
+        return
+    group = q.shape[1] // k_cache.shape[2]
+    tile = prefill_tile(q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
+    launch_prefill(q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes)
+
+
+def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
+    """Whether that kernel takes these tensors and pays. Each of its programs fills a multiprocessor, so blocks without
+    work (one per sequence, decodes included) must not outnumber the full ones by far."""
+    if not GLUON_IS_KNOWN or q.shape[0] < _HOPPER_ROWS or not hopper.takes(q, k_cache):
+        return False
+    num_seqs = batch.seq_lens.shape[0] if batch.mixture is None else batch.mixture.max_prefills
+    return num_seqs <= 2 * (q.shape[0] // hopper.block_tokens(q.shape[1] // k_cache.shape[2]))
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:

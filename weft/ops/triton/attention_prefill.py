@@ -9,7 +9,6 @@ is read once per group.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from weft.ops.triton.attention_tiles import (
     check_layout,
     load_keys_values,
     precision,
+    sequence_of_block,
 )
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
@@ -32,21 +32,6 @@ _LONG_ROWS = 131072
 
 _SHORT_ROWS = 24576
 """Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
-
-
-@triton.jit
-def _sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS: tl.constexpr):
-    """The sequence that query block ``block`` belongs to: with sequences and tokens counted from the given first ones,
-    sequence i starts at block ``cu[i] // TOKENS + i``."""
-    low = first_seq
-    high = num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        if (tl.load(cu_seqlens_q + middle) - first_token) // TOKENS + middle - first_seq <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
@@ -78,7 +63,7 @@ def _prefill_kernel(
         offsets = tokens.to(tl.int64)[:, None] * stride_out + head_offsets[:, None] + dims[None, :]
         tl.store(out + offsets, tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty), mask=mask)
     else:
-        seq = _sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
+        seq = sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
         begin = tl.load(cu_seqlens_q + seq)
         query_len = tl.load(cu_seqlens_q + seq + 1) - begin
         first = (

@@ -1,7 +1,7 @@
-"""What the two paged attention kernels share: tiles, loads of keys and values, one step of the online softmax.
+"""What the paged attention kernels share: tiles, loads of keys and values, one step of the online softmax.
 
-Job: the parts below ``attention_decode.py`` and ``attention_prefill.py``. Owns: the arithmetic of a tile. Does not
-know: which rows form a tile, grids.
+Job: the parts below ``attention_decode.py``, ``attention_prefill.py`` and ``attention_prefill_hopper.py``. Owns: the
+arithmetic of a tile. Does not know: which rows form a tile, grids.
 
 Softmax is computed online (FlashAttention-2, arXiv 2307.08691) in base 2.
 """
@@ -32,6 +32,21 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     ahead: bool = True
+
+
+@triton.jit
+def sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS: tl.constexpr):
+    """The sequence that query block ``block`` belongs to: with sequences and tokens counted from the given first ones,
+    sequence i starts at block ``cu[i] // TOKENS + i``."""
+    low = first_seq
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if (tl.load(cu_seqlens_q + middle) - first_token) // TOKENS + middle - first_seq <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
 
 
 @triton.jit

@@ -1,0 +1,67 @@
+"""Compiles the prefill kernel for Hopper without one, in threads as at start, and says what it needs of a GPU.
+
+    python -m tests.ops.compile_gluon
+
+A program of its own, because kernels are interpreted in the tests' process. It prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.driver import driver
+
+from tests.runner.compile_only import AbsentGpu
+from weft.forward_context import Batch, Mixture
+from weft.ops.triton import early_launch
+from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
+from weft.ops.triton.launch import launches_handled
+
+
+def launch(num_heads: int, num_kv_heads: int, head_dim: int, is_mixture: bool) -> None:
+    q = torch.zeros(600, num_heads, head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)
+    numbers = torch.zeros(4, dtype=torch.int32)
+    batch = Batch(
+        num_tokens=600, num_seqs=3, num_decodes=1, max_query_len=300, max_seq_len=300, positions=numbers,
+        slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers[1:], page_table=numbers[:3, None],
+        state_slots=numbers[1:], mixture=Mixture(numbers[1:], numbers[1:], 2) if is_mixture else None,
+    )  # fmt: skip
+    launch_prefill_hopper(q, cache, cache, batch, 0.1, torch.zeros_like(q), skip_decodes=True)
+
+
+def usage(kernel: Any) -> dict[str, int]:
+    """Registers and stack per thread, shared memory per program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    numbers = {name: int(found) for name, found in re.findall(r"(REG|STACK):(\d+)", done.stdout + done.stderr)}
+    return {"registers": numbers["REG"], "stack_bytes": numbers["STACK"], "shared_bytes": kernel.metadata.shared}
+
+
+def main() -> None:
+    driver.set_active(AbsentGpu())
+    early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
+    compiled: list[Any] = []
+
+    def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
+
+    with ThreadPoolExecutor(2) as threads, triton.AsyncCompileMode(threads), launches_handled(compile_only):
+        launch(16, 8, 128, is_mixture=True)
+        launch(16, 2, 256, is_mixture=False)
+    print(json.dumps([usage(kernel.result()) for kernel in compiled]))
+
+
+if __name__ == "__main__":
+    main()

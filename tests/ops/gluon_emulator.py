@@ -1,0 +1,277 @@
+"""Runs a Gluon kernel's Python on the CPU, which Triton's interpreter cannot: its warps are threads.
+
+Checks what no compiler can: indices, masks and phases of barriers, that nothing waits for ever, and that nobody writes
+to shared memory that is still read. For that, all that is asynchronous is late: a copy arrives after a random while,
+and a matrix product reads its operands when it is waited for. Shared memory starts as NaN. Layouts are not looked at.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from weft.ops.triton.early_launch import enter
+from weft.ops.triton.hopper_tiles import hold
+
+PATIENCE_S = 20.0
+
+
+def late(seconds: float) -> None:
+    time.sleep(random.random() * seconds)
+
+
+class Pointer:
+    """An address in a tensor's storage; what lies outside of it is out of bounds."""
+
+    def __init__(self, data: Tensor, offset: Any = 0) -> None:
+        self.data, self.offset = data, offset
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Pointer:
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return cls(tensor.as_strided((size,), (1,), 0), tensor.storage_offset())
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.data, self.offset + more)
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+        offsets, mask = torch.broadcast_tensors(torch.as_tensor(self.offset).long(), torch.as_tensor(mask))
+        assert ((offsets >= 0) & (offsets < self.data.numel()))[mask].all(), "out of bounds"
+        return offsets, mask
+
+
+def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Tensor:
+    offsets, mask = pointer.places(mask)
+    return torch.where(mask, pointer.data[offsets.where(mask, 0)], torch.tensor(other, dtype=pointer.data.dtype))
+
+
+def store(pointer: Pointer, value: Tensor, mask: Any = True) -> None:
+    offsets, mask = pointer.places(mask)
+    assert value.dtype == pointer.data.dtype
+    pointer.data[offsets[mask]] = value[mask]
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes announced are there."""
+
+    def __init__(self, failures: list[BaseException]) -> None:
+        self.failures, self.changed = failures, threading.Condition()
+        self.count = self.missing = self.num_bytes = self.phase = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+
+    def arrive(self, arrivals: int = 1, num_bytes: int = 0) -> None:
+        with self.changed:
+            self.missing -= arrivals
+            self.num_bytes += num_bytes
+            assert self.missing >= 0, "more arrivals than the barrier counts"
+            if self.missing == self.num_bytes == 0:
+                self.phase ^= 1
+                self.missing = self.count
+                self.changed.notify_all()
+
+    def wait(self, phase: Any) -> None:
+        late(2e-4)
+        end = time.monotonic() + PATIENCE_S
+        with self.changed:
+            while self.phase == int(phase):
+                self.changed.wait(0.2)
+                if self.failures or time.monotonic() > end:
+                    raise RuntimeError("another part failed" if self.failures else "waits for ever")
+
+
+class Shared:
+    """Shared memory, or barriers in it."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def index(self, i: Any) -> Any:
+        return self.data[int(i)] if isinstance(self.data, list) else Shared(self.data[int(i)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Operand:
+        """Boxes as they lie; or the operand of a product, made of boxes that are 64 wide."""
+        if len(shape) == 3:
+            return Shared(self.data.view(*shape))
+        return Operand(lambda: self.data.view(-1, shape[0], 64).transpose(0, 1).flatten(1))
+
+    def load(self, layout: Any) -> Tensor:
+        return self.data.clone()
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+    def read(self) -> Tensor:
+        return self.data
+
+
+class Operand:
+    """What a product reads from shared memory when it runs."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.read = read
+
+    def permute(self, order: tuple[int, int]) -> Operand:
+        return Operand(lambda: self.read().permute(*order))
+
+
+class Product:
+    """A matrix product under way."""
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self.run, self.result = run, None
+
+
+class Emulator:
+    """One launch: ``handle`` stands in for it (``weft.ops.triton.launch.launches_handled``)."""
+
+    def __init__(self) -> None:
+        self.failures: list[BaseException] = []
+        self.queue = threading.local()  # products under way, of each part
+        self.namespaces: dict[int, dict[str, Any]] = {}
+        self.program, self.grid = (0, 0), (0, 0)
+        barrier_ops = SimpleNamespace(
+            MBarrierLayout=lambda: None,
+            init=lambda barrier, count: barrier.init(count),
+            expect=lambda barrier, num_bytes: barrier.arrive(num_bytes=num_bytes),
+            arrive=lambda barrier, count: barrier.arrive(count),
+            wait=lambda barrier, phase: barrier.wait(phase),
+        )
+        language = self._language()
+        self.stand_ins = {
+            id(gl): language, id(tl): language, id(hopper.mbarrier): barrier_ops,
+            id(hopper.tma): SimpleNamespace(async_copy_global_to_shared=self._copy),
+            id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
+            id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
+            id(enter): lambda early: None, id(hold): lambda x: x,
+        }  # fmt: skip
+
+    def handle(
+        self, kernel: JITFunction, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
+        run = self._python(kernel)
+        self.grid = grid  # type: ignore[assignment]
+        for y in range(grid[1]):
+            for x in range(grid[0]):
+                self.program = (x, y)
+                run(*map(self._argument, args), **constants)
+                if self.failures:
+                    raise self.failures[0]
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, TensorDescriptor):
+            data = value.base.view(value.shape)
+            return SimpleNamespace(data=data, block=value.block_shape, shape=[torch.tensor(n) for n in value.shape])
+        return Pointer.of(value) if isinstance(value, Tensor) else torch.tensor(value)
+
+    def _python(self, kernel: Any) -> FunctionType:
+        """The function behind a kernel, with stand-ins for all that it uses from its module."""
+        function = kernel.fn
+        names = function.__globals__
+        if id(names) not in self.namespaces:
+            self.namespaces[id(names)] = space = {}
+            space |= {name: self._stand_in(value) for name, value in names.items()}
+        return FunctionType(function.__code__, self.namespaces[id(names)])
+
+    def _stand_in(self, value: Any) -> Any:
+        if id(value) in self.stand_ins:
+            return self.stand_ins[id(value)]
+        if isinstance(value, JITFunction | InterpretedFunction):
+            return lambda *args: self._python(value)(*args)
+        return value.value if isinstance(value, tl.constexpr) else value
+
+    def _copy(self, desc: Any, at: Sequence[Any], barrier: Barrier, box: Shared) -> None:
+        row, column = map(int, at)
+        height, width = desc.block
+
+        def arrive() -> None:
+            late(5e-4)
+            content = torch.zeros(height, width, dtype=desc.data.dtype)
+            if row < desc.data.shape[0]:
+                content = desc.data[row : row + height, column : column + width]
+            box.store(content)
+            barrier.arrive(0, -height * width * content.element_size())
+
+        assert list(box.data.shape) == desc.block
+        self._thread(arrive).start()
+
+    def _multiply(self, a: Any, b: Operand, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+        def run() -> Tensor:
+            left = a if isinstance(a, Tensor) else a.read()
+            product = left.float() @ b.read().float()
+            return acc + product if use_acc else product
+
+        assert is_async and not isinstance(acc, Product)
+        self.queue.products = [*getattr(self.queue, "products", []), Product(run)]
+        return self.queue.products[-1]
+
+    def _wait(self, under_way: int, deps: Sequence[Any]) -> Any:
+        late(3e-4)
+        while len(self.queue.products) > under_way:
+            product = self.queue.products.pop(0)
+            product.result = product.run()
+        results = [d.result if isinstance(d, Product) else d for d in deps]
+        assert all(r is not None for r in results), "a product is used that was not waited for"
+        return results[0] if len(results) == 1 else results
+
+    def _thread(self, body: Callable[..., None], *args: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                body(*args)
+            except BaseException as failure:
+                self.failures.append(failure)
+
+        return threading.Thread(target=run)
+
+    def _specialize(self, parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
+        assert len(warps) == len(registers) == len(parts) - 1
+        threads = [self._thread(*part[:1], *part[1]) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        if layout is None:
+            return Shared([Barrier(self.failures) for _ in range(shape[0])])
+        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+
+    def _language(self) -> SimpleNamespace:
+        def nothing(*args: Any, **kwargs: Any) -> object:
+            return object()
+
+        def tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            return lambda *values: function(*map(torch.as_tensor, values))
+
+        def where(condition: Any, value: Tensor, other: Any) -> Tensor:
+            return torch.where(condition, value, torch.as_tensor(other).to(value.dtype))
+
+        return SimpleNamespace(
+            int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
+            program_id=lambda axis: torch.tensor(self.program[axis]), num_programs=lambda axis: self.grid[axis],
+            load=load, store=store, where=where, minimum=tensors(torch.minimum), maximum=tensors(torch.maximum),
+            max=torch.amax, sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, static_range=range,
+            arange=lambda begin, end, layout: torch.arange(begin, end),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            convert_layout=lambda x, layout: x, thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing,
+            NVMMADistributedLayout=nothing, DotOperandLayout=nothing, allocate_shared_memory=self._allocate,
+            warp_specialize=self._specialize,
+        )  # fmt: skip

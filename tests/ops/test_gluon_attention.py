@@ -1,0 +1,238 @@
+"""Prefill attention for Hopper against plain attention in float64: on such a GPU, or emulated on the CPU."""
+
+# ruff: noqa: E402 (the imports need a version of Triton)
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+if not triton.__version__.startswith("3.6."):
+    pytest.skip("the kernel is for Triton 3.6", allow_module_level=True)
+
+from tests.ops.gluon_emulator import Emulator
+from tests.ops.test_triton_attention import plain_attention
+from weft.forward_context import Batch, Mixture
+from weft.ops.attention import paged_attention
+from weft.ops.backend import Backend
+from weft.ops.triton import attention, attention_prefill_hopper
+from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
+from weft.ops.triton.launch import launches_handled
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DEVICE = "cuda" if ON_HOPPER else "cpu"
+TOLERANCE = 6e-3  # as of the other kernels in bfloat16
+
+# heads, key heads, head_dim, page size
+LAYOUTS = {"128 of 2": (4, 2, 128, 16), "256 of 8": (8, 1, 256, 32), "64 of 4": (4, 1, 64, 8)}
+
+# On the GPU alone: what would take the emulator minutes.
+BIG = {"A": (16, 8, 128, 16), "B": (16, 2, 256, 16), "one key head": (64, 1, 128, 32), "64 dims": (32, 8, 64, 64)}
+
+# query lengths, contexts, leading decodes
+CASES = {
+    "prefix": ([130], [201], 0),
+    "lengths": ([1, 63, 64, 65, 130], [0, 0, 77, 0, 0], 0),
+    "decodes": ([1, 1, 70, 2], [300, 5, 63, 130], 2),
+}
+
+
+class Case:
+    """Random tensors of a batch, with NaN in every slot that belongs to no token and in every row of padding."""
+
+    def __init__(self, layout: str, query_lens: list[int], contexts: list[int], padding: int = 45) -> None:
+        num_heads, num_kv_heads, head_dim, page = LAYOUTS[layout] if layout in LAYOUTS else BIG[layout]
+        self.query_lens, self.lens = query_lens, [q + c for q, c in zip(query_lens, contexts, strict=True)]
+        pages_of = [-(-n // page) for n in self.lens]
+        ids = (torch.randperm(sum(pages_of)) + 1).split(pages_of)
+        # Slices of one buffer, at odd places; nobody may look at a page past a sequence's end.
+        starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
+        table = torch.full((len(ids), max(pages_of) + 3), 10**6)
+        for row, pages in zip(table, ids, strict=True):
+            row[: len(pages)] = pages
+        packed = torch.tensor([7, *starts, *self.lens, *table.flatten().tolist()], dtype=torch.int32, device=DEVICE)
+        cu_seqlens_q, seq_lens, page_table = packed[1:].split([len(starts), len(ids), table.numel()])
+        shape = (sum(pages_of) + 1, page, num_kv_heads, head_dim)
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
+        self.tokens = [tuple(torch.randn(n, num_kv_heads, head_dim).bfloat16() for _ in "kv") for n in self.lens]
+        for pages, (keys, values) in zip(ids, self.tokens, strict=True):
+            slots = (pages[:, None] * page + torch.arange(page)).flatten()[: len(keys)]
+            self.k.flatten(0, 1)[slots], self.v.flatten(0, 1)[slots] = keys, values
+        self.k, self.v = self.k.to(DEVICE), self.v.to(DEVICE)
+        # Rows as of a fused projection, with other things between them.
+        rows = torch.full((starts[-1] + padding, num_heads + 3, head_dim), torch.nan).bfloat16()
+        rows[: starts[-1]] = torch.randn(starts[-1], num_heads + 3, head_dim)
+        self.q = rows.to(DEVICE)[:, :num_heads]
+        self.starts, self.scale, self.num_real = starts, head_dim**-0.5, starts[-1]
+        empty = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        self.batch = Batch(
+            num_tokens=starts[-1], num_seqs=len(ids), num_decodes=0, max_query_len=max(query_lens),
+            max_seq_len=max(self.lens), positions=empty, slot_mapping=empty, cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens, page_table=page_table.view(table.shape), state_slots=empty,
+        )  # fmt: skip
+
+    def run(self, skip_decodes: bool = False) -> Tensor:
+        """The kernel's output, with NaN where it has written nothing."""
+        out = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        args = (self.q, self.k, self.v, self.batch, self.scale, out)
+        if ON_HOPPER:
+            launch_prefill_hopper(*args, skip_decodes=skip_decodes)
+        else:
+            with launches_handled(Emulator().handle):
+                launch_prefill_hopper(*args, skip_decodes=skip_decodes)
+        return out.cpu()
+
+    def check(self, out: Tensor, first: int = 0, last_rows: int = 10**9) -> None:
+        """Sequences from ``first`` on are right (at least their last rows), and padding is zero."""
+        for seq in range(first, len(self.lens)):
+            begin, end = self.starts[seq : seq + 2]
+            begin = max(begin, end - last_rows)
+            k, v = (t.to(DEVICE) for t in self.tokens[seq])
+            want = plain_attention(self.q[begin:end], k, v, self.scale).cpu()
+            got = out[begin:end].double()
+            assert (got - want).norm() / want.norm() < TOLERANCE, (seq, self.lens[seq])
+            assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < 4 * TOLERANCE, "one row is noisier"
+        assert (out[self.num_real :] == 0).all()
+
+    def as_mixture(self, num_decodes: int, max_prefills: int) -> Case:
+        """The same batch for a captured graph: what is real is known to the device alone."""
+        counts = torch.tensor([9, self.num_real, len(self.lens), num_decodes], dtype=torch.int32, device=DEVICE)[1:]
+        self.batch = Batch(
+            **{name: getattr(self.batch, name) for name in Batch.__dataclass_fields__}
+            | {"mixture": Mixture(counts, self.batch.state_slots, max_prefills), "num_decodes": 1}
+        )
+        return self
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_plain_attention(case: str, layout: str) -> None:
+    query_lens, contexts, num_decodes = CASES[case]
+    tensors = Case(layout, query_lens, contexts)
+    out = tensors.run(skip_decodes=num_decodes > 0)
+    tensors.check(out, first=num_decodes)
+    assert out[:num_decodes].isnan().all(), "decodes are the other kernel's"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_mixture_is_read_on_the_device(layout: str) -> None:
+    tensors = Case(layout, [1, 1, 1, 67, 1, 130], [40, 3, 200, 31, 0, 2]).as_mixture(num_decodes=3, max_prefills=5)
+    out = tensors.run()
+    tensors.check(out, first=3)
+    assert out[:3].isnan().all(), "decodes are the other kernel's"
+
+
+def test_a_mixture_without_prefills() -> None:
+    tensors = Case("128 of 2", [1, 1], [40, 3], padding=130).as_mixture(num_decodes=2, max_prefills=4)
+    out = tensors.run()
+    tensors.check(out, first=2)
+    assert out[:2].isnan().all()
+
+
+def test_a_mixture_of_nothing() -> None:
+    """A graph that is captured, before any batch is there."""
+    tensors = Case("128 of 2", [1], [0], padding=63).as_mixture(num_decodes=0, max_prefills=2)
+    assert tensors.batch.mixture is not None
+    for numbers in (tensors.batch.mixture.counts, tensors.batch.cu_seqlens_q, tensors.batch.seq_lens):
+        numbers.zero_()
+    assert (tensors.run() == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", BIG)
+@pytest.mark.parametrize("query_lens, contexts", [([1000], [0]), ([257, 1, 800], [63, 40, 1030]), ([8192], [0])])
+def test_long_sequences_on_the_gpu(query_lens: list[int], contexts: list[int], layout: str) -> None:
+    if not ON_HOPPER:
+        pytest.skip("needs compute capability 9")
+    tensors = Case(layout, query_lens, contexts)
+    tensors.check(tensors.run(), last_rows=300)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_serves_other_batches() -> None:
+    """Counts, lengths and pages are read on the device at each replay."""
+    if not ON_HOPPER:
+        pytest.skip("needs compute capability 9")
+    first = Case("A", [700, 300], [0, 5], padding=24).as_mixture(num_decodes=0, max_prefills=4)
+    first.run()
+    graph, out = torch.cuda.CUDAGraph(), torch.full(first.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    with torch.cuda.graph(graph):
+        launch_prefill_hopper(first.q, first.k, first.v, first.batch, first.scale, out, skip_decodes=True)
+    graph.replay()
+    first.check(out.cpu())
+    assert first.batch.mixture is not None
+    first.batch.mixture.counts.copy_(torch.tensor([700, 1, 0]))  # the second sequence is gone: its rows are padding
+    first.num_real, first.lens = 700, first.lens[:1]
+    graph.replay()
+    first.check(out.cpu())
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, num_seqs: int | None = None) -> list[str]:
+    """Which kernels ``paged_attention`` launches for a batch, on a Hopper GPU that need not be there."""
+    names: list[str] = []
+    monkeypatch.setattr(attention_prefill_hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "launch_prefill", lambda *args, **kwargs: names.append("triton"))
+    monkeypatch.setattr(attention, "launch_decode", lambda *args, **kwargs: names.append("decode"))
+    with launches_handled(lambda kernel, *launch: names.append("hopper")):
+        args = (tensors.q, tensors.k, tensors.v, tensors.batch)
+        paged_attention(*args, scale=tensors.scale, backend=Backend.TRITON)
+    return names
+
+
+def test_only_what_pays_goes_to_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(layout: str, query_lens: list[int], padding: int = 0, mixture: int = 0) -> list[str]:
+        tensors = Case(layout, query_lens, [0] * len(query_lens), padding)
+        return launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors)
+
+    assert names("128 of 2", [512]) == ["hopper"]
+    assert names("128 of 2", [300], padding=212) == ["hopper"]
+    assert names("128 of 2", [511]) == ["triton"]
+    assert names("128 of 2", [512], mixture=16) == ["decode", "hopper"]
+    assert names("128 of 2", [512], mixture=17) == ["decode", "triton"]
+    assert names("128 of 2", [496] + [1] * 16) == ["triton"], "17 blocks may be empty, 8 full"
+    assert names("256 of 8", [496] + [1] * 16) == ["hopper"], "17 blocks may be empty, 32 full"
+
+
+TAKEN = {"heads": (16, 8, 128), "page": 16, "dtype": torch.bfloat16, "hopper": True}
+
+
+@pytest.mark.parametrize(
+    "change, taken",
+    [
+        ({}, True), ({"heads": (16, 2, 256)}, True), ({"heads": (32, 8, 64)}, True), ({"heads": (64, 1, 128)}, True),
+        ({"page": 8}, True), ({"page": 128}, True), ({"page": 64, "heads": (16, 2, 256)}, True),
+        ({"heads": (14, 2, 64)}, False), ({"heads": (128, 1, 128)}, False), ({"heads": (4, 2, 96)}, False),
+        ({"page": 4}, False), ({"page": 24}, False), ({"page": 256}, False),
+        ({"page": 128, "heads": (16, 2, 256)}, False), ({"dtype": torch.float16}, False), ({"hopper": False}, False),
+    ],
+)  # fmt: skip
+def test_only_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], taken: bool) -> None:
+    layout = TAKEN | change
+    monkeypatch.setattr(attention_prefill_hopper, "_is_hopper", lambda device: layout["hopper"])
+    num_heads, num_kv_heads, head_dim = layout["heads"]
+    q = torch.empty(600, num_heads, head_dim, dtype=layout["dtype"])
+    k_cache = torch.empty(2, layout["page"], num_kv_heads, head_dim, dtype=layout["dtype"])
+    assert attention_prefill_hopper.takes(q, k_cache) == taken
+
+
+def test_it_compiles_without_spilling(tmp_path: Path) -> None:
+    """For a GPU that is not there, in threads, as the start does."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.compile_gluon"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert kernel["registers"] <= 168 and kernel["stack_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= 227 * 1024, kernel

@@ -1,0 +1,339 @@
+"""Paged attention of sequences with several query tokens, for Hopper: copies, products and softmax at the same time.
+
+Job: what ``attention_prefill.py`` does, in Gluon, the part of Triton in which a program's warps get different work.
+Owns: its tile shapes, and who waits for whom. Does not know: layers, who filled the pages, when it is the faster one.
+
+A program has 128 rows (``row = token * group + head``) of one sequence and key head. Its warps form three parts:
+
+- *the producer*, one warp, orders tiles of keys and values from the copy engine (TMA), page by page, into a ring of two
+  stages each;
+- *two consumers*, four warps with 64 rows each, multiply on the matrix units and compute the online softmax.
+
+The schedule is that of FlashAttention-3 (arXiv 2407.08608). A consumer starts the scores of tile j, then the product of
+the values of tile j - 1, and computes the softmax of tile j while that product runs. For heads of up to 128 the
+consumers also take turns at the matrix units (ping-pong): one multiplies while the other computes its softmax.
+
+Who waits for whom, by barriers (``ready`` and ``empty`` exist per stage, for keys and for values)::
+
+    ready   the copy engine, when a tile has arrived          ->  both consumers
+    empty   both consumers, when their product has been read  ->  the producer
+    turns   the other consumer, when its products are queued  ->  a consumer, before it queues its own
+
+A barrier counts phases; ``wait(barrier, n & 1)`` waits for the end of phase n, and for the one before the first a new
+barrier lets everybody pass.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.forward_context import Batch
+from weft.ops.triton.attention_tiles import LOG2E, METADATA, check_layout, sequence_of_block
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.hopper_tiles import BOX, fetch, hold, softmax, start_scores, start_values, zero_unwritten
+from weft.ops.triton.launch import Kernel
+
+_ROWS = 128
+"""Rows of a block: the two consumers' 64 each, as four warps multiply them at a time."""
+
+_STAGES = gl.constexpr(2)
+
+_ALL_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+"""Per thread: at the start all three parts have a third of 64 K; then the producer gives up most of its share."""
+
+
+@gluon.jit
+def _wait(ring, n):
+    """Wait until the barrier of tile ``n`` has completed the phase of that tile."""
+    mbarrier.wait(ring.index(n % _STAGES), n // _STAGES & 1)
+
+
+@gluon.jit
+def _produce(
+    k_desc, v_desc, k_tiles, v_tiles, barriers, page_table, column, keys,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """The producer: fetch the tiles that hold the first ``keys`` keys, each as soon as its stage is free."""
+    k_ready, k_empty, v_ready, v_empty, _turns = barriers
+    num_pages = (keys + PAGE_SIZE - 1) // PAGE_SIZE
+    absent = k_desc.shape[0].to(gl.int32)  # past the end of the cache: the copy engine writes zeros
+    for j in range((keys + KEYS - 1) // KEYS):
+        slots = ()
+        for p in gl.static_range(KEYS // PAGE_SIZE):
+            index = j * (KEYS // PAGE_SIZE) + p
+            page = gl.load(page_table + index, mask=index < num_pages, other=0)
+            slots = slots + (gl.where(index < num_pages, page * PAGE_SIZE, absent),)  # type: ignore[assignment]  # noqa: RUF005
+        stage = j % _STAGES
+        before = (j // _STAGES & 1) ^ 1
+        mbarrier.wait(k_empty.index(stage), before)
+        fetch(k_desc, k_tiles.index(stage), k_ready.index(stage), slots, column, PAGE_SIZE, KEYS, HEAD_DIM)
+        mbarrier.wait(v_empty.index(stage), before)
+        fetch(v_desc, v_tiles.index(stage), v_ready.index(stage), slots, column, PAGE_SIZE, KEYS, HEAD_DIM)
+
+
+@gluon.jit
+def _steps(
+    first, last, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+    WHICH: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of tiles ``first`` to ``last - 1``, and the values of the tile before each."""
+    k_ready, k_empty, v_ready, v_empty, turns = barriers
+    offsets = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    for j in range(first, last):
+        stage = j % _STAGES
+        before = (j - 1) % _STAGES
+        _wait(k_ready, j)
+        if HEAD_DIM <= 128:
+            mbarrier.wait(turns.index(WHICH), (j & 1) ^ (1 - WHICH))
+        products = start_scores(queries, k_tiles.index(stage), KEYS, HEAD_DIM, SCORES)
+        _wait(v_ready, j - 1)
+        acc = start_values(acc, p, v_tiles.index(before), KEYS, HEAD_DIM, OUT)
+        if HEAD_DIM <= 128:
+            mbarrier.arrive(turns.index(1 - WHICH), count=1)
+        scores = warpgroup_mma_wait(1, deps=(products,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if MASKED:
+            scores = gl.where((j * KEYS + offsets)[None, :] <= positions[:, None], scores, float("-inf"))
+        p, row_max, row_sum, shrink = softmax(scores, row_max, row_sum, scale_log2)
+        # Nothing tells the assembler that products take long, and it would wait for the values before the softmax: so
+        # the wait depends on the sums, which stay before it.
+        row_sum = hold(row_sum)
+        acc, row_sum = warpgroup_mma_wait(0, deps=(acc, row_sum))
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+    return acc, p, row_max, row_sum
+
+
+@gluon.jit
+def _attend(
+    queries, k_tiles, v_tiles, barriers, position, keys, scale_log2, WHICH: gl.constexpr, GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Attention of 64 rows, the first at ``position``, over ``keys`` keys, at least 1: float32 in layout ``OUT``."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    k_ready, k_empty, v_ready, _v_empty, turns = barriers
+    positions = position + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)) // GROUP
+    _wait(k_ready, 0)
+    if HEAD_DIM <= 128:
+        mbarrier.wait(turns.index(WHICH), 1 - WHICH)
+    products = start_scores(queries, k_tiles.index(0), KEYS, HEAD_DIM, SCORES)
+    if HEAD_DIM <= 128:
+        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+    scores = warpgroup_mma_wait(0, deps=(products,))
+    mbarrier.arrive(k_empty.index(0), count=1)
+    offsets = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    scores = gl.where(offsets[None, :] <= positions[:, None], scores, float("-inf"))
+    row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    row_sum = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    p, row_max, row_sum, _shrink = softmax(scores, row_max, row_sum, scale_log2)
+    acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, layout=OUT)
+    tiles = (keys + KEYS - 1) // KEYS
+    common = gl.minimum(gl.maximum((position + 1) // KEYS, 1), tiles)  # tiles that every row sees whole
+    acc, p, row_max, row_sum = _steps(
+        1, common, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+        WHICH, KEYS, HEAD_DIM, False, SCORES, OUT,
+    )  # fmt: skip
+    acc, p, row_max, row_sum = _steps(
+        common, tiles, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+        WHICH, KEYS, HEAD_DIM, True, SCORES, OUT,
+    )  # fmt: skip
+    v_tile = v_tiles.index((tiles - 1) % _STAGES)
+    _wait(v_ready, tiles - 1)
+    zero_unwritten(v_tile, keys, PAGE_SIZE, KEYS, HEAD_DIM)
+    acc = start_values(acc, p, v_tile, KEYS, HEAD_DIM, OUT)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc / gl.convert_layout(row_sum, gl.SliceLayout(1, OUT))[:, None]
+
+
+@gluon.jit
+def _offsets(
+    row, kv_head, stride, FIRST: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Of 64 rows, in a layout: tokens within the block, and offsets in ``q`` or ``out``."""
+    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    tokens = FIRST + lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    return tokens, ((row + tokens).to(gl.int64) * stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+
+
+@gluon.jit
+def _consume(
+    q, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
+    WHICH: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Consumer ``WHICH``: its 64 rows of a block."""
+    LANES: gl.constexpr = HEAD_DIM // 8
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    FIRST: gl.constexpr = WHICH * (64 // GROUP)
+    row, num_tokens, num_padding, position, keys = place
+    if num_padding > 0:
+        tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, COPY)
+        zeros = gl.full([64, HEAD_DIM], 0.0, gl.bfloat16, layout=COPY)
+        gl.store(out + offsets, zeros, mask=(tokens < num_padding)[:, None])
+    if keys > 0:
+        tokens, offsets = _offsets(row, kv_head, stride_q, FIRST, GROUP, HEAD_DIM, COPY)
+        queries = q_tiles.index(WHICH)
+        queries.store(gl.load(q + offsets, mask=(tokens < num_tokens)[:, None], other=0.0))
+        fence_async_shared()  # the matrix units read by another path than stores take
+        gl.thread_barrier()
+        result = _attend(
+            queries, k_tiles, v_tiles, barriers, position + FIRST, keys, scale_log2,
+            WHICH, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, OUT,
+        )  # fmt: skip
+        tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, OUT)
+        gl.store(out + offsets, result.to(gl.bfloat16), mask=(tokens < num_tokens)[:, None])
+
+
+@gluon.jit
+def _place(
+    page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
+    TOKENS: gl.constexpr, SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr,
+):  # fmt: skip
+    """This program's block: its first row, its number of tokens, of padding rows (one of the two is 0 or less), the
+    position of the first token, and how many keys the block sees; and its sequence's pages."""
+    block = gl.num_programs(1) - 1 - gl.program_id(1)  # the last blocks of a sequence see most keys: they go first
+    first_seq = 0
+    first_token = 0
+    if MIXTURE:  # decodes, one token each, are the other kernel's
+        first_token = gl.load(counts + 2)
+        first_seq = first_token
+        num_seqs = gl.load(counts + 1)
+    total = gl.load(cu_seqlens_q + num_seqs)
+    beyond = block - ((total - first_token) // TOKENS + num_seqs - first_seq)
+    row = total + beyond * TOKENS
+    num_padding = gl.minimum(num_rows - row, TOKENS)
+    num_tokens = 0
+    position = 0
+    keys = 0
+    if beyond < 0:
+        seq = sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
+        begin = gl.load(cu_seqlens_q + seq)
+        query_len = gl.load(cu_seqlens_q + seq + 1) - begin
+        first = (block - ((begin - first_token) // TOKENS + seq - first_seq)) * TOKENS
+        row = begin + first
+        num_padding = 0
+        wanted = first < query_len
+        if SKIP_DECODES:
+            wanted = wanted & (query_len > 1)
+        if wanted:
+            num_tokens = gl.minimum(query_len - first, TOKENS)
+            position = gl.load(seq_lens + seq) - query_len + first
+            keys = position + num_tokens
+            page_table += seq.to(gl.int64) * stride_table
+    return (row, num_tokens, num_padding, position, keys), page_table
+
+
+class _GluonKernel(Kernel, GluonJITFunction):
+    """A kernel in Gluon that remembers its launches."""
+
+
+@functools.partial(
+    _GluonKernel,
+    do_not_specialize=["num_rows", "num_seqs", "stride_table"],
+    do_not_specialize_on_alignment=METADATA,
+)
+def _prefill_hopper_kernel(
+    q, k_desc, v_desc, page_table, seq_lens, cu_seqlens_q, out, counts,
+    scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_table,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    enter(EARLY)  # the other parts' warps start when this one's have returned from it
+    kv_head = gl.program_id(0)
+    place, table = _place(
+        page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
+        128 // GROUP, SKIP_DECODES, MIXTURE,
+    )  # fmt: skip
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HEAD_DIM], BOX)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    k_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(turns.index(i), count=1)
+    barriers = (k_ready, k_empty, v_ready, v_empty, turns)
+    gl.warp_specialize(
+        [
+            (_consume, (q, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
+                        0, GROUP, PAGE_SIZE, KEYS, HEAD_DIM)),
+            (_consume, (q, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
+                        1, GROUP, PAGE_SIZE, KEYS, HEAD_DIM)),
+            (_produce, (k_desc, v_desc, k_tiles, v_tiles, barriers, table, kv_head * HEAD_DIM, place[4],
+                        PAGE_SIZE, KEYS, HEAD_DIM)),
+        ],
+        [4, 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _keys(head_dim: int) -> int:
+    """Keys of a tile: what two stages of shared memory have room for."""
+    return 128 if head_dim <= 128 else 64
+
+
+def block_tokens(group: int) -> int:
+    """Query tokens of a block."""
+    return _ROWS // group
+
+
+def takes(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether the kernel exists for these tensors: on compute capability 9, in bfloat16, for heads of 64, 128 or 256,
+    groups that divide 64, and pages that divide a tile and are whole swizzle patterns (8 rows)."""
+    (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
+    return (
+        _is_hopper(q.device)
+        and q.dtype == torch.bfloat16
+        and head_dim in (64, 128, 256)
+        and 64 % (num_heads // num_kv_heads) == 0
+        and page_size % 8 == 0
+        and _keys(head_dim) % page_size == 0
+    )
+
+
+def launch_prefill_hopper(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, *, skip_decodes: bool
+) -> None:
+    """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
+    ``takes``. The scale is positive."""
+    check_layout(q, k_cache, v_cache, out)
+    num_rows, num_heads, head_dim = q.shape
+    num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
+    group = num_heads // num_kv_heads
+    mixture = batch.mixture
+    # Sequences end in a broken block each, hence their number; the last one is for padding rows.
+    blocks = num_rows // block_tokens(group) + (num_seqs if mixture is None else mixture.max_prefills) + 1
+    shape = [num_pages * page_size, num_kv_heads * head_dim]
+    k_desc, v_desc = (TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache))
+    _prefill_hopper_kernel[(num_kv_heads, blocks)](
+        q, k_desc, v_desc, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out,
+        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
+        q.stride(0), out.stride(0), batch.page_table.stride(0),
+        HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=_keys(head_dim),
+        SKIP_DECODES=skip_decodes and mixture is None, MIXTURE=mixture is not None,
+        num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
+    )  # fmt: skip

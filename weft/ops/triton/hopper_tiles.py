@@ -1,0 +1,88 @@
+"""The parts of a program on Hopper, in Gluon: what the copy engine and a group of four warps do with one tile.
+
+Job: the parts below ``attention_prefill_hopper.py``. Owns: the layout of tiles in shared memory, and the arithmetic of
+a tile. Does not know: the order of tiles, who waits for whom, grids.
+
+In shared memory a tile ``[keys, head_dim]`` stands as *boxes* of one page and 64 dims (128 bytes, the widest swizzled
+row): all pages of dims 0 to 63, then all of the next 64. This is what the matrix units read, and a box is what the copy
+engine fetches at a time.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+
+
+@gluon.jit
+def fetch(desc, tile, ready, slots, column, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Order one tile from the copy engine: pages that begin at the given slots, from the given column of the cache."""
+    PAGES: gl.constexpr = KEYS // PAGE_SIZE
+    mbarrier.expect(ready, KEYS * HEAD_DIM * 2)
+    for p in gl.static_range(PAGES):
+        for panel in gl.static_range(HEAD_DIM // 64):
+            box = tile.slice((panel * PAGES + p) * PAGE_SIZE, PAGE_SIZE, dim=0)
+            tma.async_copy_global_to_shared(desc, [slots[p], column + panel * 64], ready, box)
+
+
+@gluon.jit
+def start_scores(queries, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, SCORES: gl.constexpr):
+    """Start ``queries @ keys^T``."""
+    k = tile._reinterpret(gl.bfloat16, [KEYS, HEAD_DIM], BOX)
+    zeros = gl.full([64, KEYS], 0.0, gl.float32, layout=SCORES)
+    return hopper.warpgroup_mma(queries, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def softmax(scores, row_max, row_sum, scale_log2):
+    """One step of the online softmax: weights, maximum, sum, and what earlier weights have to be multiplied by."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1))
+    shift = new_max * scale_log2
+    shrink = gl.exp2(row_max * scale_log2 - shift)
+    p = gl.exp2(scores * scale_log2 - shift[:, None])
+    return p, new_max, row_sum * shrink + gl.sum(p, 1), shrink
+
+
+@gluon.jit
+def hold(x):
+    """``x``, not negative, through a branch never taken that the assembler cannot move later instructions across."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred never;
+        .reg .b32 address;
+        mov.b32 address, 0;
+        setp.lt.f32 never, $1, 0f00000000;
+        @never st.volatile.shared.f32 [address], $1;
+        mov.b32 $0, $1;
+        }""",
+        "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def start_values(acc, p, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, OUT: gl.constexpr):
+    """Start ``acc + p @ values``. Until here ``p`` is float32: carried as bfloat16 it would be repacked each step."""
+    weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2))
+    v = tile._reinterpret(gl.bfloat16, [KEYS, HEAD_DIM], BOX)
+    return hopper.warpgroup_mma(weights, v, acc, is_async=True)
+
+
+@gluon.jit
+def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Zero the last page's values from ``keys`` on. Slots that nobody has written may hold NaN, and the product weighs
+    them with 0. Both consumers do this: the same bits, so neither has to wait for the other."""
+    PAGES: gl.constexpr = KEYS // PAGE_SIZE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    written = keys % PAGE_SIZE
+    if written > 0:
+        boxes = tile._reinterpret(gl.bfloat16, [HEAD_DIM // 64 * PAGES, PAGE_SIZE, 64], BOX)
+        kept = gl.arange(0, PAGE_SIZE, layout=gl.SliceLayout(1, LAYOUT)) < written
+        for panel in gl.static_range(HEAD_DIM // 64):
+            box = boxes.index(panel * PAGES + keys % KEYS // PAGE_SIZE)
+            box.store(gl.where(kept[:, None], box.load(LAYOUT), 0.0))
+        hopper.fence_async_shared()  # the matrix units read by another path than stores take
+        gl.thread_barrier()
