@@ -1,7 +1,8 @@
 """Paged attention on the GPU: every tile checked against float64, then timed beside the floor.
 
-Usage: ``python -m benchmarks.kernels.attention [--decode-only]``; without a GPU it rehearses on tiny shapes under the
-interpreter.
+Usage: ``python -m benchmarks.kernels.attention [--decode-only | --prefill-only]``; without a GPU it rehearses on tiny
+shapes under the interpreter. ``--prefill-only`` times no tiles but those in use, which tells from how many rows on the
+kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/triton/attention.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
 
 from weft.forward_context import Batch
+from weft.ops.triton.attention import GLUON_IS_KNOWN
 from weft.ops.triton.attention_decode import decode_tile, launch_decode, split_size
 from weft.ops.triton.attention_prefill import launch_prefill, prefill_tile
 from weft.ops.triton.attention_tiles import Tile
 
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import attention_prefill_hopper as hopper
+
 PAGE = 16
 MODELS = {"A": (16, 8, 128), "B": (16, 2, 256)}
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+HOPPER = None
+"""In place of a tile: the kernel that has one of its own."""
 
 # (split, programs aimed at, tile)
 _DECODE = [
@@ -138,24 +145,39 @@ def prefill_rows(model: str, query_lens: list[int], context: int, sweep: bool) -
     q, k, v, batch = make_case(model, query_lens, lens, max(lens) + PAGE)
     flops = sum(4 * hq * dim * n * (context + (n + 1) / 2) for n in query_lens)
     tiles = [prefill_tile(len(q), hq, dim, hq // hkv, DTYPE.itemsize), *(PREFILL_TILES[model] if sweep else [])]
+    for_hopper = [HOPPER] if GLUON_IS_KNOWN and hopper.takes(q, k) else []
     rows = []
-    for tile in tiles:
+    for tile in [*tiles, *for_hopper]:
         out = torch.full_like(q, torch.nan)
+
+        def call(tile: Tile | None = tile, out: Tensor = out) -> None:
+            if tile is HOPPER:
+                hopper.launch_prefill_hopper(q, k, v, batch, dim**-0.5, out, skip_decodes=False)
+            else:
+                launch_prefill(q, k, v, batch, dim**-0.5, out, tile, skip_decodes=False)
+
         try:
-            ms = graph_ms(
-                [lambda t=tile, o=out: launch_prefill(q, k, v, batch, dim**-0.5, o, t, skip_decodes=False)] * 2
-            )
+            ms = graph_ms([call] * 2)
         except Exception as problem:  # a tile may not fit in shared memory
             print(f"{model} {tile}: {type(problem).__name__} {str(problem)[:80]}")
             continue
         worst = worst_error(out, q, k, v, batch, [0, len(lens) - 1])
         name = f"prefill {model} {len(query_lens)}x{query_lens[0]}" + (f" after {context}" if context else "")
         rows.append(
-            {"op": name, "tile": tuple(tile), "us": ms * 1e3, "error": worst,
+            {"op": name, "tile": "hopper" if tile is HOPPER else tuple(tile), "us": ms * 1e3, "error": worst,
              "floor_us": flops / MATRIX_FLOP_PER_S * 1e6}
         )  # fmt: skip
     if ON_GPU and not context and len(query_lens) == 1:
         rows.append(sdpa_row(model, query_lens[0], flops))
+    return rows
+
+
+def all_prefill_rows(model: str, sweep: bool) -> list[dict[str, Any]]:
+    rows = []
+    for length in (16, 128, 256, 512, 1024, 2048, 4096, 8192):
+        rows += prefill_rows(model, [length], 0, sweep=sweep and length in (1024, 8192))
+    for lengths, context in (([32] * 16, 0), ([128] * 16, 0), ([256] * 16, 0), ([512], 4096)):
+        rows += prefill_rows(model, lengths, context, sweep=False)
     return rows
 
 
@@ -182,15 +204,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if ON_GPU:
         for model in MODELS:
-            for size in (1, 8, 32, 128, 256):
-                rows += decode_rows(model, size, 1024, 16384, sweep=True)
-            rows += decode_rows(model, 4, 16000, 16384, sweep=False)
-            for length in (16, 128, 512, 1024, 2048, 4096, 8192) if "--decode-only" not in sys.argv else ():
-                rows += prefill_rows(model, [length], 0, sweep=length in (1024, 8192))
-            if "--decode-only" in sys.argv:
-                continue
-            rows += prefill_rows(model, [256] * 16, 0, sweep=False)
-            rows += prefill_rows(model, [512], 4096, sweep=False)
+            if "--prefill-only" not in sys.argv:
+                for size in (1, 8, 32, 128, 256):
+                    rows += decode_rows(model, size, 1024, 16384, sweep=True)
+                rows += decode_rows(model, 4, 16000, 16384, sweep=False)
+            if "--decode-only" not in sys.argv:
+                rows += all_prefill_rows(model, sweep="--prefill-only" not in sys.argv)
     else:
         MODELS.update(A=(4, 2, 16), B=(4, 1, 32))
         for model in MODELS:

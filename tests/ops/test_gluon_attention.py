@@ -3,6 +3,7 @@
 # ruff: noqa: E402 (the imports need a version of Triton)
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -39,7 +40,7 @@ BIG = {"A": (16, 8, 128, 16), "B": (16, 2, 256, 16), "one key head": (64, 1, 128
 
 # query lengths, contexts, leading decodes
 CASES = {
-    "prefix": ([130], [201], 0),
+    "prefix": ([130], [461], 0),
     "lengths": ([1, 63, 64, 65, 130], [0, 0, 77, 0, 0], 0),
     "decodes": ([1, 1, 70, 2], [300, 5, 63, 130], 2),
 }
@@ -48,18 +49,21 @@ CASES = {
 class Case:
     """Random tensors of a batch, with NaN in every slot that belongs to no token and in every row of padding."""
 
-    def __init__(self, layout: str, query_lens: list[int], contexts: list[int], padding: int = 45) -> None:
+    def __init__(
+        self, layout: str, query_lens: list[int], contexts: list[int], padding: int = 45, padding_seqs: int = 2
+    ) -> None:
         num_heads, num_kv_heads, head_dim, page = LAYOUTS[layout] if layout in LAYOUTS else BIG[layout]
         self.query_lens, self.lens = query_lens, [q + c for q, c in zip(query_lens, contexts, strict=True)]
         pages_of = [-(-n // page) for n in self.lens]
         ids = (torch.randperm(sum(pages_of)) + 1).split(pages_of)
         # Slices of one buffer, at odd places; nobody may look at a page past a sequence's end.
         starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
-        table = torch.full((len(ids), max(pages_of) + 3), 10**6)
-        for row, pages in zip(table, ids, strict=True):
+        table = torch.full((len(ids) + padding_seqs, max(pages_of) + 3), 10**6)
+        for row, pages in zip(table, ids, strict=False):
             row[: len(pages)] = pages
-        packed = torch.tensor([7, *starts, *self.lens, *table.flatten().tolist()], dtype=torch.int32, device=DEVICE)
-        cu_seqlens_q, seq_lens, page_table = packed[1:].split([len(starts), len(ids), table.numel()])
+        ends, lens = [*starts, *starts[-1:] * padding_seqs], [*self.lens, *[0] * padding_seqs]
+        packed = torch.tensor([7, *ends, *lens, *table.flatten().tolist()], dtype=torch.int32, device=DEVICE)
+        cu_seqlens_q, seq_lens, page_table = packed[1:].split([len(ends), len(lens), table.numel()])
         shape = (sum(pages_of) + 1, page, num_kv_heads, head_dim)
         self.k, self.v = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
         self.tokens = [tuple(torch.randn(n, num_kv_heads, head_dim).bfloat16() for _ in "kv") for n in self.lens]
@@ -105,10 +109,8 @@ class Case:
     def as_mixture(self, num_decodes: int, max_prefills: int) -> Case:
         """The same batch for a captured graph: what is real is known to the device alone."""
         counts = torch.tensor([9, self.num_real, len(self.lens), num_decodes], dtype=torch.int32, device=DEVICE)[1:]
-        self.batch = Batch(
-            **{name: getattr(self.batch, name) for name in Batch.__dataclass_fields__}
-            | {"mixture": Mixture(counts, self.batch.state_slots, max_prefills), "num_decodes": 1}
-        )
+        mixture = Mixture(counts, self.batch.state_slots, max_prefills)
+        self.batch = dataclasses.replace(self.batch, mixture=mixture, num_decodes=1)
         return self
 
 
@@ -124,14 +126,14 @@ def test_equals_plain_attention(case: str, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_mixture_is_read_on_the_device(layout: str) -> None:
-    tensors = Case(layout, [1, 1, 1, 67, 1, 130], [40, 3, 200, 31, 0, 2]).as_mixture(num_decodes=3, max_prefills=5)
+    tensors = Case(layout, [1, 1, 1, 67, 1, 130], [40, 3, 200, 31, 0, 2], padding_seqs=9).as_mixture(3, max_prefills=3)
     out = tensors.run()
     tensors.check(out, first=3)
     assert out[:3].isnan().all(), "decodes are the other kernel's"
 
 
 def test_a_mixture_without_prefills() -> None:
-    tensors = Case("128 of 2", [1, 1], [40, 3], padding=130).as_mixture(num_decodes=2, max_prefills=4)
+    tensors = Case("128 of 2", [1, 1], [40, 3], padding=130).as_mixture(2, max_prefills=4)
     out = tensors.run()
     tensors.check(out, first=2)
     assert out[:2].isnan().all()
@@ -139,7 +141,7 @@ def test_a_mixture_without_prefills() -> None:
 
 def test_a_mixture_of_nothing() -> None:
     """A graph that is captured, before any batch is there."""
-    tensors = Case("128 of 2", [1], [0], padding=63).as_mixture(num_decodes=0, max_prefills=2)
+    tensors = Case("128 of 2", [1], [0], padding=63).as_mixture(0, max_prefills=2)
     assert tensors.batch.mixture is not None
     for numbers in (tensors.batch.mixture.counts, tensors.batch.cu_seqlens_q, tensors.batch.seq_lens):
         numbers.zero_()
@@ -154,6 +156,17 @@ def test_long_sequences_on_the_gpu(query_lens: list[int], contexts: list[int], l
         pytest.skip("needs compute capability 9")
     tensors = Case(layout, query_lens, contexts)
     tensors.check(tensors.run(), last_rows=300)
+
+
+@pytest.mark.gpu
+def test_decodes_and_prefills_together_on_the_gpu() -> None:
+    if not ON_HOPPER:
+        pytest.skip("needs compute capability 9")
+    tensors = Case("A", [*[1] * 8, 700, 5], [300, 63, 64, 15, 16, 0, 1, 900, 33, 0])
+    batch = dataclasses.replace(tensors.batch, num_decodes=8)
+    args = (tensors.q, tensors.k, tensors.v, batch)
+    assert attention._is_for_hopper(tensors.q, tensors.k, batch)
+    tensors.check(paged_attention(*args, scale=tensors.scale, backend=Backend.TRITON).cpu())
 
 
 @pytest.mark.gpu
@@ -189,7 +202,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, num_seqs: int | Non
 
 def test_only_what_pays_goes_to_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(layout: str, query_lens: list[int], padding: int = 0, mixture: int = 0) -> list[str]:
-        tensors = Case(layout, query_lens, [0] * len(query_lens), padding)
+        tensors = Case(layout, query_lens, [0] * len(query_lens), padding, padding_seqs=0)
         return launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors)
 
     assert names("128 of 2", [512]) == ["hopper"]

@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 from weft.cache.plan import CachePlan
 from weft.config import resolve
 from weft.ops.backend import Backend
-from weft.ops.triton import early_launch
+from weft.ops.triton import attention, early_launch
 from weft.runner import model_runner, warmup
 
 LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 512}
@@ -53,6 +53,8 @@ def main(folder: str) -> None:
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
+    if attention.GLUON_IS_KNOWN:
+        attention.hopper._is_hopper = lambda device: True  # type: ignore[assignment]
     model_runner.resolve_backend = lambda requested, device: Backend.TRITON  # type: ignore[assignment]
     config = resolve(model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, **LIMITS)
     runner = model_runner.ModelRunner(config)

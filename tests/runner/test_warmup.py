@@ -65,7 +65,9 @@ def test_a_start_tells_its_stages() -> None:
 
 def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled."""
-    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    from weft.ops.triton.attention import GLUON_IS_KNOWN
+
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path, head_dim=64)  # which the kernel for Hopper takes
     command = [sys.executable, "-m", "tests.runner.compile_only", str(folder)]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -74,3 +76,4 @@ def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert len(kernels["at_start"]) > 20 and kernels["later"] == []
+    assert any("_prefill_hopper_kernel" in name for name in kernels["at_start"]) == GLUON_IS_KNOWN

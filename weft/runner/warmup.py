@@ -62,6 +62,11 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
         yield step([(0, length)], state_slot)
         if limits.max_num_seqs > 1 and length < limits.max_num_batched_tokens and limits.max_model_len > 1:
             yield step([(1, 1), (0, length)], state_slot)
+    full = min(limits.max_num_seqs, limits.max_num_batched_tokens // longest)
+    if full > 1:  # more tokens than one sequence can bring
+        yield step([(0, longest)] * full, state_slot)
+        if limits.max_model_len > 1:
+            yield step([(1, 1)] + [(0, longest)] * (full - 1), state_slot)
     for count in counts:
         yield step([(0, max(1, min(2, longest, limits.max_num_batched_tokens // count)))] * count, state_slot)
         starts = {1, limits.max_model_len - 1} if limits.max_model_len > 1 else ()
