@@ -19,8 +19,8 @@ Who waits for whom, by barriers (``ready`` and ``empty`` exist per stage, for ke
     empty   both consumers, when their product has been read  ->  the producer
     turns   the other consumer, when its products are queued  ->  a consumer, before it queues its own
 
-A barrier counts phases: ``wait(barrier, n & 1)`` waits for the end of phase n. A new barrier lets pass whoever waits for
-the phase before the first.
+A barrier counts phases: ``wait(barrier, n & 1)`` waits for the end of phase n; on a new barrier, a wait for the phase
+before the first returns at once.
 """
 
 from __future__ import annotations
