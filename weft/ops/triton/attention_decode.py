@@ -26,7 +26,7 @@ from weft.ops.triton.attention_tiles import (
     load_keys_values,
     precision,
 )
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -43,8 +43,66 @@ _MIXTURE_PROGRAMS, _MIXTURE_MERGES = 1024, 32
 _FEW_SEQUENCES = 64
 """Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
 
+_HELD_WORK, _HELD_SPLITS = 16 * 128, 16
+"""Up to so many sequences times key heads times their size, sequences of up to so many splits take one program per
+split, which loads all its keys at once: nothing else would move meanwhile. In longer ones a pipeline moves more."""
+
 _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
+
+
+@triton.jit
+def _store_split(
+    acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits, head_ids,
+    dims, mask, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
+):  # fmt: skip
+    """The result of a sequence's only split, or one split's part of it."""
+    acc = acc / row_sum[:, None]
+    if num_splits == 1:
+        offsets = row.to(tl.int64) * stride_out + head_ids[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        place = (seq.to(tl.int64) * max_splits + split) * NUM_HEADS + head_ids
+        tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=tl.max(mask.to(tl.int32), 1) > 0)
+        tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _decode_held_split(
+    q, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits, stride_out, stride_slot,
+    row, kv_len, seq, split, num_splits, head_ids, offsets, dims, mask,
+    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One split in one step. Its keys and values were written before this step, but for the newest token's: they load
+    while the kernel before this one still runs."""
+    newest = kv_len - 1
+    tokens = split * SPLIT + tl.arange(0, SPLIT)
+    stored = tokens < newest
+    page = tl.load(table + tokens // PAGE_SIZE, mask=stored, other=0)
+    k, v = load_keys_values(k_head, v_head, page, tokens, stored, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True)
+    wait(EARLY)
+    queries = tl.load(q + offsets, mask=mask, other=0.0)
+    acc = tl.zeros([head_ids.shape[0], BLOCK_D], dtype=tl.float32)
+    row_sum = tl.zeros([head_ids.shape[0]], dtype=tl.float32)
+    row_max = tl.full([head_ids.shape[0]], float("-inf"), dtype=tl.float32)
+    if split == num_splits - 1:
+        tail = newest + tl.arange(0, 16)  # as many as a matrix product takes
+        is_newest = tail == newest
+        tail_page = tl.load(table + tail // PAGE_SIZE, mask=is_newest, other=0)
+        tail_k, tail_v = load_keys_values(
+            k_head, v_head, tail_page, tail, is_newest, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
+        )
+        acc, row_sum, row_max = accumulate(
+            acc, row_sum, row_max, queries, tail_k, tail_v, is_newest[None, :], scale_log2, PRECISION, True
+        )
+    acc, row_sum, row_max = accumulate(
+        acc, row_sum, row_max, queries, k, v, stored[None, :], scale_log2, PRECISION, True
+    )  # fmt: skip
+    _store_split(
+        acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits, head_ids,
+        dims, mask, HEAD_DIM, NUM_HEADS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -53,54 +111,59 @@ def _decode_sequence(
     scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD_SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Every ``step``-th split of one sequence and key head, if the sequence has one query token."""
+    """Every ``step``-th split of one sequence and key head, if the sequence has one query token.
+
+    With EARLY this is where the program waits for the kernels before it; one without a split leaves at once, except
+    for those of split 0.
+    """
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
     kv_len = tl.load(seq_lens + seq)
-    heads = tl.arange(0, ROWS)
+    head_ids = kv_head * GROUP + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    head_ids = kv_head * GROUP + heads
-    mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
-    if query_len == 1:
-        num_splits = tl.cdiv(kv_len, SPLIT)
-        if first_split < num_splits:
-            queries = tl.load(q + row.to(tl.int64) * stride_q + offsets, mask=mask, other=0.0)
-            table = page_table + seq.to(tl.int64) * stride_table
-            k_head = k_cache + kv_head * HEAD_DIM
-            v_head = v_cache + kv_head * HEAD_DIM
-            for split in range(first_split, num_splits, step):
-                acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-                row_sum = tl.zeros([ROWS], dtype=tl.float32)
-                row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-                end = tl.minimum(kv_len, split * SPLIT + SPLIT)
-                ahead = split * SPLIT + tl.arange(0, KEYS)
-                next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
-                for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
-                    tokens = start + tl.arange(0, KEYS)
-                    valid = tokens < end
-                    if AHEAD:
-                        page = next_page
-                        ahead = tokens + KEYS
-                        next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
-                    else:
-                        page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
-                    k, v = load_keys_values(
-                        k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
-                    )
-                    acc, row_sum, row_max = accumulate(
-                        acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
-                    )
-                acc = acc / row_sum[:, None]
-                if num_splits == 1:
-                    result = acc.to(out.dtype.element_ty)
-                    tl.store(out + row.to(tl.int64) * stride_out + offsets, result, mask=mask)
+    mask = (tl.arange(0, ROWS) < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = row.to(tl.int64) * stride_q + head_ids[:, None] * HEAD_DIM + dims[None, :]
+    table = page_table + seq.to(tl.int64) * stride_table
+    k_head = k_cache + kv_head * HEAD_DIM
+    v_head = v_cache + kv_head * HEAD_DIM
+    num_splits = tl.where(query_len == 1, tl.cdiv(kv_len, SPLIT), 0)
+    if (first_split < num_splits) & (num_splits <= HELD_SPLITS):
+        _decode_held_split(
+            q, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits, stride_out, stride_slot,
+            row, kv_len, seq, first_split, num_splits, head_ids, offsets, dims, mask,
+            HEAD_DIM, NUM_HEADS, PAGE_SIZE, SPLIT, BLOCK_D, PRECISION, EARLY,
+        )  # fmt: skip
+    elif (first_split == 0) | (first_split < num_splits):
+        wait(EARLY)
+        queries = tl.load(q + offsets, mask=mask & (num_splits > 0), other=0.0)
+        for split in range(first_split, num_splits, step):
+            acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+            row_sum = tl.zeros([ROWS], dtype=tl.float32)
+            row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+            end = tl.minimum(kv_len, split * SPLIT + SPLIT)
+            ahead = split * SPLIT + tl.arange(0, KEYS)
+            next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
+            for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
+                tokens = start + tl.arange(0, KEYS)
+                valid = tokens < end
+                if AHEAD:
+                    page = next_page
+                    ahead = tokens + KEYS
+                    next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
                 else:
-                    place = (seq.to(tl.int64) * max_splits + split) * NUM_HEADS + head_ids
-                    tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=heads < GROUP)
-                    tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+                    page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
+                k, v = load_keys_values(
+                    k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
+                )
+                acc, row_sum, row_max = accumulate(
+                    acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
+                )
+            _store_split(
+                acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits,
+                head_ids, dims, mask, HEAD_DIM, NUM_HEADS,
+            )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
@@ -111,11 +174,12 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
-    MIXTURE: tl.constexpr, EARLY: tl.constexpr,
+    HELD_SPLITS: tl.constexpr, MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)
+    release(EARLY)
     kv_head = tl.program_id(0)
     if MIXTURE:
+        wait(EARLY)
         # The programs are dealt out to as many sequences as decode; prefills and padding rows are the other kernel's.
         num_decodes = tl.load(counts + 2)
         if num_decodes > 0:
@@ -131,6 +195,7 @@ def _decode_kernel(
                         scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table,
                         kv_head, seq, first_split, step,
                         HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
+                        0, False,
                     )  # fmt: skip
                     seq += seqs_at_once
     else:
@@ -142,6 +207,12 @@ def _decode_kernel(
             first_split = tl.program_id(1)
             seq = tl.program_id(2)
             step = tl.num_programs(1)
+        _decode_sequence(
+            q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+            scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
+            HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
+            HELD_SPLITS, EARLY,
+        )  # fmt: skip
         if (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
             dims = tl.arange(0, BLOCK_D)
             heads = tl.arange(0, ROWS)
@@ -149,11 +220,6 @@ def _decode_kernel(
             zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
             mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
             tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
-        _decode_sequence(
-            q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
-            scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
-            HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -219,6 +285,8 @@ def decode_tile(num_seqs: int, num_kv_heads: int, head_dim: int, group: int, ele
     rows, work = max(16, next_power_of_2(group)), num_seqs * num_kv_heads
     if element_size == 4:
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
+    if work * head_dim <= _HELD_WORK:
+        return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS)
     if work < _FEW_SEQUENCES:
         return Tile(rows, keys, warps=4, stages=3, ahead=True)
     if head_dim <= 128:  # a third stage fits beside a second program; in between, more and smaller programs pay
@@ -258,6 +326,7 @@ def launch_decode(
         HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
         SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         PRECISION=precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
+        HELD_SPLITS=min(tile.held_splits, programs) if mixture is None and split == _SHORT_SPLIT else 0,
         MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     if merges:

@@ -24,7 +24,8 @@ METADATA = ["page_table", "seq_lens", "cu_seqlens_q", "counts"]
 class Tile(NamedTuple):
     """Rows (query token, head) and keys of one tile, warps and pipeline stages.
 
-    ``ahead``: the decode kernel loads page ids a step before the keys that need them (shorter waits, more registers).
+    Of the decode kernel alone: ``ahead``: it loads page ids a step before the keys that need them (shorter waits, more
+    registers); ``held_splits``: sequences of up to so many splits load all keys before the kernel before it has ended.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     ahead: bool = True
+    held_splits: int = 0
 
 
 @triton.jit
