@@ -21,7 +21,10 @@ from weft.ops.backend import Backend
 pytestmark = pytest.mark.gpu
 
 LENGTHS = tuple(range(140, 220, 4))
-"""Some 3,600 places: random models are near a tie so often that fewer would say little."""
+SEEDS = range(4)
+"""Of the checkpoints, with some 3,600 places each. Roundings send a place in eight of a random mixture of experts to
+other experts, and those places hold three quarters of the divergence: on one checkpoint, the ratio of two equally
+accurate programs varies by a tenth (one standard deviation)."""
 
 
 def logits_of(model: Any, tokens: list[int], device: str) -> Tensor:
@@ -35,18 +38,25 @@ def divergence(exact: Tensor, rounded: Tensor) -> tuple[float, float]:
     return (p.exp() * (p - q)).sum(-1).mean().item(), (p.argmax(-1) == q.argmax(-1)).float().mean().item()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
-    """KL divergence from float32 at most 1.25 times, best tokens at most one point less often the same."""
-    folder = make_checkpoint(arch, tmp_path)
+def three_logits(arch: str, folder: Path, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one checkpoint: float32, transformers in bfloat16, Weft in bfloat16."""
+    make_checkpoint(arch, folder, seed)
     prompts = [prompt(n) for n in LENGTHS]
-    exact = torch.cat([logits_of(make_model(arch), tokens, "cpu") for tokens in prompts])
-    theirs = make_model(arch).bfloat16().cuda()
+    exact = torch.cat([logits_of(make_model(arch, seed), tokens, "cpu") for tokens in prompts])
+    theirs = make_model(arch, seed).bfloat16().cuda()
     their_logits = torch.cat([logits_of(theirs, tokens, "cuda") for tokens in prompts])
     harness = Harness(folder, device="cuda", backend=Backend.TRITON, dtype=torch.bfloat16, num_pages=400, num_slots=40)
     sequences = [harness.sequence(tokens) for tokens in prompts]
     ours = torch.cat([harness.run([(s, len(s.tokens))])[0].float().cpu() for s in sequences])
-    (our_kl, our_share), (their_kl, their_share) = divergence(exact, ours), divergence(exact, their_logits)
+    return exact, their_logits, ours
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
+    """KL divergence from float32 at most 1.25 times, best tokens at most one point less often the same."""
+    logits = [three_logits(arch, tmp_path / str(seed), seed) for seed in SEEDS]
+    exact, theirs, ours = (torch.cat(parts) for parts in zip(*logits, strict=True))
+    (our_kl, our_share), (their_kl, their_share) = divergence(exact, ours), divergence(exact, theirs)
     assert our_kl <= 1.25 * their_kl, (our_kl, their_kl)
     assert our_share >= their_share - 0.01, (our_share, their_share)
 

@@ -54,23 +54,23 @@ _MANY_SEQUENCES = 256
 @triton.jit
 def _store_split(
     acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits, head_ids,
-    dims, mask, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
+    dims, in_group, mask, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
 ):  # fmt: skip
     """The result of a sequence's only split, or one split's part of it."""
     acc = acc / row_sum[:, None]
     if num_splits == 1:
-        offsets = row.to(tl.int64) * stride_out + head_ids[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
+        offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out + row.to(tl.int64) * stride_out + offsets, acc.to(out.dtype.element_ty), mask=mask)
     else:
         place = (seq.to(tl.int64) * max_splits + split) * NUM_HEADS + head_ids
-        tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=tl.max(mask.to(tl.int32), 1) > 0)
+        tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=in_group)
         tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
 
 
 @triton.jit
 def _decode_held_split(
-    q, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits, stride_out, stride_slot,
-    row, kv_len, seq, split, num_splits, head_ids, offsets, dims, mask,
+    q_row, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits, stride_out, stride_slot,
+    row, kv_len, seq, split, num_splits, head_ids, inside, dims, in_group, mask,
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _decode_held_split(
     page = tl.load(table + tokens // PAGE_SIZE, mask=stored, other=0)
     k, v = load_keys_values(k_head, v_head, page, tokens, stored, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True)
     wait(EARLY)
-    queries = tl.load(q + offsets, mask=mask, other=0.0)
+    queries = tl.load(q_row + inside, mask=mask, other=0.0)
     acc = tl.zeros([head_ids.shape[0], BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([head_ids.shape[0]], dtype=tl.float32)
     row_max = tl.full([head_ids.shape[0]], float("-inf"), dtype=tl.float32)
@@ -101,7 +101,7 @@ def _decode_held_split(
     )  # fmt: skip
     _store_split(
         acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits, head_ids,
-        dims, mask, HEAD_DIM, NUM_HEADS,
+        dims, in_group, mask, HEAD_DIM, NUM_HEADS,
     )  # fmt: skip
 
 
@@ -115,55 +115,61 @@ def _decode_sequence(
 ):  # fmt: skip
     """Every ``step``-th split of one sequence and key head, if the sequence has one query token.
 
-    With EARLY this is where the program waits for the kernels before it; one without a split leaves at once, except
-    for those of split 0.
+    With EARLY this is where the program waits for the kernels before it; one without a split leaves at once.
     """
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
     kv_len = tl.load(seq_lens + seq)
     head_ids = kv_head * GROUP + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    mask = (tl.arange(0, ROWS) < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    offsets = row.to(tl.int64) * stride_q + head_ids[:, None] * HEAD_DIM + dims[None, :]
+    in_group = tl.arange(0, ROWS) < GROUP
+    mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
+    inside = head_ids[:, None] * HEAD_DIM + dims[None, :]
+    q_row = q + row.to(tl.int64) * stride_q
     table = page_table + seq.to(tl.int64) * stride_table
     k_head = k_cache + kv_head * HEAD_DIM
     v_head = v_cache + kv_head * HEAD_DIM
-    num_splits = tl.where(query_len == 1, tl.cdiv(kv_len, SPLIT), 0)
-    if (first_split < num_splits) & (num_splits <= HELD_SPLITS):
-        _decode_held_split(
-            q, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits, stride_out, stride_slot,
-            row, kv_len, seq, first_split, num_splits, head_ids, offsets, dims, mask,
-            HEAD_DIM, NUM_HEADS, PAGE_SIZE, SPLIT, BLOCK_D, PRECISION, EARLY,
-        )  # fmt: skip
-    elif (first_split == 0) | (first_split < num_splits):
+    if query_len == 1:
+        num_splits = tl.cdiv(kv_len, SPLIT)
+        if first_split < num_splits:
+            if HELD_SPLITS > 0:  # noqa: SIM102 (known to the compiler)
+                if num_splits <= HELD_SPLITS:
+                    _decode_held_split(
+                        q_row, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits,
+                        stride_out, stride_slot, row, kv_len, seq, first_split, num_splits, head_ids, inside, dims,
+                        in_group, mask, HEAD_DIM, NUM_HEADS, PAGE_SIZE, SPLIT, BLOCK_D, PRECISION, EARLY,
+                    )  # fmt: skip
+            if num_splits > HELD_SPLITS:
+                wait(EARLY)
+                queries = tl.load(q_row + inside, mask=mask, other=0.0)
+                for split in range(first_split, num_splits, step):
+                    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+                    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+                    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+                    end = tl.minimum(kv_len, split * SPLIT + SPLIT)
+                    ahead = split * SPLIT + tl.arange(0, KEYS)
+                    next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
+                    for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
+                        tokens = start + tl.arange(0, KEYS)
+                        valid = tokens < end
+                        if AHEAD:
+                            page = next_page
+                            ahead = tokens + KEYS
+                            next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                        else:
+                            page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
+                        k, v = load_keys_values(
+                            k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
+                        )
+                        acc, row_sum, row_max = accumulate(
+                            acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
+                        )
+                    _store_split(
+                        acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split,
+                        num_splits, head_ids, dims, in_group, mask, HEAD_DIM, NUM_HEADS,
+                    )  # fmt: skip
+    else:
         wait(EARLY)
-        queries = tl.load(q + offsets, mask=mask & (num_splits > 0), other=0.0)
-        for split in range(first_split, num_splits, step):
-            acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-            row_sum = tl.zeros([ROWS], dtype=tl.float32)
-            row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-            end = tl.minimum(kv_len, split * SPLIT + SPLIT)
-            ahead = split * SPLIT + tl.arange(0, KEYS)
-            next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
-            for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
-                tokens = start + tl.arange(0, KEYS)
-                valid = tokens < end
-                if AHEAD:
-                    page = next_page
-                    ahead = tokens + KEYS
-                    next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
-                else:
-                    page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
-                k, v = load_keys_values(
-                    k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
-                )
-                acc, row_sum, row_max = accumulate(
-                    acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
-                )
-            _store_split(
-                acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits,
-                head_ids, dims, mask, HEAD_DIM, NUM_HEADS,
-            )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
@@ -207,19 +213,20 @@ def _decode_kernel(
             first_split = tl.program_id(1)
             seq = tl.program_id(2)
             step = tl.num_programs(1)
-        _decode_sequence(
-            q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
-            scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
-            HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
-            HELD_SPLITS, EARLY,
-        )  # fmt: skip
         if (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
+            wait(EARLY)
             dims = tl.arange(0, BLOCK_D)
             heads = tl.arange(0, ROWS)
             offsets = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
             zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
             mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
             tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
+        _decode_sequence(
+            q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
+            scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
+            HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
+            HELD_SPLITS, EARLY,
+        )  # fmt: skip
 
 
 @triton.jit
