@@ -16,22 +16,18 @@ def collector_on() -> Iterator[None]:
     assert gc.isenabled()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
-def test_the_collector_is_off_meanwhile_and_leaves_out_what_was_loaded() -> None:
-    gc.unfreeze()
+def test_the_collector_is_off_meanwhile() -> None:
     with loading_modules():
-        assert not gc.isenabled() and gc.get_freeze_count() == 0
-        made = [[] for _ in range(1000)]  # type: ignore[var-annotated]
-    assert gc.isenabled() and gc.get_freeze_count() > len(made)
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_a_failing_import_leaves_the_collector_as_it_was() -> None:
-    gc.unfreeze()
     with pytest.raises(ImportError), loading_modules():
         raise ImportError
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert gc.isenabled()
     gc.disable()
     with loading_modules():
         pass
@@ -41,5 +37,4 @@ def test_a_failing_import_leaves_the_collector_as_it_was() -> None:
 def test_names_that_are_loaded_freeze_nothing() -> None:
     """What lives by then, an engine for example, has to be collected one day."""
     assert weft.LLM.__name__ == "LLM"
-    gc.unfreeze()
     assert weft.LLM.__name__ == "LLM" and gc.get_freeze_count() == 0

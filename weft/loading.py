@@ -3,7 +3,7 @@
 Job: one scope. Owns: nothing. Does not know: what is loaded.
 
 torch and what it brings are some 200,000 objects that stay. While they are made, the collector walks through all of
-them again and again: a fifth of the time of the import, and once more soon after it.
+them again and again: a fifth of the time of the import.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading_modules() -> Iterator[None]:
-    """Import modules in the body: nothing is collected meanwhile, and later collections leave out what is there at its
-    end, until somebody unfreezes it."""
+    """Import modules in the body: nothing is collected meanwhile."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
-        gc.freeze()
     finally:
         if was_on:
             gc.enable()

@@ -11,11 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-FIRST_WARMUPS, WARMUPS = 2, 1
-"""Runs before the first capture of a function, and before that of each further size. The first run ever compiles, sets
-up libraries and allocates what is kept for good, and a second one meets what only a second one does; neither depends on
-the size. What does is met by one run: modules of kernels that no size before used are loaded, which a capture must not
-do."""
+NUM_WARMUPS = 2
+"""Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
 
 
 def reserved_bytes(device: torch.device) -> int:

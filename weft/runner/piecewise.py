@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from weft.config import EngineConfig
 from weft.forward_context import Batch, BatchDescriptor, ForwardContext, GraphMode, forward_context
-from weft.graph.capturing import FIRST_WARMUPS, WARMUPS, free_text, frozen_gc, reserved_bytes
+from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, reserved_bytes
 from weft.graph.graph import GraphPool
 from weft.graph.pieces import PieceCapture, PieceSequence
 from weft.graph.wrapper import GraphWrapper
@@ -121,7 +121,7 @@ class PiecewiseModel:
 
     def _capture(self, context: ForwardContext, ids: Tensor) -> None:
         with forward_context(replace(context, breaks=self._source)):
-            for _ in range(WARMUPS if self._wrapper.descriptors else FIRST_WARMUPS):
+            for _ in range(NUM_WARMUPS):
                 self._source.warm_up(lambda: self._model(input_ids=ids))
             before = reserved_bytes(self._device)
             self._wrapper.capture(BatchDescriptor(ids.shape[0]), input_ids=ids)

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from tqdm import tqdm
 
-from weft.graph.capturing import FIRST_WARMUPS, WARMUPS, free_text, frozen_gc, reserved_bytes
+from weft.graph.capturing import NUM_WARMUPS, free_text, frozen_gc, reserved_bytes
 from weft.graph.graph import Graph, GraphPool
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class SizedGraphs(Generic[T]):
                     left = [s for s in sizes if s <= size]
                     logger.warning("%s hold %d MiB, the budget is used up: none for sizes %s", what, used >> 20, left)
                     return
-                for _ in range(WARMUPS if self._graphs else FIRST_WARMUPS):
+                for _ in range(NUM_WARMUPS):
                     function(size)
                 before = reserved_bytes(self._device)
                 self._graphs[size] = pool.capture(lambda size=size: function(size))  # type: ignore[misc]
