@@ -203,6 +203,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, num_seqs: int | Non
 def test_only_what_pays_goes_to_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(layout: str, query_lens: list[int], padding: int = 0, mixture: int = 0) -> list[str]:
         tensors = Case(layout, query_lens, [0] * len(query_lens), padding, padding_seqs=0)
+        tensors.batch = dataclasses.replace(tensors.batch, num_decodes=query_lens.count(1))
         return launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors)
 
     assert names("128 of 2", [512]) == ["hopper"]
@@ -210,8 +211,10 @@ def test_only_what_pays_goes_to_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("128 of 2", [511]) == ["triton"]
     assert names("128 of 2", [512], mixture=16) == ["decode", "hopper"]
     assert names("128 of 2", [512], mixture=17) == ["decode", "triton"]
-    assert names("128 of 2", [496] + [1] * 16) == ["triton"], "17 blocks may be empty, 8 full"
-    assert names("256 of 8", [496] + [1] * 16) == ["hopper"], "17 blocks may be empty, 32 full"
+    assert names("128 of 2", [1] * 16 + [496]) == ["decode", "triton"], "17 blocks may be empty, 8 full"
+    assert names("256 of 8", [1] * 16 + [496]) == ["decode", "hopper"], "17 blocks may be empty, 32 full"
+    assert names("128 of 2", [256] * 2) == ["hopper"]
+    assert names("128 of 2", [250] * 3) == ["triton"], "short sequences"
 
 
 TAKEN = {"heads": (16, 8, 128), "page": 16, "dtype": torch.bfloat16, "hopper": True}

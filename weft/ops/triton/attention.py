@@ -23,8 +23,9 @@ GLUON_IS_KNOWN = triton.__version__.startswith("3.6.")
 if GLUON_IS_KNOWN:
     from weft.ops.triton import attention_prefill_hopper as hopper
 
-_HOPPER_ROWS = 512
-"""From so many rows of q on the kernel for Hopper takes over. Its lead was measured from 1,024 on."""
+_HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
+"""From so many rows of q on, and so many per prefilling sequence, the kernel for Hopper takes over. On an H200 both
+kernels are equal at 512 rows of one sequence without context, and with context it leads; many short sequences lose."""
 
 
 def paged_attention_triton(
@@ -55,10 +56,16 @@ def _prefill(
 
 def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
     """Whether that kernel takes these tensors and pays. Each of its programs fills a multiprocessor, so blocks without
-    work (one per sequence, decodes included) must not outnumber the full ones by far."""
+    work (one per sequence, decodes included) must not outnumber the full ones by far. How many sequences a graph of a
+    mixture will serve is not known: it is made for few."""
     if not GLUON_IS_KNOWN or q.shape[0] < _HOPPER_ROWS or not hopper.takes(q, k_cache):
         return False
-    num_seqs = batch.seq_lens.shape[0] if batch.mixture is None else batch.mixture.max_prefills
+    if batch.mixture is not None:
+        num_seqs = batch.mixture.max_prefills
+    else:
+        num_seqs = batch.seq_lens.shape[0]
+        if q.shape[0] < _HOPPER_ROWS_EACH * (batch.num_seqs - batch.num_decodes):
+            return False
     return num_seqs <= 2 * (q.shape[0] // hopper.block_tokens(q.shape[1] // k_cache.shape[2]))
 
 
