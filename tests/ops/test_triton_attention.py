@@ -120,6 +120,28 @@ def test_every_decode_schedule_gives_the_same_bits(ahead: bool, stages: int, aim
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int]) -> None:
+    """The newest token's keys come apart: alone, first and last of a split. Sequences of many splits take the loop."""
+    hq, hkv, dim = heads
+    lens = [1, 2, 255, 256, 257, 512, 513, 1300]
+    batch = on_device(make_batch([1] * len(lens), [n - 1 for n in lens], num_decodes=len(lens), pad_seqs=1))
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    cache = torch.full((int(batch.page_table.max()) + 1, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE)
+    q = torch.randn(len(lens), hq, dim, device=DEVICE).to(dtype)
+    keys = [torch.randn(n, hkv, dim, device=DEVICE).to(dtype) for n in lens]
+    for s, values in enumerate(keys):
+        positions = torch.arange(lens[s], device=DEVICE)
+        cache.flatten(0, 1)[batch.page_table[s].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = (
+            values
+        )
+    out = torch.full_like(q, torch.nan)
+    launch_decode(q, cache, cache, batch, dim**-0.5, out, Tile(16, 64, 8, 2, True, held_splits=4))
+    for s, values in enumerate(keys):
+        want = plain_attention(q[s : s + 1], values, values, dim**-0.5)
+        assert (out[s : s + 1].double() - want).norm() / want.norm() < TOLERANCE[dtype], lens[s]
+
+
 def test_lengths_are_read_on_the_device() -> None:
     """A launch shaped by one batch (as a graph's is) serves another of the same padded sizes."""
     torch.manual_seed(2)

@@ -70,7 +70,7 @@ def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
-    num_kv_heads = k_cache.shape[2]
-    group = q.shape[1] // num_kv_heads
-    tile = decode_tile(batch.seq_lens.shape[0], num_kv_heads, q.shape[2], group, q.element_size())
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
+    tile = decode_tile(batch.seq_lens.shape[0], num_kv_heads, head_dim, group, q.element_size(), table_tokens)
     launch_decode(q, k_cache, v_cache, batch, scale, out, tile)

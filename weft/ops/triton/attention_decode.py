@@ -43,9 +43,10 @@ _MIXTURE_PROGRAMS, _MIXTURE_MERGES = 1024, 32
 _FEW_SEQUENCES = 64
 """Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
 
-_HELD_WORK, _HELD_SPLITS = 16 * 128, 16
+_HELD_WORK, _HELD_SPLITS, _HELD_TABLE = 16 * 128, 16, 16384
 """Up to so many sequences times key heads times their size, sequences of up to so many splits take one program per
-split, which loads all its keys at once: nothing else would move meanwhile. In longer ones a pipeline moves more."""
+split, which loads all its keys at once: nothing else would move meanwhile. In longer ones a pipeline moves more, with
+fewer warps than these programs have: where page tables hold more tokens, all sequences take that."""
 
 _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
@@ -286,13 +287,15 @@ def split_size(table_tokens: int) -> int:
     return _SHORT_SPLIT if table_tokens <= _SHORT_TABLE else _LONG_SPLIT
 
 
-def decode_tile(num_seqs: int, num_kv_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
+def decode_tile(
+    num_seqs: int, num_kv_heads: int, head_dim: int, group: int, element_size: int, table_tokens: int
+) -> Tile:
     """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
     keys = max(16, min(64, 32768 // (next_power_of_2(head_dim) * element_size)))
     rows, work = max(16, next_power_of_2(group)), num_seqs * num_kv_heads
     if element_size == 4:
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
-    if work * head_dim <= _HELD_WORK:
+    if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE:
         return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS)
     if work < _FEW_SEQUENCES:
         return Tile(rows, keys, warps=4, stages=3, ahead=True)
@@ -333,7 +336,7 @@ def launch_decode(
         HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
         SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         PRECISION=precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
-        HELD_SPLITS=min(tile.held_splits, programs) if mixture is None and split == _SHORT_SPLIT else 0,
+        HELD_SPLITS=min(tile.held_splits, programs) if mixture is None else 0,
         MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     if merges:
