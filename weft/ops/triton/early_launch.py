@@ -5,10 +5,13 @@ rule that makes it safe. Does not know: kernels.
 
 A decode step is a chain of kernels that last a few microseconds each; launched one after the other, each pays for the
 end of the one before it and for its own start. An early launch may start as soon as every program of the kernel before
-it has begun. The rule: every kernel calls ``enter`` before it reads or writes any memory that a kernel writes, in every
-program. ``enter`` waits until the kernel before has ended and its writes are visible; as that one waited in turn, so
-have all before it. Only what no kernel of a step writes (weights) may be asked for earlier. Launches by other libraries
-are ordinary: they wait for everything before them.
+it has begun, or has ``release``d it. The rule: every program waits before it reads or writes memory that a kernel of
+this package writes in the same step. ``wait`` ends when the kernel before has ended and its writes are visible; as that
+one waited in turn, so have all before it. Hence a kernel in which no program waits would break the chain.
+
+Before the wait a program may read what was there when the step began: weights, keys of earlier steps, and the step's
+metadata, which an ordinary copy brings. Copies and launches by other libraries are ordinary: they wait for everything
+before them, and nothing after them starts before they have ended. Every step begins with one.
 """
 
 from __future__ import annotations
