@@ -25,7 +25,7 @@ from weft.ops.backend import Backend
 from weft.ops.triton import attention, early_launch
 from weft.runner import model_runner, warmup
 
-LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 512}
+LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 1024}
 
 
 class AbsentGpu:
@@ -43,7 +43,7 @@ class AbsentGpu:
 
 def random_step(rng: random.Random, state_slot: int) -> Any:
     """Up to 18 decodes and 3 prefills."""
-    decodes = [(rng.choice([1, 5, 63, 64, 255, rng.randint(1, 500)]), 1) for _ in range(rng.choice([0, 1, 2, 7, 18]))]
+    decodes = [(rng.choice([1, 5, 63, 64, 255, rng.randint(1, 1000)]), 1) for _ in range(rng.choice([0, 1, 2, 7, 18]))]
     prefills = [(0, rng.choice([1, 2, 3, 16, 17, 65, 130, 210])) for _ in range(rng.randint(0, 3))]
     return warmup.step(decodes + prefills or [(0, 1)], state_slot, rng.choice(warmup.SAMPLERS))
 

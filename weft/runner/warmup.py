@@ -67,6 +67,11 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
         yield step([(0, longest)] * full, state_slot)
         if limits.max_model_len > 1:
             yield step([(1, 1)] + [(0, longest)] * (full - 1), state_slot)
+    for tokens in powers_of_two(limits.max_num_batched_tokens):  # by many sequences, which take other kernels than one
+        share = min(longest, (tokens - 1) // counts[-1])
+        if counts[-1] > 1 and share > 2:
+            yield step([(0, share)] * counts[-1], state_slot)
+            yield step([(1, 1)] + [(0, share)] * (counts[-1] - 1), state_slot)
     for count in counts:
         yield step([(0, max(1, min(2, longest, limits.max_num_batched_tokens // count)))] * count, state_slot)
         starts = {1, limits.max_model_len - 1} if limits.max_model_len > 1 else ()

@@ -329,6 +329,10 @@ def launch_decode(
     grid = (num_kv_heads, num_seqs, programs) if splits_last else (num_kv_heads, programs, num_seqs)
     if mixture is not None:
         grid = (num_kv_heads, cdiv(_MIXTURE_PROGRAMS, num_kv_heads), 1)
+    # Each split needs a program. No bound of the table's width otherwise: every width would be another kernel.
+    held_splits = tile.held_splits if programs == max_splits else min(tile.held_splits, programs)
+    if mixture is not None:
+        held_splits = 0
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
         counts, scale * LOG2E, num_rows, num_seqs, max_splits,
@@ -336,7 +340,7 @@ def launch_decode(
         HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
         SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
         PRECISION=precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
-        HELD_SPLITS=min(tile.held_splits, programs) if mixture is None else 0,
+        HELD_SPLITS=held_splits,
         MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     if merges:
