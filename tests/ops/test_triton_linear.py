@@ -105,7 +105,20 @@ def test_many_rows_and_tiny_weights_are_left_to_the_matrix_library() -> None:
     assert choose_config(torch.randn(1, 64, device=DEVICE), weight, False) is not None
     assert choose_config(torch.randn(MAX_TOKENS + 1, 64, device=DEVICE), weight, False) is None
     assert choose_config(torch.randn(1, 64, device=DEVICE), weight[:4], False) is None
-    assert heuristic_config(1024, 1024, 64) is None
+    assert heuristic_config(1024, 1024, 64, 2) is None
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("inner", [64, 210, 4096, 5120, 14336, 28672])
+@pytest.mark.parametrize("rows", [512, 8192, 128256])
+def test_weights_that_a_program_holds_fit_in_registers(rows: int, inner: int, element_size: int) -> None:
+    config = heuristic_config(rows, inner, 1, element_size)
+    if config is None:  # more blocks than can be split
+        assert rows == 128256 and inner * element_size > 8192
+        return
+    share = -(-inner // (config.splits * config.inner)) * config.inner
+    assert config.rows * share * element_size <= 65536
+    assert (config.splits - 1) * share < inner, "a program without work"
 
 
 def test_the_table_is_well_formed() -> None:

@@ -4,11 +4,13 @@ Job: ``linear`` and ``linear_silu_mul`` on the GPU for up to 64 rows, where the 
 Owns: the kernel, and for which sizes it runs (``skinny_linear_h200.json``, written by ``benchmarks/kernels/linear.py
 --tune``). Does not know: layers.
 
-A program computes ``rows`` outputs of all tokens. Two ways to multiply: ``sum`` keeps partial sums per token and lane
-and adds the lanes up at the end (up to 8 tokens), ``dot`` uses the tensor cores, with the weight as the left operand.
-Where one program per block of rows cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its
-sums, and the last one to arrive adds them in order. Nothing depends on the order in which programs run, nor one token's
-output on another token. No kernel writes weights, so they are asked for before the kernel before this one has ended.
+A program computes ``rows`` outputs of all tokens. Three ways to multiply: ``sum`` keeps partial sums per token and lane
+and adds the lanes up at the end (up to 8 tokens); ``dot`` uses the tensor cores, with the weight as the left operand,
+which streams through a pipeline; ``held`` does the same with the weight in registers. Where one program per block of
+rows cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its sums, and the last one to
+arrive adds them in order. Nothing depends on the order in which programs run, nor one token's output on another token.
+No kernel writes weights, so ``sum`` and ``held`` load a program's whole share before the kernel before this one has
+ended.
 
 The number of tokens is padded to a power of two, so that few kernels are compiled; the padding repeats the last token.
 """
@@ -37,6 +39,8 @@ MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
 _MAX_BLOCKS = 4096
 """Blocks of rows that may be split (more need no splitting)."""
+_HELD_BYTES = 65536
+"""Weights that four warps hold in registers: half of what they have. Much more would spill."""
 _TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
 _TABLE_CAPABILITY = (9, 0)
 
@@ -45,7 +49,7 @@ class Config(NamedTuple):
     """How one product is computed.
 
     Attributes:
-        method: ``sum`` or ``dot``.
+        method: ``sum``, ``dot`` or ``held``.
         rows: weight rows per program (with ``silu_mul`` half of them gate rows, half up rows).
         inner: elements of the inner dimension per step.
         warps: per program.
@@ -242,18 +246,23 @@ def _has_table(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _TABLE_CAPABILITY
 
 
-def heuristic_config(rows: int, inner: int, tokens: int) -> Config | None:
+def heuristic_config(rows: int, inner: int, tokens: int, element_size: int) -> Config | None:
     """A configuration for sizes that were not tuned; None: the matrix library.
 
     Args:
         rows: of the weight.
         inner: its columns.
         tokens: a power of two.
+        element_size: bytes per element of the weight.
     """
     if tokens > 4:
         return None
     block = 8 if rows >= 8 * 264 else 4  # two programs for each of 132 multiprocessors
-    return Config("sum", block, min(1024, next_power_of_2(inner)), 4)
+    step = min(1024, next_power_of_2(inner))
+    splits = cdiv(cdiv(inner, step) * step * block * element_size, _HELD_BYTES)
+    if splits > 1 and cdiv(rows, block) > _MAX_BLOCKS:
+        return None
+    return Config("sum", block, step, 4, splits=splits)
 
 
 def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
@@ -265,7 +274,7 @@ def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
     key = (rows, inner, silu_mul, tokens)
     if weight.element_size() == 2 and _has_table(x.device) and key in load_table():
         return load_table()[key]
-    return heuristic_config(rows, inner, tokens)
+    return heuristic_config(rows, inner, tokens, weight.element_size())
 
 
 def launch_options(
