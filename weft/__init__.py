@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
         with loading_modules():
             import_module(module)
-    return getattr(sys.modules[module], name)
+    return getattr(import_module(module), name)  # waits for a thread that is loading it
 
 
 def __dir__() -> list[str]:
