@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,10 @@ def test_all_that_triton_hashes_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
     """Of the installed one: every file that its key is computed from."""
     from triton.runtime import cache
 
+    spec = spec_from_file_location("triton.runtime.cache_again", cache.__file__)  # an engine may have replaced the key
+    assert spec is not None and spec.loader is not None
+    again = module_from_spec(spec)
+    spec.loader.exec_module(again)
     read: set[str] = set()
     real_open = open
 
@@ -93,8 +98,8 @@ def test_all_that_triton_hashes_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
         read.add(str(file))
         return real_open("/dev/null", "rb")
 
-    monkeypatch.setattr(cache, "open", noting_open, raising=False)
-    cache.triton_key.__wrapped__()
+    monkeypatch.setattr(again, "open", noting_open, raising=False)
+    again.triton_key()
     seen: set[Path] = set()
     real_stat = Path.stat
     monkeypatch.setattr(Path, "stat", lambda path, **how: (seen.add(path), real_stat(path, **how))[1])
