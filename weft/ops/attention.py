@@ -145,7 +145,8 @@ def paged_attention(
     Args:
         q: ``[T, Hq, D]``.
         k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``; Hq is a multiple of Hkv, and query head h reads key head
-            ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245).
+            ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with one query token, earlier
+            steps wrote all keys but that token's (they are read early on the GPU).
         batch: says which tokens form which sequence and where their pages are.
         out: ``[T, Hq, D]`` to write to, optional.
 

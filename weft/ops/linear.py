@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Ba
 
     Args:
         x: ``[..., K]``, contiguous in its last dimension.
-        weight: ``[N, K]`` in x's dtype.
+        weight: ``[N, K]`` in x's dtype; no kernel of the step may write it (it is read early on the GPU).
         bias: ``[N]`` or None.
 
     Returns:

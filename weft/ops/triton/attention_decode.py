@@ -43,10 +43,11 @@ _MIXTURE_PROGRAMS, _MIXTURE_MERGES = 1024, 32
 _FEW_SEQUENCES = 64
 """Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
 
-_HELD_WORK, _HELD_SPLITS, _HELD_TABLE = 16 * 128, 16, 16384
+_HELD_WORK, _HELD_SPLITS, _HELD_TABLE, _HELD_HEAD = 16 * 128, 16, 16384, 256
 """Up to so many sequences times key heads times their size, sequences of up to so many splits take one program per
 split, which loads all its keys at once: nothing else would move meanwhile. In longer ones a pipeline moves more, with
-fewer warps than these programs have: where page tables hold more tokens, all sequences take that."""
+fewer warps than these programs have: where page tables hold more tokens, all sequences take that. So do heads of more
+than the last number: the keys of a split would not fit in shared memory."""
 
 _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
@@ -295,7 +296,7 @@ def decode_tile(
     rows, work = max(16, next_power_of_2(group)), num_seqs * num_kv_heads
     if element_size == 4:
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
-    if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE:
+    if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= _HELD_HEAD:
         return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS)
     if work < _FEW_SEQUENCES:
         return Tile(rows, keys, warps=4, stages=3, ahead=True)
