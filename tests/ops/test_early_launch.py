@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.layers import embedding
 from weft.ops.triton import early_launch
 
 FOLDER = Path(early_launch.__file__).parent
@@ -57,8 +58,47 @@ def test_every_launch_says_whether_it_is_early(file: str) -> None:
 def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert early_launch.early_launch(torch.device("cpu")) == {"EARLY": False}
     device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(early_launch.knobs.runtime, "interpret", False)
     for capability, early in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
         early_launch.early_launch.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert early_launch.early_launch(device).get("launch_pdl", False) is early
     early_launch.early_launch.cache_clear()
+
+
+BEFORE_THE_WAIT = {"weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache"}
+"""What the forward pass does not write, and the keys and values of earlier steps."""
+
+
+@pytest.mark.parametrize("file", ["skinny_linear.py", "attention_decode.py"])
+def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
+    """Every load above a function's first wait, and all loads of the functions that it calls there."""
+    body = ast.parse((FOLDER / file).read_text()).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    tiles = ast.parse((FOLDER / "attention_tiles.py").read_text())
+    functions |= {node.name: node for node in tiles.body if isinstance(node, ast.FunctionDef)}
+
+    def loaded(node: ast.AST, before: int) -> Iterator[str]:
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and call.lineno < before:
+                if ast.unparse(call.func) == "tl.load":
+                    yield next(n.id for n in ast.walk(call.args[0]) if isinstance(n, ast.Name))
+                elif isinstance(call.func, ast.Name) and call.func.id in ("_load_weight", "load_keys_values"):
+                    yield from loaded(functions[call.func.id], 10**9)
+
+    waiting = [f for f in functions.values() if "wait" in calls(f)]
+    assert waiting
+    for function in waiting:
+        if "MIXTURE" in [argument.arg for argument in function.args.args]:
+            continue  # the kernel itself: it waits, or passes on to a function that does
+        first = min(n.lineno for n in ast.walk(function) if isinstance(n, ast.Call) and ast.unparse(n.func) == "wait")
+        assert set(loaded(function, first)) <= BEFORE_THE_WAIT, function.name
+
+
+def test_a_forward_pass_begins_with_an_ordinary_launch() -> None:
+    """The embedding makes the step's metadata visible to kernels that read it before they wait."""
+    assert (
+        "ops.triton" not in Path(embedding.__file__).read_text()
+        and "F.embedding" in Path(embedding.__file__).read_text()
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
+import tempfile
 from pathlib import Path
 
 _HASHED = ("_C/libtriton*", "runtime/cache.py", "compiler/**/*.py", "backends/**/*.py", "language/**/*.py")
@@ -25,10 +25,13 @@ def remember_triton_key() -> None:
     from triton import knobs
     from triton.runtime import cache
 
+    if not triton.__version__.startswith("3.6."):
+        return  # what another version hashes is not known here
     kept = Path(knobs.cache.dir) / f"weft-triton-key-{fingerprint(Path(triton.__file__).parent)}"
-    try:
+    key = ""
+    with contextlib.suppress(OSError):
         key = kept.read_text()
-    except OSError:
+    if not key:
         key = cache.triton_key()
         _keep(key, kept)
     cache.triton_key = lambda: key
@@ -45,6 +48,6 @@ def _keep(key: str, file: Path) -> None:
     """Write all of it at once, for processes that start at the same time; without a place to write, keep nothing."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f"{file.name}.{os.getpid()}")
-        draft.write_text(key)
-        draft.replace(file)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as draft:
+            draft.write(key)
+        Path(draft.name).replace(file)

@@ -9,9 +9,9 @@ it has begun, or has ``release``d it. The rule: every program waits before it re
 this package writes in the same step. ``wait`` ends when the kernel before has ended and its writes are visible; as that
 one waited in turn, so have all before it. Hence a kernel in which no program waits would break the chain.
 
-Before the wait a program may read what was there when the step began: weights, keys of earlier steps, and the step's
-metadata, which an ordinary copy brings. Copies and launches by other libraries are ordinary: they wait for everything
-before them, and nothing after them starts before they have ended. Every step begins with one.
+Before the wait a program may read what was there when the forward pass began: weights, keys of earlier steps, and the
+step's metadata, which copies and torch's kernels bring. These are ordinary: each waits for everything before it. What
+they write is visible to all kernels that come after a further ordinary one: in a forward pass, after the embedding.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _CAPABILITY = (9, 0)
@@ -52,7 +53,9 @@ def enter(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
 
 
 def _can_launch_early(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+    if device.type != "cuda" or torch.version.cuda is None or knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= _CAPABILITY
 
 
 @functools.cache

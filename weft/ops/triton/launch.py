@@ -25,14 +25,15 @@ from typing import Any
 
 import triton
 from triton import knobs
-from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
-from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 _LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
+if _LAUNCHER_IS_KNOWN:
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.driver import CudaLauncher
 _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 
@@ -72,7 +73,7 @@ class Kernel(JITFunction):
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Queue the kernel on the current stream of the current device."""
-        if _has_hooks() or self.pre_run_hooks:
+        if not _LAUNCHER_IS_KNOWN or _has_hooks() or self.pre_run_hooks:
             self.run(*args, grid=grid, warmup=False, **options)
             return
         active = driver.active
@@ -86,11 +87,13 @@ class Kernel(JITFunction):
         x, y, z = (*grid, 1, 1)[:3]
         launch(x, y, z, active.get_current_stream(device), *fixed, *args, *self._constants)
 
-    def _remember(self, key: tuple[Any, ...], kernel: CompiledKernel) -> None:
+    def _remember(self, key: tuple[Any, ...], kernel: CompiledKernel | None) -> None:
         """Keep the C function behind ``kernel.run``, and what it gets between the stream and the arguments: the kernel,
         two launch attributes, no scratch memory, how the kernel was compiled, and no hooks."""
+        if kernel is None:  # a debugger's hook has compiled it
+            return
         launcher = kernel.run
-        if not (_LAUNCHER_IS_KNOWN and isinstance(launcher, CudaLauncher)):
+        if not isinstance(launcher, CudaLauncher):
             return
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return
