@@ -17,7 +17,7 @@ PACKAGE = ROOT / "weft"
 
 # A room may import rooms of lower levels. In the levels marked ordered it may also import rooms to its left.
 LEVELS: list[tuple[str, ...]] = [
-    ("loading", "errors", "assets", "sampling_params", "config", "messages", "outputs", "request", "forward_context"),
+    ("collector", "errors", "assets", "sampling_params", "config", "messages", "outputs", "request", "forward_context"),
     ("tokenizer", "ops", "cache", "parallel", "graph"),
     ("scheduler", "layers"),
     ("models", "weights"),

@@ -48,9 +48,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     module = _MODULES[name]
     if module not in sys.modules:
-        from weft.loading import loading_modules
+        from weft.collector import collector_off
 
-        with loading_modules():
+        with collector_off():
             import_module(module)
     return getattr(import_module(module), name)  # waits for a thread that is loading it
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from weft.collector import collector_off
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.heartbeat import Heartbeat
 from weft.engine.lifeline import die_with_parent
 from weft.errors import WeftError
-from weft.loading import loading_modules
 from weft.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
     config = resolve(**start.settings)
     channel.send(wire.Configured(config))
     began = time.monotonic()
-    with loading_modules():
+    with collector_off():
         from weft.engine.core import EngineCore  # imports torch and the models
 
     channel.send(wire.Stage("libraries", time.monotonic() - began, "torch and the model code"))

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from weft.collector import collector_off
+
 NUM_WARMUPS = 2
 """Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
 
@@ -35,11 +37,8 @@ def frozen_gc(enabled: bool) -> Iterator[None]:
         yield
         return
     gc.freeze()
-    was_on = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        with collector_off():
+            yield
     finally:
-        if was_on:
-            gc.enable()
         gc.unfreeze()

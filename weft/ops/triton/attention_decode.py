@@ -4,9 +4,12 @@ Job: the decode kernel and the merge of its splits. Owns: the size of a split, t
 layers, or who filled the pages.
 
 The query heads that share a key head stand together as rows of one tile, so each key is read once per group. Keys are
-cut into splits of a size that depends on the width of the page table alone, so under one width a row's result does not
-depend on its neighbours; a second kernel merges the splits' partial results by their log-sum-exp (Flash-Decoding). The
-partial results take ``num_seqs * max_splits * Hq * (D + 1)`` floats of workspace.
+cut into splits of a size that depends on the width of the page table alone; a second kernel merges the splits' partial
+results by their log-sum-exp (Flash-Decoding). A row's result depends on no other row, and on their number only in that
+it chooses the tile, hence the order of sums. Partial results take ``num_seqs * max_splits * Hq * (D + 1)`` floats.
+
+A split is computed in steps, by a pipeline of loads and products, or whole: few short sequences leave the device idle,
+and all keys but the newest, which earlier steps wrote, can load while the kernels before this one still run.
 """
 
 from __future__ import annotations
@@ -271,7 +274,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
     MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY, 64)
+    enter(EARLY, 64)  # more programs stand behind an attention that fills the GPU: what followed would start unevenly
     if MIXTURE:
         num_seqs = tl.load(counts + 2)
     seq = tl.program_id(1)

@@ -88,7 +88,7 @@ def _gdn_decode_kernel(
     PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and key head."""
-    enter(EARLY, 0)
+    enter(EARLY, 0)  # its programs fill multiprocessors unevenly; whatever started beside them would be spread badly
     i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HK
     KEY_DIM: tl.constexpr = HK * K

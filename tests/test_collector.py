@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import weft
-from weft.loading import loading_modules
+from weft.collector import collector_off
 
 
 @pytest.fixture(autouse=True)
@@ -19,17 +19,17 @@ def collector_on() -> Iterator[None]:
 
 
 def test_the_collector_is_off_meanwhile() -> None:
-    with loading_modules():
+    with collector_off():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_a_failing_import_leaves_the_collector_as_it_was() -> None:
-    with pytest.raises(ImportError), loading_modules():
+    with pytest.raises(ImportError), collector_off():
         raise ImportError
     assert gc.isenabled()
     gc.disable()
-    with loading_modules():
+    with collector_off():
         pass
     assert not gc.isenabled()
 
