@@ -118,7 +118,8 @@ class ModelOutput(msgspec.Struct, frozen=True):
 
     ``rows`` and ``token_ids`` run side by side; ``logprobs`` and ``prompt_logprobs`` hold an entry for a row only if it
     asked. ``prompt_logprobs[row]`` covers the prompt tokens whose *predecessor* ran in this step. ``failed_rows`` had
-    NaN logits: their token is meaningless and the request must fail alone.
+    NaN logits: their token is meaningless and the request must fail alone. ``mode`` says how the step ran (NONE,
+    PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody.
     """
 
     step: int
@@ -127,3 +128,5 @@ class ModelOutput(msgspec.Struct, frozen=True):
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     failed_rows: list[int] = []
+    mode: str = "NONE"
+    num_padding_tokens: int = 0

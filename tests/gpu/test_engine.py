@@ -169,7 +169,8 @@ def decode_steps(llm: LLM, params: SamplingParams, batch: int, steps: int) -> It
             found += 1
             yield orders
         else:
-            core.scheduler.update(core._executor.launch(orders).result())
+            core._executor.launch(orders)
+            core.scheduler.update(core._executor.result())
 
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -189,11 +190,11 @@ def test_a_decode_step_never_waits_for_the_device(mode: str, sampler: str) -> No
     with LLM(**SMALL, cuda_graph_mode=mode, enable_overlap=False) as llm:
         for number, orders in enumerate(decode_steps(llm, params, batch=5, steps=20)):
             if number < 2:  # the first ones compile kernels and make workspaces
-                pending = llm._core._executor.launch(orders)
+                llm._core._executor.launch(orders)
             else:
                 with no_waiting():
-                    pending = llm._core._executor.launch(orders)
-            llm._core.scheduler.update(pending.result())
+                    llm._core._executor.launch(orders)
+            llm._core.scheduler.update(llm._core._executor.result())
         graphs = runner_of(llm).graphs
         assert graphs is None or graphs.counters.replays == 20
 
@@ -214,13 +215,15 @@ def test_steps_are_queued_behind_each_other() -> None:
         core = llm._core
         for prompt in prompts:
             llm.add_request(prompt, params)
-        in_flight = []
+        num_in_flight = 0
         while llm._core.scheduler.has_work:
             orders = core.scheduler.schedule()
             if orders is not None:
-                in_flight.append(core._executor.launch(orders))
-            if orders is None or len(in_flight) == 10:
-                core.scheduler.update(in_flight.pop(0).result())
+                core._executor.launch(orders)
+                num_in_flight += 1
+            if orders is None or num_in_flight == 10:
+                core.scheduler.update(core._executor.result())
+                num_in_flight -= 1
         # a failed or dropped token would have shown as a different length
         got = [stream.requests[0].output_token_ids for stream in llm._streams.values()]
         assert got == want

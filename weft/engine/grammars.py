@@ -1,27 +1,23 @@
-"""Constrained output: which tokens each constrained request may draw next.
+"""Constrained output: which tokens each constrained request may sample next.
 
-Job: compile grammars off the step's path, follow the tokens of each request, and give the mask of its next one.
-Owns: the matchers (llguidance) and a bounded cache of compiled grammars. Does not know: logits, schedules, text.
-
-A grammar is a text in llguidance's format. It was tried before, in a process that could be killed, so compiling it here
-is known to end; llguidance's own limits hold all the same.
+Job: hold back a request until its grammar is compiled, follow its tokens, and give the mask of its next one.
+Owns: the matchers (llguidance) of all constrained requests. Does not know: logits, schedules, text.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.errors import RequestError
+from weft.engine.grammar_compiler import GrammarCompiler
 from weft.request import Request
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-MAX_CACHED = 128
+_COMPILE_POLL_S = 0.01
 
 
 class Grammars:
@@ -34,53 +30,63 @@ class Grammars:
     """
 
     def __init__(self, tokenizer_path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer_path = tokenizer_path
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiler = GrammarCompiler(tokenizer_path, vocab_size, eos_token_ids)
+        self._compiling: dict[str, tuple[Request, Future[LLMatcher]]] = {}  # by request id
         self._matchers: dict[str, tuple[LLMatcher, int]] = {}  # with the number of tokens consumed, by request id
 
-    def compile(self, grammar: str) -> Future[LLMatcher]:
-        """Begin to compile, or find it done. The future raises RequestError for a grammar that does not compile."""
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
-        future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
-        if len(self._compiled) > MAX_CACHED:
-            self._compiled.popitem(last=False)
-        return future
+    # -- waiting for the compiler --------------------------------------------------------------------------------
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLTokenizer
+    def add(self, request: Request) -> None:
+        """Begin to compile the grammar of ``request``; ``compiled`` returns the request when that is done."""
+        assert request.sampling.grammar is not None
+        self._compiling[request.request_id] = (request, self._compiler.compile(request.sampling.grammar))
 
-        if self._tokenizer is None:
-            file = str(self._tokenizer_path / "tokenizer.json")
-            self._tokenizer = LLTokenizer(file, n_vocab=self._vocab_size, eos_token=self._eos)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise RequestError(f"the grammar does not compile: {matcher.get_error()[:500]}")
-        return matcher
+    @property
+    def is_compiling(self) -> bool:
+        """True while a request waits for its grammar."""
+        return bool(self._compiling)
 
-    def follow(self, request: Request, compiled: LLMatcher) -> None:
-        """From now on ``request`` obeys a matcher of its own."""
-        self._matchers[request.request_id] = (compiled.deep_copy(), 0)
+    def compiled(self, *, may_wait: bool) -> list[tuple[Request, BaseException | None]]:
+        """Requests whose compilation has ended, with the error of a grammar that does not compile.
 
-    def update(self, request: Request) -> None:
-        """Take in the request's new tokens; forget it when it has ended."""
-        entry = self._matchers.get(request.request_id)
-        if entry is None:
-            return
-        if request.finish_reason is not None:
-            del self._matchers[request.request_id]
-            return
-        matcher, consumed = entry
-        matcher.consume_tokens(request.output_token_ids[consumed:])
-        self._matchers[request.request_id] = (matcher, len(request.output_token_ids))
+        Args:
+            may_wait: nothing else is to be done; wait for the compiler a moment (a request may be aborted meanwhile).
+        """
+        if self._compiling and may_wait:
+            wait([future for _, future in self._compiling.values()], _COMPILE_POLL_S, FIRST_COMPLETED)
+        done = [entry for entry in self._compiling.values() if entry[1].done()]
+        for request, future in done:
+            del self._compiling[request.request_id]
+            if future.exception() is None:
+                self._matchers[request.request_id] = (future.result().deep_copy(), 0)
+        return [(request, future.exception()) for request, future in done]
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> bool:
+        """A request has ended from outside. Returns True if it was still waiting for its grammar."""
         self._matchers.pop(request_id, None)
+        return self._compiling.pop(request_id, None) is not None
+
+    # -- following tokens ----------------------------------------------------------------------------------------
+
+    def update(self, requests: Iterable[Request]) -> None:
+        """Take in the new tokens of the constrained ones among ``requests``; forget those that have ended."""
+        for request in requests:
+            entry = self._matchers.get(request.request_id)
+            if entry is None:
+                continue
+            if request.finish_reason is not None:
+                del self._matchers[request.request_id]
+                continue
+            matcher, consumed = entry
+            matcher.consume_tokens(request.output_token_ids[consumed:])
+            self._matchers[request.request_id] = (matcher, len(request.output_token_ids))
+
+    def masks(self, sampling: Iterable[tuple[int, Request]]) -> dict[int, bytes]:
+        """The masks of the constrained ones among ``(row, request)``, by row."""
+        masks = ((row, self.mask(request)) for row, request in sampling)
+        return {row: mask for row, mask in masks if mask is not None}
 
     def mask(self, request: Request) -> bytes | None:
         """Bits of the tokens that may come next, ``ceil(vocab_size / 8)`` bytes, lowest bit first; None: any token."""
@@ -99,4 +105,4 @@ class Grammars:
         return bytes(bits)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()

@@ -1,1 +1,1 @@
-"""Transport of orders to the ranks and of results back."""
+"""Transport of scheduler outputs to the ranks and of results back."""

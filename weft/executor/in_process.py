@@ -1,16 +1,17 @@
 """Runs steps in this process.
 
-Job: transport only: build the one rank's runner and call it. Owns: the runner. Does not know: requests, or what a step
-means.
+Job: build the one rank's runner and call it. Owns: the runner and its launched steps. Does not know: requests, or what
+a step means.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
-from weft.messages import SchedulerOutput
+from weft.messages import ModelOutput, SchedulerOutput
 from weft.runner.memory import release_workspaces
 from weft.runner.model_runner import ModelRunner
 from weft.runner.profiler import StepProfiler
@@ -23,26 +24,28 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._runner = ModelRunner(config)
         self._profiler = StepProfiler(Path(config.profile_dir)) if config.profile_dir else None
+        self._pending: deque[PendingStep] = deque()
 
     @property
     def plan(self) -> CachePlan:
-        """The pool sizes that the runner settled on."""
         return self._runner.plan
 
     @property
     def startup(self) -> dict[str, float]:
-        """Seconds of each stage of the start."""
         return self._runner.startup.seconds
 
-    def launch(self, orders: SchedulerOutput) -> PendingStep:
-        """Queue one step; its results are fetched from the returned object."""
+    def launch(self, scheduler_output: SchedulerOutput) -> None:
         if self._profiler is None:
-            return self._runner.launch(orders)
-        with self._profiler.step(orders):
-            return self._runner.launch(orders)
+            self._pending.append(self._runner.launch(scheduler_output))
+            return
+        with self._profiler.step(scheduler_output):
+            self._pending.append(self._runner.launch(scheduler_output))
 
-    def shutdown(self) -> None:
-        """Write what is still to be written and let go of weights and caches."""
+    def result(self) -> ModelOutput:
+        return self._pending.popleft().result()
+
+    def stop(self) -> None:
+        self._pending.clear()
         if self._profiler is not None:
             self._profiler.close()
         del self._runner

@@ -83,10 +83,17 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         prompt_logprobs = {row: values.entries() for row, values in self.prompt_logprobs.items()}
-        if self.token_ids is None or self.failed is None:
-            return ModelOutput(self.step, [], [], prompt_logprobs=prompt_logprobs)
-        failed = [row for row, bad in zip(self.rows, self.failed.tolist(), strict=True) if bad]
-        return ModelOutput(self.step, self.rows, self.token_ids.tolist(), self._logprobs(), prompt_logprobs, failed)
+        failed = self.failed.tolist() if self.failed is not None else []
+        return ModelOutput(
+            self.step,
+            self.rows,
+            self.token_ids.tolist() if self.token_ids is not None else [],
+            self._logprobs(),
+            prompt_logprobs,
+            [row for row, bad in zip(self.rows, failed, strict=True) if bad],
+            self.mode,
+            self.num_padding_tokens,
+        )
 
     def _logprobs(self) -> dict[int, TokenLogprobs]:
         if self.logprobs is None:
