@@ -24,6 +24,7 @@ from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.heartbeat import Heartbeat
 from weft.engine.lifeline import die_with_parent
+from weft.engine.logwriter import configure_logging
 from weft.errors import WeftError
 from weft.request import FinishReason, Request
 
@@ -199,9 +200,8 @@ def main(make: Start = start_core) -> int:
     die_with_parent(start.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server hears them too and says when to leave
-    logging.basicConfig(
-        level=logging.INFO if start.verbose else logging.WARNING, format="engine: %(name)s: %(message)s"
-    )
+    level = logging.INFO if start.verbose else logging.WARNING
+    log = configure_logging(logging.Formatter("engine: %(name)s: %(message)s"), level)
     directory = Path(start.directory)
     heartbeat = Heartbeat(directory / "heartbeat", start.parent_pid)
     heartbeat.start()
@@ -217,6 +217,7 @@ def main(make: Start = start_core) -> int:
         return wire.FAILED_STATUS
     finally:
         channel.close()
+        log.close()
     core.shutdown()
     return 0
 

@@ -12,8 +12,8 @@ import gc
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -22,7 +22,7 @@ from weft import __version__
 from weft.engine.launcher import ENGINE_MODULE
 from weft.errors import ConfigError
 from weft.server.app import build_app
-from weft.server.requestlog import configure_logging
+from weft.server.requestlog import configure as configure_log
 from weft.server.service import Service, State
 from weft.server.settings import ServerSettings
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _SWITCH_S = 0.0005
 """How long a rendering thread may keep the event loop from running (the interpreter's default is 5 ms)."""
+
+Say = Callable[[str], None]
+"""Takes one line for stderr."""
 
 _BACKLOG = 2048
 
@@ -54,12 +57,13 @@ def serve(
     tracer = _tracer(settings.otlp_traces_endpoint)
     listener = _listen(settings)
     sys.setswitchinterval(_SWITCH_S)
-    configure_logging(settings.log_format == "json", verbose)
+    log = configure_log(settings.log_format == "json", verbose)
     try:
-        return uvloop.run(_run(settings, engine_settings, listener, tracer, engine_module, verbose))
+        return uvloop.run(_run(settings, engine_settings, listener, tracer, engine_module, verbose, log.put))
     finally:
         if tracer is not None:
             tracer.close()
+        log.close()
 
 
 def _tracer(endpoint: str | None) -> Tracer | None:
@@ -94,10 +98,10 @@ def _listen(settings: ServerSettings) -> socket.socket:
 
 
 class StartReport:
-    """Tells the stages of the start, on stderr."""
+    """Tells the stages of the start. ``say``: takes one line, for stderr."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self, say: Say) -> None:
+        self._say = say
 
     def head(self, settings: ServerSettings, listener: socket.socket) -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -105,9 +109,6 @@ class StartReport:
 
     def stage(self, name: str, seconds: float, note: str) -> None:
         self._say(f"  {name:<10} {seconds:6.2f} s  {note}")
-
-    def _say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
 
 
 class _HttpServer(uvicorn.Server):
@@ -125,8 +126,9 @@ async def _run(
     tracer: Tracer | None,
     engine_module: str,
     verbose: bool,
+    say: Say,
 ) -> int:
-    report = StartReport(sys.stderr)
+    report = StartReport(say)
     report.head(settings, listener)
     service = Service(settings, engine_settings, report.stage, engine_module, verbose=verbose)
     config = uvicorn.Config(
@@ -142,7 +144,7 @@ async def _run(
         backlog=_BACKLOG,
     )
     http = _HttpServer(config)
-    stop = _Stop(service)
+    stop = _Stop(service, say)
     stop.install(asyncio.get_running_loop())
     service.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -153,21 +155,22 @@ async def _run(
     http.should_exit = True
     await serving
     await service.close()
-    return _status(service)
+    return _status(service, say)
 
 
-def _status(service: Service) -> int:
+def _status(service: Service, say: Say) -> int:
     if service.failure is None:
         return 0
-    print(f"weft: error: {service.failure.message}", file=sys.stderr)
+    say(f"weft: error: {service.failure.message}")
     return 2 if service.failure.user_error else 1
 
 
 class _Stop:
     """What SIGTERM and SIGINT do: the first drains, the second leaves at once."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, say: Say) -> None:
         self._service = service
+        self._say = say
         self._draining: asyncio.Task[None] | None = None
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -179,5 +182,5 @@ class _Stop:
             self._service.ended.set()
             return
         num_open = self._service.admission.num_open if self._service.open_engine else 0
-        print(f"weft: shutting down; {num_open} open completions may finish", file=sys.stderr, flush=True)
+        self._say(f"weft: shutting down; {num_open} open completions may finish")
         self._draining = asyncio.create_task(self._service.drain())

@@ -6,20 +6,16 @@ answers: neither is ever logged.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import sys
 import time
-from typing import TextIO
 
 import msgspec
 
 from weft.engine.async_engine import ResponseStream
+from weft.engine.logwriter import LogWriter, configure_logging
 from weft.server.caller import Caller
 
 logger = logging.getLogger("weft.requests")
-
-_BATCH_S = 0.1
 
 
 class RequestLog:
@@ -70,40 +66,7 @@ class Formatter(logging.Formatter):
         return f"{stamp} {record.levelname.lower()} {record.name}: {message}" + (f" {text}" if text else "")
 
 
-class BatchingHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr, in the event loop several lines at a time: a write costs more than the line. Warnings go out at
-    once, and so does everything that is logged elsewhere."""
-
-    def __init__(self) -> None:
-        # A buffer of its own: sys.stderr writes each line through.
-        super().__init__(open(sys.stderr.fileno(), "w", encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115
-        self._timer: asyncio.TimerHandle | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if record.levelno >= logging.WARNING:
-            self._write_out()
-
-    def flush(self) -> None:
-        """Called after every line, and at the end."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self._write_out()
-            return
-        if self._timer is None:
-            self._timer = loop.call_later(_BATCH_S, self._write_out)
-
-    def _write_out(self) -> None:
-        self._timer = None
-        self.stream.flush()
-
-
-def configure_logging(as_json: bool, verbose: bool) -> None:
+def configure(as_json: bool, verbose: bool) -> LogWriter:
     """Send the log to stderr; one line per call at level INFO."""
-    handler = BatchingHandler()
-    handler.setFormatter(Formatter(as_json))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.setLevel(logging.INFO)
+    return configure_logging(Formatter(as_json), logging.INFO if verbose else logging.WARNING)

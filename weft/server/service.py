@@ -232,7 +232,6 @@ class Service:
         if self._is_closing:
             return
         failure = self._last_words or wire.Failed(f"the engine process ended unexpectedly ({_ending(status)})")
-        logger.error("%s", failure.message)
         if self._engine is not None:
             self._engine.die(failure.message)
         if time.monotonic() - self._ready_at > _STABLE_AFTER_S:
@@ -241,6 +240,7 @@ class Service:
         if may_restart and (was_ready or self.num_restarts) and self.state is not State.DRAINING:
             self._restarts_in_a_row += 1
             self.num_restarts += 1
+            logger.error("%s; another one is started", failure.message)
             self.start()
             return
         self.state = State.DEAD
