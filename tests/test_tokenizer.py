@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -273,12 +274,54 @@ def test_the_window_stays_short() -> None:
         assert longest <= 2 * IncrementalDetokenizer.MAX_HELD + 2
 
 
-def test_text_continues_a_prompt() -> None:
+def continued(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=prompt)
+    return "".join([*(detokenizer.append(i) for i in ids), detokenizer.finish()])
+
+
+def sentencepiece_ids(text: str) -> list[int]:
+    """``▁the``, ``▁cat`` and single letters where there are such tokens, else bytes."""
     vocab = SENTENCEPIECE._backend.get_vocab()
-    alone = IncrementalDetokenizer(SENTENCEPIECE)
-    after = IncrementalDetokenizer(SENTENCEPIECE, prompt_tail=[vocab["▁the"]])
-    assert alone.append(vocab["▁cat"]) == "cat"
-    assert after.append(vocab["▁cat"]) == " cat"
+    parts = re.findall("▁the|▁cat|.", text.replace(" ", "▁"), re.DOTALL)
+    return [i for p in parts for i in ([vocab[p]] if p in vocab else [vocab[f"<0x{b:02X}>"] for b in p.encode()])]
+
+
+def test_the_space_between_prompt_and_text() -> None:
+    the, cat = sentencepiece_ids(" the cat")
+    assert continued(SENTENCEPIECE, [], [cat]) == "cat"
+    assert continued(SENTENCEPIECE, [the], [cat]) == " cat"
+    assert continued(SENTENCEPIECE, [the, SENTENCEPIECE.encode("</s>")[-1]], [cat]) == " cat"
+
+
+def byte_ids(text: str) -> list[int]:
+    return [BYTE_LEVEL._backend.token_to_id(BYTE_CHARS[b]) for b in text.encode()]
+
+
+@given(
+    st.lists(st.sampled_from(["a", " ", " the", " cat", "é", "ß", "你", "👍", "\n"]), min_size=1, max_size=24),
+    st.integers(0, 100),
+    st.sampled_from([(BYTE_LEVEL, byte_ids), (SENTENCEPIECE, sentencepiece_ids)]),
+)
+@settings(max_examples=400, deadline=None)
+def test_prompt_and_text_add_up_wherever_the_prompt_ends(parts: list[str], place: int, how: tuple) -> None:
+    """Also within a character: that one belongs to the text then, whole."""
+    tokenizer, encode = how
+    ids = encode("".join(parts))
+    cut = place % len(ids)
+    begun = next(n for n in range(4) if not tokenizer.decode(ids[: cut - n]).endswith("\ufffd"))
+    text = continued(tokenizer, ids[:cut], ids[cut:])
+    assert text == tokenizer.decode(ids)[len(tokenizer.decode(ids[: cut - begun])) :]
+    assert "\ufffd" not in text
+
+
+@pytest.mark.parametrize(("prompt", "ids", "text"), [("\ufffd", "b", "b"), ("x\ufffd", "👍", "👍")])
+def test_a_replacement_character_in_the_prompt_is_not_repeated(prompt: str, ids: str, text: str) -> None:
+    assert continued(BYTE_LEVEL, byte_ids(prompt), byte_ids(ids)) == text
+
+
+def test_a_character_that_the_prompt_began_and_nothing_completes() -> None:
+    assert continued(BYTE_LEVEL, byte_ids("a👍")[:3], byte_ids("b")) == "b"
+    assert continued(BYTE_LEVEL, byte_ids("a👍")[:3], []) == ""
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------

@@ -95,20 +95,23 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-def make_checkpoint(arch: str, path: Path, seed: int = 0, *, with_tokenizer: bool = False, **overrides: Any) -> Path:
+def make_checkpoint(
+    arch: str, path: Path, seed: int = 0, *, with_tokenizer: bool | str = False, **overrides: Any
+) -> Path:
     """Save a tiny random checkpoint (two configs and ``model.safetensors``) and return its folder.
 
     Args:
         arch: one of ``ARCHITECTURES``.
         with_tokenizer: add a byte-level BPE tokenizer with Qwen's special tokens and a chat template; the vocabulary
-            is then at least 320 and EOS is ``<|im_end|>``.
+            is then at least 320 and EOS is ``<|im_end|>``. ``"sentencepiece"``: one like Llama 2's instead.
         overrides: keys of the (text) config, and ``save_options`` for ``save_pretrained``.
     """
     save_options = overrides.pop("save_options", {})
     if with_tokenizer:
-        from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer
+        from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_sentencepiece_tokenizer, save_tokenizer
 
         overrides = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID} | overrides
-        save_tokenizer(Path(path))
+        save = save_sentencepiece_tokenizer if with_tokenizer == "sentencepiece" else save_tokenizer
+        save(Path(path))
     make_model(arch, seed, **overrides).save_pretrained(path, **save_options)
     return Path(path)

@@ -1,6 +1,7 @@
-"""A byte-level BPE tokenizer of 320 tokens with Qwen's special tokens and chat format, for tiny checkpoints.
+"""Tokenizers of 320 tokens for tiny checkpoints: byte-level BPE with Qwen's special tokens and chat format, and one like
+Llama 2's.
 
-Job: ``save_tokenizer``. Does not know: models.
+Job: ``save_tokenizer`` and ``save_sentencepiece_tokenizer``. Does not know: models.
 """
 
 from __future__ import annotations
@@ -48,5 +49,37 @@ def save_tokenizer(folder: Path) -> None:
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+LLAMA_TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+
+
+def save_sentencepiece_tokenizer(folder: Path) -> None:
+    """Word-start markers, byte fallback and a BOS before every text, as Llama 2 has them. Ids: ``<unk>`` 0, ``<s>`` 1,
+    ``</s>`` 2, then the bytes, then words; the chat template writes its own BOS."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    special = ["<unk>", "<s>", "</s>"]
+    words = ["▁", "▁hello", "▁world", "▁the", "▁cat", *"abcdehlortw[]/INST"]
+    tokens = [*special, *(f"<0x{b:02X}>" for b in range(256)), *words]
+    tokens += [f"filler{i}" for i in range(VOCAB_SIZE - len(tokens))]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    assert len(vocab) == VOCAB_SIZE
+    tokenizer = Tokenizer(models.Unigram([(t, -len(tokens[0])) for t in tokens], unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": LLAMA_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

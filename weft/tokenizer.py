@@ -7,6 +7,7 @@ when a tokenizer is loaded, not before.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -209,10 +210,11 @@ def _first_line(error: Exception) -> str:
 class IncrementalDetokenizer:
     """The text of a growing list of token ids, piece by piece.
 
-    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of all ids. A character whose bytes are spread
-    over several tokens is held back until it is whole. Each call decodes a short window of recent tokens, so its cost
-    does not grow with the text; the window starts at the border of a character and keeps some tokens that are already
-    out, since decoders treat the first token of a text differently (leading spaces).
+    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of prompt and generated ids, less the prompt's text.
+    A character whose bytes are spread over several tokens is held back until it is whole; one that the prompt began
+    belongs to the generated text. Each call decodes a short window of recent tokens, so its cost does not grow with the
+    text; the window starts at a character boundary and keeps some tokens that are already out, since decoders treat the
+    first token of a text differently (leading spaces).
 
     Two kinds of garbage are exempt from the sum: a byte-fallback tokenizer can take back characters already shown
     when a broken byte follows, and more than ``MAX_HELD`` tokens in a row without a whole character are let go.
@@ -223,13 +225,15 @@ class IncrementalDetokenizer:
     _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes, so at most three U+FFFD stand for it
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        """``prompt_tail``: the prompt's last few ids, if the text is to read as their continuation."""
+        """``prompt_token_ids``: what the text continues; only the last few are looked at."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = [i for i in prompt_tail if self._has_text(i)]
+        self._window, pending = self._context(prompt_token_ids)
         self._old = len(self._window)  # ids of the window that belong to the context
+        self._whole = self._decode()  # what of the window's text will not change any more
+        self._window += pending
         self._shown = self._decode()  # the part of the window's text that is out
 
     def append(self, token_id: int) -> str:
@@ -241,11 +245,15 @@ class IncrementalDetokenizer:
         stable = len(text)
         if len(self._window) - self._old <= self.MAX_HELD:
             if not text.startswith(self._shown):
-                return ""  # byte fallback reads a whole run of bytes as broken until its last character is whole
+                if not text.startswith(self._whole):
+                    return ""  # byte fallback reads a whole run of bytes as broken until its last character is whole
+                self._shown = self._whole
             run = len(text) - len(text.rstrip(REPLACEMENT))
             stable = max(stable - min(run, self._MAX_PENDING), len(self._shown))
         delta = text[len(self._shown) : stable]
         self._shown = text[:stable]
+        if delta:
+            self._whole = self._shown
         if stable == len(text):
             self._advance()
         return delta
@@ -257,12 +265,23 @@ class IncrementalDetokenizer:
         self._shown = text
         return delta
 
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The prompt's last few ids from a character boundary on, and those after them that begin another character."""
+        recent = (i for i in reversed(prompt_token_ids[-self.MAX_HELD :]) if self._has_text(i))
+        tail = list(itertools.islice(recent, self._CONTEXT + 2 * self._MAX_PENDING))[::-1]
+        for end in range(len(tail), max(len(tail) - self._MAX_PENDING, 0) - 1, -1):
+            for start in range(max(end - self._CONTEXT, 0) + 1):
+                text = self._tokenizer.decode(tail[start:end], skip_special_tokens=self._skip)
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return tail[start:end], tail[end:]
+        return tail, []
+
     def _advance(self) -> None:
         """Everything is out: let the newer tokens become the context once there are enough of them."""
         if len(self._window) - self._old >= self._CONTEXT:
             self._window = self._window[self._old :]
             self._old = len(self._window)
-            self._shown = self._decode()
+            self._shown = self._whole = self._decode()
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.fake_engine import FakeCore
+from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, ResponseStream
@@ -103,6 +105,20 @@ def test_deltas_add_up_to_the_result(inputs: InputProcessor, stop: Any, burst: i
 
 async def _collect(stream: ResponseStream) -> list[Any]:
     return [delta async for deltas in stream for delta in deltas]
+
+
+def test_the_text_continues_the_prompt(tmp_path: Path) -> None:
+    """With a tokenizer like Llama 2's the first word keeps its space."""
+    save_sentencepiece_tokenizer(tmp_path)
+    llama = InputProcessor(resolve(device="cpu"), Tokenizer.load(tmp_path), 4096)
+
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream = submit(engine, "hello world", n=2, max_tokens=3, ignore_eos=True)  # the engine repeats the prompt
+        link.run(4)
+        assert [o.text for o in (await stream.results())[0].outputs] == [" hello world"] * 2
+        stream.close()
+
+    run(llama, body)
 
 
 def test_a_reader_that_leaves_aborts_what_runs(inputs: InputProcessor) -> None:

@@ -80,7 +80,11 @@ class OutputStream:
         params = self._params
         if self._tokenizer is None or not params.detokenize:
             return Completion(request, index, None, None)
-        detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+        )
         strings, include = params.stop_strings, params.include_stop_str_in_output
         return Completion(request, index, detokenizer, StopStrings(strings, include=include) if strings else None)
 
