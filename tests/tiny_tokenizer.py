@@ -1,5 +1,4 @@
-"""Tokenizers of 320 tokens for tiny checkpoints: byte-level BPE with Qwen's special tokens and chat format, and one like
-Llama 2's.
+"""Tokenizers of 320 tokens for tiny checkpoints: byte-level BPE with Qwen's chat format, and one like Llama 2's.
 
 Job: ``save_tokenizer`` and ``save_sentencepiece_tokenizer``. Does not know: models.
 """

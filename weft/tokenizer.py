@@ -210,7 +210,7 @@ def _first_line(error: Exception) -> str:
 class IncrementalDetokenizer:
     """The text of a growing list of token ids, piece by piece.
 
-    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of prompt and generated ids, less the prompt's text.
+    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of prompt and generated ids, less its text.
     A character whose bytes are spread over several tokens is held back until it is whole; one that the prompt began
     belongs to the generated text. Each call decodes a short window of recent tokens, so its cost does not grow with the
     text; the window starts at a character boundary and keeps some tokens that are already out, since decoders treat the

@@ -1,4 +1,4 @@
-"""The text of an answer continues its prompt: spaces of SentencePiece-like tokenizers, characters begun in the prompt."""
+"""Answers continue their prompt: spaces of SentencePiece-like tokenizers, characters begun in the prompt."""
 
 from __future__ import annotations
 
