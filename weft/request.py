@@ -37,6 +37,8 @@ class RequestTimes:
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    last_token: float | None = None
+    """When the server's side heard of the latest token."""
 
 
 @dataclass(slots=True, eq=False)

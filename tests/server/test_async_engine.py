@@ -229,3 +229,31 @@ def test_the_loop_gives_up_after_broken_steps_in_a_row() -> None:
     with pytest.raises(RuntimeError, match="no"):
         loop.run()
     assert loop._broken_steps == MAX_BROKEN_STEPS
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.firsts: list[float] = []
+        self.nexts: list[int] = []
+
+    def first_token(self, seconds: float) -> None:
+        self.firsts.append(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        assert 0 <= seconds < 5
+        self.nexts.append(count)
+
+
+def test_times_of_tokens_are_told_per_message(inputs: InputProcessor) -> None:
+    """One first token per request; further ones of the same message together."""
+
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        listener = Listener()
+        engine._token_times = listener
+        for name in ("a", "b"):
+            submit(engine, name=name, max_tokens=4, ignore_eos=True)
+        link.run(10)
+        assert len(listener.firsts) == 2 and all(0 <= s < 5 for s in listener.firsts)
+        assert listener.nexts == [2, 2, 2]
+
+    run(inputs, body)

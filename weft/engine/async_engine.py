@@ -24,7 +24,7 @@ from weft.engine.outputs import CompletionDelta, OutputStream
 from weft.engine.views import Snapshot
 from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
-from weft.request import Request
+from weft.request import Request, RequestTimes
 from weft.sampling_params import SamplingParams
 from weft.tokenizer import Tokenizer
 
@@ -38,6 +38,14 @@ class Link(Protocol):
     """Carries messages to an engine; it calls ``AsyncEngine.receive`` and ``AsyncEngine.die`` with what comes back."""
 
     def send(self, message: wire.ToEngine) -> None: ...
+
+
+class TokenTimes(Protocol):
+    """Hears how long first tokens took, and further ones since the token before, in seconds."""
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def next_tokens(self, seconds: float, count: int) -> None: ...
 
 
 class ResponseStream:
@@ -147,13 +155,21 @@ class AsyncEngine:
         link: towards the engine.
         inputs: validates and resolves requests for this model.
         tokenizer: None: token ids only.
+        token_times: None: nobody wants to know.
     """
 
-    def __init__(self, link: Link, inputs: InputProcessor, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        inputs: InputProcessor,
+        tokenizer: Tokenizer | None,
+        token_times: TokenTimes | None = None,
+    ) -> None:
         self.inputs = inputs
         self.tokenizer = tokenizer
         self.stats = wire.EngineStats()
         self._link = link
+        self._token_times = token_times
         self._streams: dict[str, ResponseStream] = {}
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
         self._death: EngineDeadError | None = None
@@ -204,6 +220,8 @@ class AsyncEngine:
     def receive(self, outputs: wire.Outputs) -> None:
         """What a step changed."""
         self.stats = outputs.stats
+        now = time.monotonic()
+        previous: dict[float, int] = {}  # moment of a message -> requests that got their token before this one in it
         for update in outputs.updates:
             owner = self._owners.get(update.request_id)
             if owner is None:
@@ -211,6 +229,8 @@ class AsyncEngine:
             stream, index, request = owner
             try:
                 update.apply(request)
+                if update.token_ids:
+                    self._note_time(request.times, now, previous)
                 stop = stream.take(index, request)
             except Exception:
                 logger.exception(
@@ -222,6 +242,16 @@ class AsyncEngine:
                     self._stop(request, stop)
             if request.finish_reason is not None:
                 del self._owners[request.request_id]
+        if self._token_times is not None:
+            for moment, count in previous.items():
+                self._token_times.next_tokens(now - moment, count)
+
+    def _note_time(self, times: RequestTimes, now: float, previous: dict[float, int]) -> None:
+        if times.last_token is not None:
+            previous[times.last_token] = previous.get(times.last_token, 0) + 1
+        elif times.first_token is not None and self._token_times is not None:
+            self._token_times.first_token(times.first_token - times.arrival)
+        times.last_token = now
 
     def _stop(self, request: Request, stop: str) -> None:
         """A stop string ends the request; the engine may not know yet."""

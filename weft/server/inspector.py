@@ -42,7 +42,7 @@ class Inspector:
         self._began = 0.0
 
     async def answer(self, request: Request) -> dict[str, Any]:
-        """The body of ``GET /inspect?request=ID&request=ID``.
+        """The body of ``GET /inspect?request=ID&request=ID&history=hour``. ``history``: ``recent`` or ``hour``.
 
         Raises:
             ApiError: 503, there is no engine, or it does not answer in time.
@@ -56,6 +56,7 @@ class Inspector:
             "is_admin": caller.is_admin,
             "capacity": capacity,
             "keeps_states": self._service.keeps_states,
+            "history": self._service.history.view(hour=request.query_params.get("history") == "hour"),
         } | visible(snapshot, texts if caller.is_admin else None, named)
 
     async def _latest(self) -> tuple[Snapshot, list[str]]:

@@ -19,6 +19,8 @@ from weft.engine.async_engine import ResponseStream
 from weft.request import Request
 from weft.server.service import Service
 
+COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (
@@ -118,6 +120,8 @@ class Metrics:
     def responded(self, path: str, status: int) -> None:
         """``path`` is a route, never what a caller made up."""
         self._responses.labels(path, str(status)).inc()
+        if path in COMPLETION_PATHS:
+            self._service.history.responded(status)
 
     def observe(self, stream: ResponseStream) -> None:
         """A call has ended."""
@@ -134,6 +138,8 @@ class Metrics:
         self._children["prompt_tokens"].inc(request.num_prompt_tokens)
         self._children["generation_tokens"].inc(generated)
         self._success.labels(*labels, request.finish_reason or "abort").inc()
+        if request.finish_reason == "error":
+            self._service.history.broke()
         if request.num_cached_tokens is not None:
             self._children["prefix_cache_queries"].inc(request.num_prompt_tokens)
             self._children["prefix_cache_hits"].inc(request.num_cached_tokens)

@@ -26,6 +26,7 @@ from weft.engine.views import Snapshot
 from weft.server.admission import Admission
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
+from weft.server.history import History
 from weft.server.rendering import RenderPool
 from weft.server.settings import ServerSettings
 from weft.tokenizer import Tokenizer
@@ -62,6 +63,7 @@ class Service:
     Attributes:
         state: see the module.
         ended: set when the service is over; ``failure`` then says why, or is None.
+        history: what it did in the last hour, restarts of the engine included.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Service:
         self.failure: wire.Failed | None = None
         self.created = int(time.time())
         self.render = RenderPool(settings.template_timeout_s)
+        self.history = History()
         self.num_restarts = 0
         self._grammars: GrammarChecker | None = None
         self._engine_settings = engine_settings
@@ -184,6 +187,7 @@ class Service:
             case wire.Outputs():
                 assert self._engine is not None
                 self._engine.receive(message)
+                self.history.engine_reported(message.stats)
             case Snapshot():
                 assert self._engine is not None
                 self._engine.show(message)
@@ -219,7 +223,7 @@ class Service:
             return
         inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len)
         self._capacity = capacity
-        self._engine = AsyncEngine(process, inputs, tokenizer)
+        self._engine = AsyncEngine(process, inputs, tokenizer, self.history)
         if self._admission is None:
             self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size)
         self._ready_at = time.monotonic()

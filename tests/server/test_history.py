@@ -1,0 +1,87 @@
+"""The hour of figures behind the page: rates, percentiles, what is forgotten."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from weft.engine.views import StepCounts
+from weft.engine.wire import EngineStats
+from weft.server.history import HOUR_S, RECENT_S, History, LatencyHistogram
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def history(clock: Clock) -> History:
+    return History(clock)
+
+
+def stats(num_steps: int, prefill: int, decode: int, running: int = 1) -> EngineStats:
+    counts = StepCounts({}, prefill, decode, 0)
+    return EngineStats(num_steps=num_steps, num_running=running, steps=counts)
+
+
+def test_percentiles_are_exact_to_four_percent() -> None:
+    values = [random.Random(1).lognormvariate(-4, 1.5) for _ in range(5000)]
+    histogram = LatencyHistogram()
+    for value in values:
+        histogram.observe(value)
+    found = histogram.percentiles()
+    assert found is not None
+    for percent, value in zip((50, 90, 99), found, strict=True):
+        assert value == pytest.approx(sorted(values)[int(5000 * percent / 100) - 1], rel=0.04)
+    assert LatencyHistogram().percentiles() is None
+
+
+def test_rates_are_differences_of_the_engines_counters(clock: Clock, history: History) -> None:
+    history.engine_reported(stats(1, 100, 0))
+    history.engine_reported(stats(5, 100, 40, running=3))
+    clock.now += 1
+    history.engine_reported(stats(6, 100, 50))
+    clock.now += 1
+    history.engine_reported(stats(2, 7, 9))  # another engine: counters begin again
+    clock.now += 1
+    points = history.view(hour=False)["points"]
+    assert [(p["start"], p["prefill"], p["decode"], p["running"]) for p in points] == [
+        (1000, 100, 40, 3), (1001, 0, 10, 1), (1002, 7, 9, 1),
+    ]  # fmt: skip
+
+
+def test_an_hour_is_kept_and_silence_costs_nothing(clock: Clock, history: History) -> None:
+    for _ in range(2 * HOUR_S):
+        clock.now += 1
+        history.first_token(0.25)
+        history.next_tokens(0.01, 1)
+        history.responded(200)
+    hour, recent = history.view(hour=True), history.view(hour=False)
+    assert abs(hour["num_first_tokens"] - HOUR_S) <= 20 and len(hour["points"]) <= HOUR_S // hour["interval_s"] + 1
+    assert abs(recent["num_first_tokens"] - RECENT_S) <= 1
+    assert hour["first_token"] == [pytest.approx(0.25, rel=0.04)] * 3
+    clock.now += 10 * HOUR_S
+    assert history.view(hour=True)["points"] == []
+    history.next_tokens(0.02, 4)
+    clock.now += 10
+    (point,) = history.view(hour=True)["points"]
+    assert point["inter_token"] == [pytest.approx(0.02, rel=0.04)] * 3 and point["first_token"] is None
+    assert history.view(hour=True)["num_inter_tokens"] == 4
+
+
+def test_responses_by_kind(clock: Clock, history: History) -> None:
+    for status in (200, 200, 400, 404, 429, 500, 503):
+        history.responded(status)
+    history.broke()
+    clock.now += 1
+    assert history.view(hour=False)["responses"] == {"ok": 2, "refused": 2, "overloaded": 1, "failed": 2, "broken": 1}

@@ -1,0 +1,195 @@
+"""What the server did over the last hour: token rates, latencies, responses.
+
+Job: add up events in intervals of 1 s (two minutes of them) and of 10 s (an hour), and give them with percentiles.
+Owns: the intervals. Does not know: who reports an event, how it is drawn.
+
+Percentiles come from histograms whose buckets grow by 7%, so they are exact to 4%; histograms add up, so a percentile
+over an hour is that of all its tokens and not a mean of percentiles. An event costs under a microsecond; nothing runs
+while nothing happens: intervals are closed by the first event, or reader, after their end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.engine.wire import EngineStats
+
+FINE_S, RECENT_S = 1, 120
+"""Length of an interval of the recent past, and how far that goes back."""
+
+COARSE_S, HOUR_S = 10, 3600
+"""The same of the hour."""
+
+PERCENTILES = (50, 90, 99)
+
+_GROWTH = math.log(1.07)
+_SMALLEST_S = 1e-5
+
+
+class LatencyHistogram(Counter[int]):
+    """Seconds, by buckets of equal ratio."""
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        self[math.ceil(math.log(max(seconds, _SMALLEST_S) / _SMALLEST_S) / _GROWTH)] += count
+
+    def percentile(self, percent: float) -> float:
+        """The middle of the bucket in which this percentile lies, in seconds."""
+        rank, seen = self.total() * percent / 100, 0
+        for bucket in sorted(self):
+            seen += self[bucket]
+            if seen >= rank:
+                break
+        return _SMALLEST_S * math.exp((bucket - 0.5) * _GROWTH)
+
+    def percentiles(self) -> list[float] | None:
+        """p50, p90 and p99; None if nothing was observed."""
+        if not self:
+            return None
+        return [float(f"{self.percentile(percent):.3g}") for percent in PERCENTILES]
+
+
+@dataclass(slots=True)
+class Interval:
+    """Sums from ``start`` on. Gauges (``num_running``, ``num_waiting``) are the largest seen.
+
+    ``responses``: calls answered ``ok``, ``refused`` (4xx), ``overloaded`` (429), ``failed`` (5xx); requests ``broken``
+    in the engine, whose call fails, or whose stream ends with an error.
+    """
+
+    start: int
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    responses: Counter[str] = field(default_factory=Counter)
+    first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
+    inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)
+
+    def add(self, other: Interval) -> None:
+        self.num_prefill_tokens += other.num_prefill_tokens
+        self.num_decode_tokens += other.num_decode_tokens
+        self.num_running = max(self.num_running, other.num_running)
+        self.num_waiting = max(self.num_waiting, other.num_waiting)
+        self.responses.update(other.responses)
+        self.first_token.update(other.first_token)
+        self.inter_token.update(other.inter_token)
+
+    def point(self, length_s: int) -> dict[str, Any]:
+        """As JSON: tokens per second, completions, percentiles in seconds."""
+        return {
+            "start": self.start,
+            "prefill": round(self.num_prefill_tokens / length_s, 2),
+            "decode": round(self.num_decode_tokens / length_s, 2),
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "responses": dict(self.responses),
+            "first_token": self.first_token.percentiles(),
+            "inter_token": self.inter_token.percentiles(),
+        }
+
+
+class Track:
+    """Intervals of one length, as far back as ``span_s``. Only those in which something happened are kept."""
+
+    def __init__(self, length_s: int, span_s: int) -> None:
+        self.length_s, self.span_s = length_s, span_s
+        self._closed: deque[tuple[Interval, dict[str, Any]]] = deque()
+
+    def close(self, interval: Interval) -> None:
+        self._forget(interval.start)
+        self._closed.append((interval, interval.point(self.length_s)))
+
+    def _forget(self, now: float) -> None:
+        while self._closed and self._closed[0][0].start < now - self.span_s:
+            self._closed.popleft()
+
+    def view(self, now: float) -> dict[str, Any]:
+        """The intervals of the last ``span_s``, and their sum."""
+        self._forget(now)
+        total = Interval(0)
+        for interval, _ in self._closed:
+            total.add(interval)
+        return {
+            "interval_s": self.length_s,
+            "span_s": self.span_s,
+            "points": [point for _, point in self._closed],
+            "responses": dict(total.responses),
+            "first_token": total.first_token.percentiles(),
+            "inter_token": total.inter_token.percentiles(),
+            "num_first_tokens": total.first_token.total(),
+            "num_inter_tokens": total.inter_token.total(),
+        }
+
+
+class History:
+    """The last hour of one server process.
+
+    Args:
+        clock: gives seconds; ``time.monotonic``, like the engine's moments.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._stats = EngineStats()
+        self._recent, self._hour = Track(FINE_S, RECENT_S), Track(COARSE_S, HOUR_S)
+        self._fine = self._coarse = Interval(0)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def engine_reported(self, stats: EngineStats) -> None:
+        """After a step. Counters of a restarted engine begin again from zero."""
+        interval = self._current()
+        before, self._stats = self._stats, stats
+        if stats.num_steps < before.num_steps:
+            before = EngineStats()
+        interval.num_prefill_tokens += stats.steps.num_prefill_tokens - before.steps.num_prefill_tokens
+        interval.num_decode_tokens += stats.steps.num_decode_tokens - before.steps.num_decode_tokens
+        interval.num_running = max(interval.num_running, stats.num_running)
+        interval.num_waiting = max(interval.num_waiting, stats.num_waiting)
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token, so long after its arrival."""
+        self._current().first_token.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """``count`` requests got a further token, so long after their token before."""
+        self._current().inter_token.observe(seconds, count)
+
+    def responded(self, status: int) -> None:
+        """A completion was answered or refused."""
+        kind = "failed" if status >= 500 else "overloaded" if status == 429 else "refused" if status >= 400 else "ok"
+        self._current().responses[kind] += 1
+
+    def broke(self) -> None:
+        """The engine ended a request with an error."""
+        self._current().responses["broken"] += 1
+
+    # -- looks -------------------------------------------------------------------------------------------------------
+
+    def view(self, hour: bool) -> dict[str, Any]:
+        """The last hour, or the last two minutes, without the interval that runs. Moments are those of the clock;
+        nothing happened in intervals that are not listed, and nothing was measured before ``began``."""
+        self._current()
+        track = self._hour if hour else self._recent
+        return {"began": self._began} | track.view(self._clock())
+
+    def _current(self) -> Interval:
+        """The interval that runs; those that ended meanwhile are closed."""
+        now = int(self._clock())
+        if self._fine.start == now:
+            return self._fine
+        if self._fine.start:
+            self._recent.close(self._fine)
+            self._coarse.add(self._fine)
+        if self._coarse.start != now - now % COARSE_S:
+            if self._coarse.start:
+                self._hour.close(self._coarse)
+            self._coarse = Interval(now - now % COARSE_S)
+        self._fine = Interval(now)
+        return self._fine
