@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -185,6 +186,20 @@ def test_chats_equal_transformers(tokenizer: Tokenizer, folder: Path, options: d
 def test_bad_chats_are_refused(tokenizer: Tokenizer, messages: list, options: dict, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         tokenizer.render_chat(messages, **options)
+
+
+def test_a_template_in_chat_template_json(folder: Path, tmp_path: Path) -> None:
+    """Older multimodal checkpoints keep it there; the tokenizer's own goes first."""
+    both = Path(shutil.copytree(folder, tmp_path / "both"))
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    (other / "chat_template.jinja").unlink()
+    for path in (both, other):
+        (path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    assert Tokenizer.load(other).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+    assert Tokenizer.load(both).chat_template == TEMPLATE
+    (other / "chat_template.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"chat_template.json is not valid JSON"):
+        Tokenizer.load(other)
 
 
 def test_a_checkpoint_without_a_template() -> None:

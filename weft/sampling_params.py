@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop: strings that end the generation; cut off unless ``include_stop_str_in_output``.
         stop_token_ids: token ids that end it, like the checkpoint's EOS ids (their text is dropped with the special
             tokens; kept if ``include_stop_str_in_output``).
-        max_tokens: most tokens to generate; None: as many as the context allows.
+        max_tokens: most tokens to generate; None: the checkpoint's ``max_new_tokens``, else what the context allows.
         min_tokens: no EOS, stop token or stop string before that many.
         ignore_eos: EOS ids do not end the generation.
         skip_special_tokens: leave special tokens out of the text.

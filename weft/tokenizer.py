@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.config.json_object import JsonObject
 from weft.errors import ConfigError, RequestError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -88,6 +89,8 @@ class Tokenizer:
             raise ConfigError(
                 f"the tokenizer in {folder} has no tokenizer.json; add the one of the published checkpoint"
             )
+        if hf_tokenizer.chat_template is None:
+            hf_tokenizer.chat_template = _processor_template(folder)
         return cls(hf_tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -201,6 +204,14 @@ def _class_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The template in ``chat_template.json``, where older multimodal checkpoints keep it."""
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    return JsonObject.load(path).text("chat_template")
 
 
 def _first_line(error: Exception) -> str:

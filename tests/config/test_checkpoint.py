@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import ARCHITECTURES, make_config
-from weft.config.checkpoint import (
-    SUPPORTED_ARCHITECTURES,
-    GenerationDefaults,
-    read_checkpoint_config,
-    read_generation_config,
-)
+from weft.config.checkpoint import SUPPORTED_ARCHITECTURES, read_checkpoint_config
 from weft.config.model import LinearAttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from weft.errors import ConfigError, UnsupportedModelError
 
@@ -401,55 +396,6 @@ def test_missing_config_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         read_checkpoint_config(tmp_path)
-
-
-# --- generation_config.json -------------------------------------------------------------------------------------------
-
-
-def generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
-    (folder / "generation_config.json").write_text(json.dumps(config))
-    return read_generation_config(folder)
-
-
-def test_generation_defaults(tmp_path: Path) -> None:
-    assert read_generation_config(tmp_path) == GenerationDefaults()
-    assert generation(tmp_path, {"transformers_version": "5.0", "pad_token_id": 1}) == GenerationDefaults()
-    sampled = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [5, 7]}
-    assert generation(tmp_path, sampled) == GenerationDefaults(0.6, 20, 0.95, eos_token_ids=(5, 7))
-    assert generation(tmp_path, {"min_p": 0, "repetition_penalty": 1.05, "eos_token_id": 3}) == GenerationDefaults(
-        min_p=0.0, repetition_penalty=1.05, eos_token_ids=(3,)
-    )
-
-
-def test_do_sample_false_is_greedy(tmp_path: Path) -> None:
-    assert generation(tmp_path, {"do_sample": False, "temperature": 0.6}).temperature == 0.0
-    assert generation(tmp_path, {"temperature": 0.6}).temperature == 0.6
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"temperature": -0.1}, "temperature=-0.1 is not valid"),
-        ({"temperature": "hot"}, "temperature='hot' is not valid"),
-        ({"top_k": 1.5}, "top_k=1.5 is not valid"),
-        ({"top_p": 0}, "top_p=0 is not valid; expected a number above 0"),
-        ({"top_p": 1.5}, "top_p=1.5 is not valid; expected a share of at most 1"),
-        ({"min_p": 2}, "min_p=2 is not valid"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0 is not valid"),
-        ({"eos_token_id": ["</s>"]}, r"eos_token_id=\['</s>'\] is not valid"),
-        ({"do_sample": 1}, "do_sample=1 is not valid"),
-    ],
-)
-def test_bad_generation_defaults(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        generation(tmp_path, config)
-
-
-@pytest.mark.parametrize(("content", "message"), BROKEN)
-def test_broken_generation_files(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"generation_config.json {message}"):
-        read_generation_config(tmp_path)
 
 
 def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:

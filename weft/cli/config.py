@@ -159,6 +159,9 @@ def _found(config: EngineConfig) -> dict[str, str]:
     }
     if model.moe is not None:
         rows["experts"] = f"{model.moe.num_experts}, {model.moe.num_experts_per_tok} per token"
+    unusable = sorted(set(generation.eos_token_ids or model.eos_token_ids) - set(config.eos_token_ids))
+    if unusable:
+        rows["EOS ids not used"] = f"{_shown(tuple(unusable))}: the vocabulary has {model.vocab_size} ids"
     for name, value in dataclasses.asdict(generation).items():
         if value is not None and value != ():
             rows[f"generation: {name}"] = _shown(value)

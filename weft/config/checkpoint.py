@@ -1,4 +1,4 @@
-"""From a published ``config.json`` to a ``ModelConfig``, and the sampling defaults of ``generation_config.json``.
+"""From a published ``config.json`` to a ``ModelConfig``.
 
 Job: read the keys of every supported architecture, old and new, with the defaults of the reference implementation
 (``transformers``), and refuse by name, value and remedy what Weft does not compute.
@@ -70,21 +70,6 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _STATE_DTYPES = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Sampling defaults of the checkpoint's ``generation_config.json``; None where it is silent.
-
-    ``do_sample: false`` in the file becomes ``temperature=0.0``. ``eos_token_ids`` is empty if the file names none.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    eos_token_ids: tuple[int, ...] = ()
-
-
 def read_checkpoint_config(folder: Path) -> ModelConfig:
     """Read ``folder/config.json``.
 
@@ -100,34 +85,6 @@ def read_checkpoint_config(folder: Path) -> ModelConfig:
     _refuse_unsupported(top)
     _refuse_unsupported(text)
     return _model_config(architecture, family, top, text)
-
-
-def read_generation_config(folder: Path) -> GenerationDefaults:
-    """Read ``folder/generation_config.json``; all defaults if there is no such file.
-
-    Raises:
-        ConfigError: the file is there but broken, or a value has the wrong type or range.
-    """
-    path = Path(folder) / "generation_config.json"
-    if not path.exists():
-        return GenerationDefaults()
-    config = JsonObject.load(path)
-    temperature = config.number("temperature", open_low=False) if config.given("temperature") else None
-    if not config.boolean("do_sample", True):
-        temperature = 0.0
-    top_p = config.number("top_p") if config.given("top_p") else None
-    min_p = config.number("min_p", open_low=False) if config.given("min_p") else None
-    for key, value in (("top_p", top_p), ("min_p", min_p)):
-        if value is not None and value > 1.0:
-            raise config.wrong(key, "a share of at most 1")
-    return GenerationDefaults(
-        temperature=temperature,
-        top_k=config.integer("top_k", low=-1) if config.given("top_k") else None,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=config.number("repetition_penalty") if config.given("repetition_penalty") else None,
-        eos_token_ids=config.integers("eos_token_id"),
-    )
 
 
 def _architecture(top: JsonObject) -> str:

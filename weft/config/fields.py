@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.config.checkpoint import GenerationDefaults
+from weft.config.generation import GenerationDefaults
 from weft.config.model import ModelConfig
 
 Kind = Literal["int", "float", "bool", "text", "path", "ints", "texts"]
@@ -165,6 +165,12 @@ class EngineConfig:
     model_config: ModelConfig
     generation: GenerationDefaults
     reasons: Mapping[str, str]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, those that the model can sample: of ``generation_config.json``, else ``config.json``."""
+        named = self.generation.eos_token_ids or self.model_config.eos_token_ids
+        return tuple(token for token in named if token < self.model_config.vocab_size)
 
 
 OPTIONS: Mapping[str, Option] = {f.name: f.metadata["option"] for f in fields(EngineConfig) if "option" in f.metadata}

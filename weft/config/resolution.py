@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.config.checkpoint import read_checkpoint_config, read_generation_config
+from weft.config.checkpoint import read_checkpoint_config
 from weft.config.fields import OPTIONS, EngineConfig
+from weft.config.generation import read_generation_config
 from weft.config.graph_profile import differences, empty_profile, find_profile, read_profile
 from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig

@@ -61,7 +61,7 @@ class EngineCore:
         self._grammars = Grammars(
             config.tokenizer_path,
             config.model_config.vocab_size,
-            config.generation.eos_token_ids or config.model_config.eos_token_ids,
+            config.eos_token_ids,
         )
 
     def step(self) -> list[Request]:

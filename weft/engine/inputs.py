@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from weft.config import EngineConfig
-from weft.config.checkpoint import GenerationDefaults
+from weft.config.generation import GenerationDefaults
 from weft.errors import RequestError
 from weft.messages import RowSampling
 from weft.request import Request
@@ -54,7 +54,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._num_prompts = 0
         self._arrivals = itertools.count()
-        self._eos = frozenset(config.generation.eos_token_ids or config.model_config.eos_token_ids)
+        self._eos = frozenset(config.eos_token_ids)
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
@@ -155,12 +155,13 @@ class InputProcessor:
         self, request_id: str, prompt: PreparedPrompt, params: SamplingParams, sampling: RowSampling, priority: int
     ) -> Request:
         room = self._max_model_len - len(prompt.token_ids)
+        max_tokens = max(params.max_tokens or self._generation.max_new_tokens or room, params.min_tokens)
         arrival = next(self._arrivals)
         return Request(
             request_id=f"{request_id}/{arrival}",
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
-            max_tokens=min(params.max_tokens or room, room),
+            max_tokens=min(max_tokens, room),
             arrival=arrival,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             eos_token_ids=frozenset() if params.ignore_eos else self._eos,
@@ -197,9 +198,10 @@ class InputProcessor:
         return set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._eos)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
-        """Each bad word as token ids, as it stands at the start of a text and after a space."""
+        """Each bad word as token ids, as it stands at the start of a text and after a space; suppressed tokens too."""
+        suppressed = [[token] for token in self._generation.suppress_tokens if token < self._vocab_size]
         if not params.bad_words:
-            return None
+            return suppressed or None
         if self._tokenizer is None:
             raise RequestError(
                 "bad_words are texts and need the tokenizer, but skip_tokenizer_init=True; use a logit_bias of -100",
@@ -207,7 +209,7 @@ class InputProcessor:
             )
         forms = [form for word in params.bad_words for form in (word, f" {word.strip()}")]
         encoded = [tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms]
-        return [list(ids) for ids in dict.fromkeys(encoded) if ids]
+        return suppressed + [list(ids) for ids in dict.fromkeys(encoded) if ids]
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):

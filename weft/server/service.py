@@ -145,8 +145,8 @@ class Service:
         """Tries grammars before the engine compiles them."""
         if self._grammars is None:
             config = self.config
-            eos = config.generation.eos_token_ids or config.model_config.eos_token_ids
-            self._grammars = GrammarChecker(config.tokenizer_path, config.model_config.vocab_size, eos)
+            vocab_size = config.model_config.vocab_size
+            self._grammars = GrammarChecker(config.tokenizer_path, vocab_size, config.eos_token_ids)
         return self._grammars
 
     @property

@@ -1,0 +1,54 @@
+"""What ``generation_config.json`` asks for reaches every request."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft import LLM, SamplingParams
+from weft.cli import main
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def checkpoint(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "checkpoint"))
+
+
+def generate(checkpoint: Path, generation: dict[str, Any], **params: Any) -> Any:
+    (checkpoint / "generation_config.json").write_text(json.dumps(generation))
+    with LLM(str(checkpoint), num_kv_pages=20, max_num_seqs=2) as llm:
+        return llm.generate(PROMPT, SamplingParams(temperature=0.0, **params), use_tqdm=False)[0].outputs[0]
+
+
+def test_an_eos_id_beyond_the_vocabulary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = generate(checkpoint, {"eos_token_id": [2, 9999]}, min_tokens=2, max_tokens=4)
+    assert output.finish_reason in ("length", "stop") and len(output.token_ids) >= 2
+    assert main(["config", "--model", str(checkpoint), "--device", "cpu"]) == 0
+    assert "9999: the vocabulary has 320 ids" in " ".join(capsys.readouterr().out.split())
+
+
+def test_suppressed_tokens_are_never_sampled(checkpoint: Path) -> None:
+    first = generate(checkpoint, {}, max_tokens=1).token_ids[0]
+    suppressed = generate(checkpoint, {"suppress_tokens": [first, 9999]}, max_tokens=6, ignore_eos=True)
+    assert first not in suppressed.token_ids
+    assert generate(checkpoint, {"suppress_tokens": [first]}, max_tokens=1, bad_words=["zz"]).token_ids != [first]
+
+
+def test_max_new_tokens_is_the_default_of_max_tokens(checkpoint: Path) -> None:
+    generation = {"max_new_tokens": 5}
+    assert len(generate(checkpoint, generation, ignore_eos=True).token_ids) == 5
+    assert len(generate(checkpoint, generation, ignore_eos=True, max_tokens=7).token_ids) == 7
+    assert len(generate(checkpoint, generation, ignore_eos=True, min_tokens=6).token_ids) == 6
+
+
+def test_what_is_not_used_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkpoint / "generation_config.json").write_text(json.dumps({"no_repeat_ngram_size": 3}))
+    assert main(["config", "--model", str(checkpoint), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "generation: not_used" in shown and "no_repeat_ngram_size=3" in shown
