@@ -46,8 +46,8 @@ def decode_orders(runner: ModelRunner, batch: int, context: int) -> SchedulerOut
 
 def padded_size(runner: ModelRunner, batch: int) -> int:
     """The captured size that the batch runs in."""
-    assert runner.graphs is not None
-    return next(size for size in runner.graphs.sizes if size >= batch)
+    assert runner.graphs.decode is not None
+    return next(size for size in runner.graphs.decode.sizes if size >= batch)
 
 
 def graph_ms(replay: Callable[[], Any], repeats: int = 30) -> float:
@@ -104,7 +104,7 @@ def main() -> None:
     for batch in args.batches:
         runner.run(decode_orders(runner, batch, args.context))
         size = padded_size(runner, batch)
-        graphs = runner.graphs
+        graphs = runner.graphs.decode
         assert graphs is not None
         run = partial(graphs.replay, size, batch)
         replay, kernels = graph_ms(run), kernels_us(run)

@@ -52,8 +52,8 @@ def main() -> None:
         result |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
         runner = llm._core._executor._runner
         captured = {
-            "decode": runner.graphs, "forward": runner.forward_graphs, "sample": runner.sample_graphs,
-            "pieces": runner.pieces,
+            "decode": runner.graphs.decode, "forward": runner.graphs.forward, "sample": runner.graphs.samples,
+            "pieces": runner.graphs.pieces,
         }  # fmt: skip
         result["graphs"] = {
             name: {

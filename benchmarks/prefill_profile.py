@@ -98,7 +98,7 @@ def main() -> None:
         "device": "cuda", "cuda_graph_mode": "FULL", "piecewise_cuda_graph_tokens": args.lengths,
     }  # fmt: skip
     runner = ModelRunner(resolve(model=str(CONFIGS / args.model), **(base | json.loads(args.settings))))
-    assert runner.forward_graphs is not None
+    assert runner.graphs.forward is not None
     result: dict[str, Any] = {
         "benchmark": "prefill_profile",
         **report.provenance("cuda"),
@@ -107,7 +107,7 @@ def main() -> None:
     }
     for length in args.lengths:
         runner.run(prefill_orders(runner, length))
-        replay = lambda length=length: runner.forward_graphs.replay(length, length)  # noqa: E731
+        replay = lambda length=length: runner.graphs.forward.replay(length, length)  # noqa: E731
         total, kernels = graph_ms(replay), kernels_us(replay)
         floors = {"products": products_ms(runner, length), **rest_ms(runner, length)}
         floor = sum(floors.values())

@@ -26,8 +26,8 @@ import msgspec
 from weft import report
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.tune import CONTEXT, tuning_config
+from weft.config.graph_modes import CudaGraphMode
 from weft.config.graph_profile import GraphProfile, empty_profile, read_profile
-from weft.graph.dispatcher import CudaGraphMode
 from weft.graph.profile import ModeTable
 from weft.messages import SchedulerOutput
 from weft.runner.measuring import Change, Effort, StepMaker, compare, measure_modes, time_step
@@ -93,7 +93,7 @@ def run_all(
     everyone, rows = candidates(profile), []
     for kind, make, size in work:
         orders = make(size)
-        with runner.dispatching(everyone[TUNED]):
+        with runner.graphs.dispatching(everyone[TUNED]):
             _, chosen = time_step(runner, orders)
         times = compare(runner, orders, everyone, effort.repeats, effort.max_s)
         rows.append(judge(kind, size, times, chosen))

@@ -190,7 +190,7 @@ def open_engine(
         engine = Poisoned(llm, reference)
         yield engine
         runner = llm._core._executor._runner
-        graphs, mixed, pieces = runner.graphs, runner.forward_graphs, runner.pieces
+        graphs, mixed, pieces = runner.graphs.decode, runner.graphs.forward, runner.graphs.pieces
         assert (graphs is not None) == ("cuda_graph_bs" in settings) and (mixed is not None) == (mode == "FULL")
         assert (pieces is not None) == ("PIECEWISE" in mode)
         if graphs is not None and engine.num_cases:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
+
+from weft.config.graph_modes import GraphMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,14 +118,6 @@ class StateCache:
 
     conv: Tensor
     recurrent: Tensor
-
-
-class GraphMode(StrEnum):
-    """How one forward pass runs: every operation launched, in captured pieces between split ops, or as one graph."""
-
-    NONE = "NONE"
-    PIECEWISE = "PIECEWISE"
-    FULL = "FULL"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import pytest
 from tests.cli.conftest import RunWeft
 from weft import LLM, SamplingParams
 from weft.cli import main
+from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing, read_profile, write_profile
-from weft.forward_context import GraphMode
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -91,9 +91,9 @@ def test_a_start_runs_every_batch_as_measured(cache: Path, tmp_path: Path, caplo
     with LLM(**SETTINGS, enable_prefix_caching=False, graph_profile=str(path)) as llm:
         assert f"profile {path}" in caplog.text and llm.config.graph_profile == str(path)
         runner = llm._core._executor._runner
-        assert runner.graphs is not None and runner.graphs.sizes == [2, 3]
-        assert runner.pieces is not None and runner.pieces.sizes == [16]
-        assert runner.forward_graphs is not None and runner.forward_graphs.sizes == [16, 40]
+        assert runner.graphs.decode is not None and runner.graphs.decode.sizes == [2, 3]
+        assert runner.graphs.pieces is not None and runner.graphs.pieces.sizes == [16]
+        assert runner.graphs.forward is not None and runner.graphs.forward.sizes == [16, 40]
         alone = [llm.generate([p], greedy, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
         together = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)]
         steps = llm._core.snapshot().steps

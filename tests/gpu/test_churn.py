@@ -61,6 +61,6 @@ def test_thousands_of_replays_under_churn(mode: str) -> None:
             rng.shuffle(order)
             got = tokens(llm.generate([prompts[i] for i in order], [params[i] for i in order], use_tqdm=False))
             assert got == [expected[i] for i in order]
-            graphs = (runner.graphs, runner.forward_graphs, runner.sample_graphs, runner.pieces)
+            graphs = (runner.graphs.decode, runner.graphs.forward, runner.graphs.samples, runner.graphs.pieces)
             replays = sum(g.counters.replays for g in graphs if g is not None)
-        assert runner.graphs is not None and runner.graphs.counters.padding_rows
+        assert runner.graphs.decode is not None and runner.graphs.decode.counters.padding_rows

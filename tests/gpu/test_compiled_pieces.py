@@ -59,9 +59,10 @@ def test_every_source_answers_as_without_graphs(
         settings["splitting_ops"] = ["+gated_delta_net"]
     with LLM(str(checkpoint), **settings) as llm:
         assert tokens(llm.generate(*workload(), use_tqdm=False)) == eager_answers
-        pieces = runner_of(llm).pieces
+        pieces = runner_of(llm).graphs.pieces
         assert pieces is not None and pieces.counters.replays > 10
-        assert (pieces.counters.compiled + pieces.counters.cache_hits > 0) == (source == "inductor")
+        counters = runner_of(llm).compiler.counters
+        assert (counters.compiled + counters.cache_hits > 0) == (source == "inductor")
 
 
 def test_a_second_start_compiles_nothing(
@@ -76,8 +77,9 @@ def test_a_second_start_compiles_nothing(
             with compiled_kernels() as while_serving:
                 assert tokens(llm.generate(*workload(), use_tqdm=False)) == eager_answers
             assert while_serving == []
-            assert runner.pieces is not None and runner.graphs is not None and runner.graphs.counters.replays > 5
-            found.append((runner._forms.counters.compiled, runner._forms.counters.cache_hits))
+            assert runner.graphs.pieces is not None
+            assert runner.graphs.decode is not None and runner.graphs.decode.counters.replays > 5
+            found.append((runner.compiler.counters.compiled, runner.compiler.counters.cache_hits))
     (compiled, none), (again, hits) = found
     assert compiled == hits > 0 and none == again == 0
 

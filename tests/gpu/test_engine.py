@@ -20,7 +20,7 @@ from weft.assets import EVAL_PATH
 from weft.evaluation import read_problems
 from weft.messages import SchedulerOutput
 from weft.outputs import RequestOutput
-from weft.runner.memory import GRAPH_BYTES, allocate_caches, cache_tensor_bytes
+from weft.runner.memory import GRAPH_BYTES, allocate_caches, cache_tensors
 from weft.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
@@ -107,13 +107,13 @@ def test_graphs_overlap_and_preemption_do_not_change_the_answers(
     with LLM(**settings, cuda_graph_mode=mode, enable_overlap=overlap, num_kv_pages=pages) as llm:
         assert tokens(llm.generate(*mixed_workload(24, 5), use_tqdm=False)) == eager_answers
         assert (llm.stats().num_preemptions > 0) == (pages is not None)
-        graphs = runner_of(llm).graphs
+        graphs = runner_of(llm).graphs.decode
         assert (graphs is None) == (mode == "NONE")
         assert graphs is None or graphs.counters.replays > 20
-        mixed = runner_of(llm).forward_graphs
+        mixed = runner_of(llm).graphs.forward
         assert (mixed is not None) == (mode == "FULL")
         assert mixed is None or mixed.counters.replays > 5
-        pieces = runner_of(llm).pieces
+        pieces = runner_of(llm).graphs.pieces
         assert (pieces is not None) == (mode == "FULL_AND_PIECEWISE")
         assert pieces is None or pieces.counters.replays > 5
         assert_idle(llm)
@@ -195,7 +195,7 @@ def test_a_decode_step_never_waits_for_the_device(mode: str, sampler: str) -> No
                 with no_waiting():
                     llm._core._executor.launch(orders)
             llm._core.scheduler.update(llm._core._executor.result())
-        graphs = runner_of(llm).graphs
+        graphs = runner_of(llm).graphs.decode
         assert graphs is None or graphs.counters.replays == 20
 
 
@@ -266,7 +266,7 @@ def test_planned_bytes_are_allocated_bytes(arch: str | None, tmp_path: Path) -> 
     with LLM(folder, **SMALL) as llm:
         runner = runner_of(llm)
         plan = runner.plan
-        assert cache_tensor_bytes(runner.caches) == plan.cache_bytes
+        assert sum(tensor.nbytes for tensor in cache_tensors(runner.caches).values()) == plan.cache_bytes
         names = [[n for n, c in runner.caches.items() if kind in type(c).__name__] for kind in ("KV", "State")]
         before = requested_bytes()
         again = allocate_caches(runner.spec, plan, *names, runner.device)
@@ -285,7 +285,7 @@ def test_the_share_of_memory_is_kept() -> None:
         free, total = torch.cuda.mem_get_info()
         assert total - free - used_by_others <= 0.5 * total
         assert plan.num_pages > 1 and plan.num_slots > plan.max_num_seqs
-        graphs = runner_of(llm).graphs
+        graphs = runner_of(llm).graphs.decode
         assert graphs is not None and graphs.counters.capture_bytes <= GRAPH_BYTES + (256 << 20)
 
 

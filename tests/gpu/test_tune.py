@@ -36,7 +36,7 @@ def test_a_start_after_tuning_uses_what_was_measured(tmp_path: Path, monkeypatch
         assert llm.config.graph_profile == str(path) and llm.config.cuda_graph_mode == "TUNED"
         assert tokens(llm.generate(prompts, params, use_tqdm=False)) == expected
         runner = runner_of(llm)
-        graphs = (runner.graphs, runner.forward_graphs, runner.pieces)
+        graphs = (runner.graphs.decode, runner.graphs.forward, runner.graphs.pieces)
         assert sum(g.counters.replays for g in graphs if g is not None) > 0, "no graph was faster than none"
 
 

@@ -37,8 +37,8 @@ class Model(nn.Module):
         self.mixers = nn.ModuleList(RunningSum(f"layers.{i}") for i in range(depth))
         self.projections = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(depth))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
         for mixer, projection in zip(self.mixers, self.projections, strict=True):
             x = x + torch.tanh(projection(mixer.mix(x)))
         return x

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.errors import ConfigError
-from weft.forward_context import BatchDescriptor, GraphMode
-from weft.graph.dispatcher import Choice, CudaGraphMode, Dispatcher, rules_table
-from weft.graph.sizes import smallest_fitting, token_sizes
+from weft.forward_context import BatchDescriptor
+from weft.graph.capture_sizes import smallest_fitting, token_sizes
+from weft.graph.dispatcher import Choice, Dispatcher, rules_table
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 SIZES = {"decode_sizes": (1, 4, 8), "token_sizes": (16, 64, 210)}

@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.graph.fake_model import SIZE, Model, context_of
-from weft.forward_context import BatchDescriptor, GraphMode, forward_context
+from weft.config.graph_modes import GraphMode
+from weft.forward_context import BatchDescriptor, forward_context
 from weft.graph.graph import EmulatedGraphPool
-from weft.graph.pieces import PieceCapture
-from weft.graph.wrapper import GraphWrapper
+from weft.graph.graph_set import CaptureOptions
+from weft.graph.piece_sources import Forward
+from weft.graph.pieces import PieceCapture, PiecewiseModel
 
 SIZES = (1, 4, 64, 130)
 NAMES = frozenset({"running_sum"})
 
 
 class Pieces:
-    """A model captured in pieces for ``SIZES``, largest first, as an engine does it."""
+    """A model captured in pieces for ``SIZES``."""
 
-    def __init__(self, model: Model, **options: object) -> None:
+    def __init__(self, model: Model, prepared: Forward | None = None, **options: Any) -> None:
         self.model, self.pool = model, EmulatedGraphPool()
-        self.ids = torch.zeros(max(SIZES), dtype=torch.int64)
-        self.source = PieceCapture(self.pool, NAMES, max(SIZES))
-        self.wrapper = GraphWrapper(model, GraphMode.PIECEWISE, self.source.capture, **options)  # type: ignore[arg-type]
-        for size in reversed(SIZES):
-            with forward_context(context_of([1], {}, breaks=self.source)):
-                self.source.warm_up(lambda size=size: model(self.ids[:size]))  # type: ignore[misc]
-                self.wrapper.capture(BatchDescriptor(size), ids=self.ids[:size])
+        self.runs = PiecewiseModel(
+            prepared or model,
+            lambda size: context_of([1], model.table()),
+            self.pool,
+            SIZES,
+            NAMES,
+            CaptureOptions(torch.device("cpu"), show_progress=False, **options),
+        )
+        self.source = self.runs._source
 
     def run(self, ids: Tensor, lengths: list[int], size: int) -> Tensor:
-        self.ids[: ids.shape[0]] = ids
-        self.ids[ids.shape[0] : size] = 0
-        fields = {"mode": GraphMode.PIECEWISE, "descriptor": BatchDescriptor(size)}
-        with forward_context(context_of(lengths, self.model.table(), **fields)):
-            return self.wrapper(ids=self.ids[:size])[: ids.shape[0]]
+        return self.runs.run(context_of(lengths, self.model.table()), ids, size)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model) -> No
         pieces.source.buffers.scribble()
         kept.append(torch.full((rng.randint(1, 4000),), torch.nan))  # the allocator's other customers
         torch.testing.assert_close(pieces.run(ids, lengths, size), eager(model, ids, lengths), rtol=0, atol=1e-6)
-    assert pieces.wrapper.counters.captures == len(SIZES) and pieces.wrapper.counters.replays == 300
+    assert pieces.runs.counters.captures == len(SIZES) and pieces.runs.counters.replays == 300
 
 
 def test_split_ops_do_not_run_during_capture_and_run_on_replay(model: Model) -> None:
@@ -74,8 +74,8 @@ def test_split_ops_do_not_run_during_capture_and_run_on_replay(model: Model) -> 
     assert [m.calls for m in model.mixers] == [0, 0, 0]
     pieces.run(torch.ones(3, dtype=torch.int64), [3], 4)
     assert [m.calls for m in model.mixers] == [1, 1, 1]
-    (first, *_), steps = pieces.wrapper._entries.values(), len(model.mixers)
-    assert first.graph.num_pieces == steps + 1 and len(first.graph.steps) == 2 * steps + 1  # type: ignore[attr-defined]
+    sequence, steps = pieces.runs.sequence(64), len(model.mixers)
+    assert sequence.num_pieces == pieces.runs.num_pieces == steps + 1 and len(sequence.steps) == 2 * steps + 1
 
 
 def test_what_crosses_a_break_is_shared_by_layers_and_sizes(model: Model) -> None:
@@ -87,8 +87,8 @@ def test_what_crosses_a_break_is_shared_by_layers_and_sizes(model: Model) -> Non
 class AllAtOnce(Model):
     """Outputs of split ops that live at the same time."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
         first, second = self.mixers[0].mix(x), self.mixers[1].mix(2 * x)
         return first - second + self.mixers[2].mix(x * 3)
 
@@ -118,7 +118,7 @@ def test_a_failed_capture_leaves_no_recording_behind(model: Model) -> None:
     pieces = Pieces(model)
 
     def broken() -> Tensor:
-        model(pieces.ids[:4])
+        model(torch.zeros(4, dtype=torch.int64))
         raise ValueError("broken")
 
     with forward_context(context_of([4], {}, breaks=pieces.source)), pytest.raises(ValueError, match="broken"):
@@ -127,60 +127,59 @@ def test_a_failed_capture_leaves_no_recording_behind(model: Model) -> None:
     torch.testing.assert_close(pieces.run(ids, [1, 2], 4), eager(model, ids, [1, 2]))
 
 
-def test_a_wrapper_of_another_mode_is_transparent_also_inside_a_full_graph(model: Model) -> None:
-    plain = context_of([1, 3], model.table()), torch.tensor([5, 6, 7, 8])
-    inner = Pieces(model)
-    calls: list[int] = []
+def test_in_another_mode_the_model_runs_also_inside_a_full_graph(model: Model) -> None:
+    pieces, calls = Pieces(model), []
+    ids = torch.tensor([5])  # one sequence of one token: the op's host lengths are those of every such batch
 
-    def step(ids: Tensor) -> Tensor:
+    def step() -> Tensor:
         calls.append(1)
-        return inner.wrapper(ids=ids) * 2
+        return pieces.runs(input_ids=ids) * 2
 
-    pool = EmulatedGraphPool()
-    outer = GraphWrapper(lambda ids: step(ids), GraphMode.FULL, pool.capture)
-    descriptor = BatchDescriptor(1, 1, uniform_decode=True)
-    # One token per sequence, so that the op's host lengths are those of every such batch.
-    ids = torch.tensor([5])
-    fields = {"mode": GraphMode.FULL, "descriptor": descriptor}
-    with forward_context(context_of([1], model.table(), **fields)):
-        outer.capture(descriptor, ids=ids)
+    full = context_of([1], model.table(), mode=GraphMode.FULL, descriptor=BatchDescriptor(1, 1, uniform_decode=True))
+    with forward_context(full):
+        graph, out = EmulatedGraphPool().capture(step)
     for token in (7, 8):
         ids.fill_(token)
-        with forward_context(context_of([1], model.table(), **fields)):
-            full = outer(ids=ids).clone()
-        with forward_context(context_of([1], model.table())):
-            torch.testing.assert_close(outer(ids=ids), full)
-    assert len(calls) == 1 + 2 and inner.wrapper.counters.replays == 0
-    with forward_context(plain[0]):
-        inner.wrapper(ids=plain[1])
-    assert inner.wrapper.counters.plain_calls == 1 + 2 + 1
+        graph.replay()
+        torch.testing.assert_close(out, 2 * eager(model, ids, [1]))
+    assert len(calls) == 1 and pieces.runs.counters.replays == 0
 
 
-@pytest.mark.parametrize(
-    ("replace", "message"),
-    [
-        (lambda ids: ids.clone(), "ids is not the tensor .*address"),
-        (lambda ids: ids[:3], r"ids is not .*shape \(4,\) is now \(3,\)"),
-        (lambda ids: ids.int(), "ids is not .*dtype torch.int64 is now torch.int32"),
-    ],
-)
-def test_debug_mode_names_the_tensor_that_moved(
-    model: Model, replace: Callable[[Tensor], Tensor], message: str
-) -> None:
-    pieces = Pieces(model, debug=True, watched=dict(model.named_parameters()))
-    fields = {"mode": GraphMode.PIECEWISE, "descriptor": BatchDescriptor(4)}
-    with forward_context(context_of([4], model.table(), **fields)):
-        pieces.wrapper(ids=pieces.ids[:4])
+def test_debug_mode_names_the_tensor_that_moved(model: Model) -> None:
+    held = {"table": torch.zeros(4)}
+    pieces = Pieces(model, watched=lambda: {**dict(model.named_parameters()), **held})
+    ids = torch.tensor([1, 2, 3])
+
+    def refused(message: str) -> None:
         with pytest.raises(RuntimeError, match=message):
-            pieces.wrapper(ids=replace(pieces.ids[:4]))
-        model.projections[1].weight.data = model.projections[1].weight.data.clone()
-        with pytest.raises(RuntimeError, match=r"projections\.1\.weight is not"):
-            pieces.wrapper(ids=pieces.ids[:4])
+            pieces.run(ids, [3], 4)
 
-
-def test_a_batch_without_a_graph_is_an_error(model: Model) -> None:
-    with (
-        forward_context(context_of([5], {}, mode=GraphMode.PIECEWISE, descriptor=BatchDescriptor(5))),
-        pytest.raises(AssertionError, match="no PIECEWISE graph"),
+    pieces.run(ids, [3], 4)
+    for table, what in (
+        (torch.zeros(4), "address"),
+        (torch.zeros(3), r"shape \(4,\) is now \(3,\)"),
+        (torch.zeros(4).int(), "dtype torch.float32 is now torch.int32"),
     ):
-        GraphWrapper(model, GraphMode.PIECEWISE, lambda f: (None, f()))(ids=torch.ones(5))  # type: ignore[arg-type, return-value]
+        held["table"] = table
+        refused(f"table is not the tensor that .*{what}")
+    held.clear()
+    refused("captured graphs read table, which is gone")
+
+
+def test_debug_mode_watches_parameters_and_what_crosses_a_break(model: Model) -> None:
+    pieces = Pieces(model, watched=lambda: dict(model.named_parameters()))
+    ids, buffers = torch.tensor([1, 2, 3]), pieces.source.buffers._buffers
+    key = ("running_sum", "input", 0, (SIZE,), torch.float32)
+    buffers[key], kept = buffers[key].clone(), buffers[key]
+    with pytest.raises(RuntimeError, match=r"crossing buffer running_sum input 0 .* is not the tensor"):
+        pieces.run(ids, [3], 4)
+    buffers[key] = kept
+    pieces.run(ids, [3], 4)
+    model.projections[1].weight.data = model.projections[1].weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"projections\.1\.weight is not"):
+        pieces.run(ids, [3], 4)
+
+
+def test_a_batch_without_pieces_is_an_error(model: Model) -> None:
+    with pytest.raises(AssertionError, match="no pieces are captured for 5 tokens"):
+        Pieces(model).run(torch.tensor([1, 2]), [2], 5)

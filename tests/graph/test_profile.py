@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weft.config import resolve
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import (
     FORMAT,
     GraphProfile,
@@ -20,10 +21,10 @@ from weft.config.graph_profile import (
     write_profile,
 )
 from weft.errors import ConfigError
-from weft.forward_context import BatchDescriptor, GraphMode
-from weft.graph.dispatcher import Choice, CudaGraphMode, Dispatcher
+from weft.forward_context import BatchDescriptor
+from weft.graph.capture_sizes import CaptureSizes
+from weft.graph.dispatcher import Choice, Dispatcher
 from weft.graph.profile import ModeTable, points_to_measure
-from weft.runner.capture_sizes import capture_sizes
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 
@@ -79,9 +80,9 @@ def test_only_sizes_that_a_batch_will_run_in_are_captured() -> None:
     assert found.token_sizes(PIECEWISE, [2, 4, 8, 16]) == [4, 8]
     assert found.decode_sizes([1, 2, 4, 8]) == [1, 2, 4]
     config = resolve(device="cpu", cuda_graph_mode="FULL_AND_PIECEWISE", piecewise_cuda_graph_tokens=[8, 24])
-    sizes = capture_sizes(config, 2, found)
+    sizes = CaptureSizes.of(config, 2, found)
     assert (sizes.decode, sizes.forward, sizes.pieces, sizes.samples) == ([1, 2], [], [8], [1, 2])
-    assert capture_sizes(config, 2, ModeTable(((64, NONE),), ((64, NONE),), ((9, NONE),))).samples == ()
+    assert CaptureSizes.of(config, 2, ModeTable(((64, NONE),), ((64, NONE),), ((9, NONE),))).samples == ()
 
 
 # -- dispatch --------------------------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def test_ops_that_are_not_named_stay_inside(model: Model) -> None:
 class Adjacent(Model):
     """Two split ops with nothing between them."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.mixers[1].mix(self.mixers[0].mix(self.embed(ids)))
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.mixers[1].mix(self.mixers[0].mix(self.embed(input_ids)))
 
 
 def test_nothing_between_two_split_ops_is_no_piece() -> None:

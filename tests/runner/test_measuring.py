@@ -9,8 +9,7 @@ import pytest
 
 from tests.tiny import make_checkpoint
 from weft.config import EngineConfig, resolve
-from weft.forward_context import GraphMode
-from weft.graph.dispatcher import CudaGraphMode
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.messages import SchedulerOutput
 from weft.runner.measuring import MIN_REPEATS, StepMaker, compare, forced, time_step
 from weft.runner.model_runner import ModelRunner
@@ -91,7 +90,7 @@ def test_a_context_fits_the_longest_sequence(runner: ModelRunner) -> None:
 
 
 def test_candidates_take_turns_and_leave_nothing_behind(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    orders, before = StepMaker(runner, context=7).prefill(65), runner._dispatcher
+    orders, before = StepMaker(runner, context=7).prefill(65), runner.graphs.dispatcher
     ran: list[str] = []
     launch = runner.launch
 
@@ -105,14 +104,14 @@ def test_candidates_take_turns_and_leave_nothing_behind(runner: ModelRunner, mon
     assert {name: len(ms) for name, ms in found.items()} == dict.fromkeys(["NONE", "PIECEWISE", "FULL"], MIN_REPEATS)
     rounds = [tuple(ran[i : i + 3]) for i in range(6, len(ran), 3)]
     assert all(set(r) == {"NONE", "PIECEWISE", "FULL"} for r in rounds) and len(set(rounds)) > 1
-    assert runner._dispatcher is before
+    assert runner.graphs.dispatcher is before
 
 
 def test_a_mode_that_cannot_take_a_batch_is_seen(runner: ModelRunner) -> None:
     """More prompts than a graph takes run without one, whatever is asked for."""
     maker = StepMaker(runner, context=7)
     many = maker._prompts(17 * 7, 0, 7)
-    with runner.dispatching(forced(GraphMode.FULL, 130)):
+    with runner.graphs.dispatching(forced(GraphMode.FULL, 130)):
         assert time_step(runner, many)[1] == "NONE"
         ms, mode = time_step(runner, maker.prefill(5))
         assert mode == "FULL" and ms > 0, "a measured batch may be padded to more than twice its size"

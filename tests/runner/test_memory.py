@@ -8,7 +8,7 @@ import torch
 from weft.cache.plan import plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config.model import LinearAttentionConfig
-from weft.runner.memory import allocate_caches, cache_tensor_bytes
+from weft.runner.memory import allocate_caches, cache_tensors
 
 MIB = 2**20
 
@@ -24,4 +24,4 @@ def test_planned_bytes_are_the_tensors_bytes(hybrid: bool, state_dtype: str) -> 
     spec = make_spec(hybrid, state_dtype)
     plan = plan_caches(spec, budget_bytes=8 * MIB, max_num_seqs=8, max_model_len=512)
     caches = allocate_caches(spec, plan, ["a", "b"], ["x", "y", "z"] if hybrid else [], torch.device("cpu"))
-    assert cache_tensor_bytes(caches) == plan.cache_bytes <= 8 * MIB
+    assert sum(tensor.nbytes for tensor in cache_tensors(caches).values()) == plan.cache_bytes <= 8 * MIB

@@ -13,11 +13,13 @@ import torch
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.config import resolve
-from weft.forward_context import ForwardContext, GraphMode, forward_context
+from weft.config.graph_modes import GraphMode
+from weft.forward_context import ForwardContext, forward_context
 from weft.graph.graph import EmulatedGraphPool
+from weft.graph.graph_set import CaptureOptions
+from weft.graph.pieces import PiecewiseModel
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.model_runner import ModelRunner
-from weft.runner.piecewise import PiecewiseModel
 
 ARCHS = ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 SETTINGS: dict[str, Any] = {
@@ -89,13 +91,14 @@ def test_pieces_do_not_change_the_answers(checkpoint: Path, settings: dict[str, 
     given, runner = answers(checkpoint, **settings, piecewise_cuda_graph_tokens=TOKENS)
     assert given == expected
     assert len(set(churn)) >= 5
-    pieces, breaks = runner.pieces, len(runner._layers.names("full_attention"))
+    graphs, breaks = runner.graphs, len(runner._layers.names("full_attention"))
+    pieces = graphs.pieces
     assert pieces is not None and pieces.sizes == TOKENS and pieces.counters.captures == len(TOKENS)
-    assert pieces.counters.pieces == breaks + 1 and pieces.counters.replays == len(churn)
-    assert 0 < pieces.counters.padding_tokens < pieces.counters.tokens == sum(churn)
-    assert (runner.graphs is not None) == ("cuda_graph_bs" in settings)
-    if runner.graphs is not None:
-        assert runner.graphs.counters.replays > 3
+    assert pieces.num_pieces == breaks + 1 and pieces.counters.replays == len(churn)
+    assert 0 < pieces.counters.padding_rows < pieces.counters.rows == sum(churn)
+    assert (graphs.decode is not None) == ("cuda_graph_bs" in settings)
+    if graphs.decode is not None:
+        assert graphs.decode.counters.replays > 3
 
 
 def test_the_bundled_model_answers_alike(churn: list[int]) -> None:
@@ -212,15 +215,35 @@ def noted_states(runner: ModelRunner) -> list[torch.Tensor]:
     return states
 
 
-def test_what_moves_is_named_in_debug_mode(tmp_path: Path) -> None:
-    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
-    settings = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [4], "model": str(folder)}
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_what_moves_is_named_in_debug_mode(tmp_path: Path, mode: str) -> None:
+    """Weights, caches, step buffers and row tables; before prefill and before decodes."""
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    settings = {"cuda_graph_mode": mode, "piecewise_cuda_graph_tokens": [1, 4], "model": str(folder)}
     runner = ModelRunner(resolve(**SETTINGS, **settings, enable_torch_compile_debug_mode=True))
     runner.run(step([(0, 0, 3)]))
-    weight = runner.model.model.norm.weight
-    weight.data = weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"model\.norm\.weight is not the tensor"):
-        runner.run(step([(0, 3, 3)]))
+    norm, rows, buffers = runner.model.model.norm, runner._rows, runner._builder._buffers
+    (layer, cache), *_ = runner.caches.items()
+
+    def refused(message: str, start: int) -> None:
+        for count in (2, 1):
+            with pytest.raises(RuntimeError, match=f"{message} is not the tensor"):
+                runner.run(step([(0, start, count)]))
+
+    for owner, name, message in (
+        (norm.weight, "data", r"model\.norm\.weight"),
+        (rows, "device_page_table", "page table"),
+        (rows, "last_token", "last tokens"),
+        (buffers, "_device", "step buffers"),
+    ):
+        kept = getattr(owner, name)
+        setattr(owner, name, kept.clone())
+        refused(message, 3)
+        setattr(owner, name, kept)
+    runner.caches[layer] = type(cache)(*(getattr(cache, field).clone() for field in cache.__slots__))
+    refused(rf"{layer}\.{cache.__slots__[0]}", 3)
+    runner.caches[layer] = cache
+    runner.run(step([(0, 3, 2)]))
 
 
 def test_the_step_says_how_it_ran(tmp_path: Path) -> None:
@@ -234,15 +257,14 @@ def test_the_step_says_how_it_ran(tmp_path: Path) -> None:
 
 def test_memory_used_up_leaves_sizes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter(range(0, 1000, 10))
-    monkeypatch.setattr("weft.runner.piecewise.reserved_bytes", lambda device: next(used))
+    monkeypatch.setattr("weft.graph.graph_set.reserved_bytes", lambda device: next(used))
     pieces = PiecewiseModel(
         lambda input_ids: input_ids[:, None].float(),
         lambda size: ForwardContext(None, {}),  # type: ignore[arg-type]
         EmulatedGraphPool(),
         [1, 2, 4, 8],
         frozenset(),
-        device=torch.device("cpu"),
+        CaptureOptions(torch.device("cpu"), show_progress=False),
         budget_bytes=15,
-        show_progress=False,
     )
     assert pieces.sizes == [4, 8] and pieces.counters.capture_bytes == 20

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.config.generation import GenerationDefaults
+from weft.config.graph_modes import CudaGraphMode
 from weft.config.model import ModelConfig
 
 Kind = Literal["int", "float", "bool", "text", "path", "ints", "texts"]
@@ -122,7 +123,7 @@ class EngineConfig:
     cuda_graph_mode: str = _option(
         "text", None, "which batches run as graphs; default: FULL on a GPU, NONE on the CPU (where any "
         "other mode replays recorded operations, to test what a graph would do)",
-        choices=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
+        choices=tuple(str(mode) for mode in CudaGraphMode if mode is not CudaGraphMode.TUNED),
     )  # fmt: skip
     graph_profile: str | None = _option(
         "text", None, "file of `weft tune` that says which batches run as graphs, or none; default: the one stored for "
@@ -155,7 +156,7 @@ class EngineConfig:
     enable_torch_compile: bool = _option("bool", False, "compile the model inside decode graphs, with Inductor")
     torch_compile_max_bs: int | None = _option("int", None, "largest decode batch to compile for; default: 32", low=1)
     enable_torch_compile_debug_mode: bool = _option(
-        "bool", False, "check on every replay that what the pieces read has not moved"
+        "bool", False, "check on every replay that nothing that the graph reads has moved"
     )
     # looking inside
     profile_dir: Path | None = _option("path", None, "write a torch profiler trace into this folder")

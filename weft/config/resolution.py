@@ -16,6 +16,7 @@ from typing import Any
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.generation import read_generation_config
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import differences, empty_profile, find_profile, read_profile
 from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
@@ -153,7 +154,8 @@ def _choose_graphs(values: dict[str, Any], reasons: dict[str, str], model: Model
     elif mode in _MODES_WITH_PIECES and not pieces:
         values["enable_piecewise_cuda_graph"] = True
         reasons["enable_piecewise_cuda_graph"] = f"cuda_graph_mode={mode}"
-    _refuse_without_effect(values, _DECODE_GRAPH_SETTINGS, mode in ("NONE", "PIECEWISE"))
+    _refuse_without_effect(values, ("enable_torch_compile_debug_mode",), mode == CudaGraphMode.NONE)
+    _refuse_without_effect(values, _DECODE_GRAPH_SETTINGS, mode not in _MODES_WITH_DECODE_GRAPHS)
     _refuse_without_effect(values, _TOKEN_SETTINGS, mode not in _MODES_WITH_MIXED_GRAPHS)
     _refuse_without_effect(values, _PIECES_SETTINGS, mode not in _MODES_WITH_PIECES)
 
@@ -197,16 +199,15 @@ def _choose_compiled_batch(values: dict[str, Any], reasons: dict[str, str]) -> N
         reasons[name] = "larger batches gain little: they compute more than they launch"
 
 
-TUNED = "TUNED"
-"""The mode in which a profile decides. It is chosen by naming a profile, or by having one."""
-
+TUNED = str(CudaGraphMode.TUNED)
 NO_PROFILE = "none"
 
-_MODES_WITH_PIECES = ("PIECEWISE", "FULL_AND_PIECEWISE", TUNED)
-_MODES_WITH_MIXED_GRAPHS = ("FULL", *_MODES_WITH_PIECES)
+_MODES_WITH_PIECES = tuple(str(mode) for mode in CudaGraphMode if GraphMode.PIECEWISE in mode.mixed)
+_MODES_WITH_MIXED_GRAPHS = tuple(str(mode) for mode in CudaGraphMode if mode.mixed)
+_MODES_WITH_DECODE_GRAPHS = tuple(str(mode) for mode in CudaGraphMode if GraphMode.FULL in mode.decode)
 _DECODE_GRAPH_SETTINGS = ("cuda_graph_bs", "cuda_graph_max_bs", "enable_torch_compile")
 _TOKEN_SETTINGS = ("piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens")
-_PIECES_SETTINGS = ("enable_torch_compile_debug_mode", "splitting_ops", "piecewise_cuda_graph_compiler")
+_PIECES_SETTINGS = ("splitting_ops", "piecewise_cuda_graph_compiler")
 
 
 def _default_graph_mode(values: dict[str, Any]) -> tuple[str, str]:

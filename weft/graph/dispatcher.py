@@ -1,56 +1,21 @@
 """Which batches run in which graphs: the configured mode as one pure function.
 
-Job: from a batch and the captured sizes to a run-time mode and a padded size. Owns: the rules, and their table in the
-docs. Does not know: graphs, devices, requests.
+Job: from a batch and the captured sizes to a run-time mode and a padded size. Owns: the choice. The rules of each mode
+are in ``config/graph_modes.py``. Does not know: graphs, devices, requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from weft.forward_context import BatchDescriptor, GraphMode
+from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.forward_context import BatchDescriptor
+from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting
 from weft.graph.profile import ModeTable
-from weft.graph.sizes import MAX_PREFILLS, chunk_capacity, smallest_fitting
 
 MAX_PADDING = 2
 """A batch whose tokens would be padded to more than this multiple runs without a graph."""
-
-
-class CudaGraphMode(StrEnum):
-    """Configured mode: which batches may run as graphs at all."""
-
-    NONE = "NONE"
-    PIECEWISE = "PIECEWISE"
-    FULL = "FULL"
-    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
-    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
-    TUNED = "TUNED"
-
-    @property
-    def decode(self) -> tuple[GraphMode, ...]:
-        """Graphs for a batch that decodes throughout, best first."""
-        return _RULES[self][0]
-
-    @property
-    def mixed(self) -> tuple[GraphMode, ...]:
-        """Graphs for a batch with prefill in it, best first."""
-        return _RULES[self][1]
-
-    def uses(self, mode: GraphMode) -> bool:
-        """Whether any batch may run in ``mode``."""
-        return mode in self.decode or mode in self.mixed
-
-
-_RULES: dict[CudaGraphMode, tuple[tuple[GraphMode, ...], tuple[GraphMode, ...]]] = {
-    CudaGraphMode.NONE: ((), ()),
-    CudaGraphMode.PIECEWISE: ((GraphMode.PIECEWISE,), (GraphMode.PIECEWISE,)),
-    CudaGraphMode.FULL: ((GraphMode.FULL,), (GraphMode.FULL,)),
-    CudaGraphMode.FULL_DECODE_ONLY: ((GraphMode.FULL,), ()),
-    CudaGraphMode.FULL_AND_PIECEWISE: ((GraphMode.FULL, GraphMode.PIECEWISE), (GraphMode.PIECEWISE,)),
-    CudaGraphMode.TUNED: ((GraphMode.FULL, GraphMode.PIECEWISE), (GraphMode.FULL, GraphMode.PIECEWISE)),
-}
 
 
 @dataclass(frozen=True, slots=True)

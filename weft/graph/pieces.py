@@ -1,7 +1,8 @@
-"""Pieces by capture: a stream capture that is broken at split ops while the model runs eagerly.
+"""A forward pass in captured pieces: a stream capture that is broken at split ops while the model runs eagerly.
 
-Job: run a function, record what lies between its split ops as graphs, note the split ops, and replay both in order.
-Owns: the static memory of every tensor that crosses a break. Does not know: models, layers, batches, sizes.
+Job: run the model, record what lies between its split ops as graphs, note the split ops, and replay both in order, for
+a list of token counts. Owns: the static memory of token ids and of every tensor that crosses a break. Does not know:
+what the model computes, which batch runs in pieces.
 
     capture │ piece 0 ─▶ qkv ┊ (attention noted, not run) ┊ out ─▶ piece 1 ─▶ qkv ┊ … ┊ out ─▶ piece n ─▶ result
     replay  │ graph          ┊ attention on real rows     ┊        graph          ┊ … ┊        graph
@@ -15,15 +16,20 @@ reads it.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.config.graph_modes import GraphMode
+from weft.forward_context import BatchDescriptor, ForwardContext, forward_context, get_forward_context
 from weft.graph.graph import Graph, GraphPool, Recording
+from weft.graph.graph_set import CaptureOptions, GraphCounters, GraphSet
+from weft.graph.piece_sources import Forward
 from weft.graph.split_ops import SplitOp
 
 
@@ -77,6 +83,10 @@ class CrossingBuffers:
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def named(self) -> dict[str, Tensor]:
+        """The buffers by a name that tells their role."""
+        return {" ".join(str(part) for part in ("crossing buffer", *key)): t for key, t in self._buffers.items()}
 
     def scribble(self) -> None:
         """Fill floating-point buffers with NaN, to show that a pass depends on nothing that the last one left."""
@@ -160,3 +170,94 @@ class PieceCapture:
     def _result(self, result: Tensor) -> Tensor:
         """The function's result in static memory: the pool's belongs to the next replay."""
         return self.buffers.take(("result",), result).copy_(result)
+
+
+class PiecewiseModel:
+    """A model that runs in pieces where the forward context asks for it, and is itself in every other mode.
+
+    Args:
+        model: breaks at split ops.
+        context: from a token count to the forward context of a capture; what the pieces read of its batch must be
+            static device memory.
+        pool: where graphs come from.
+        sizes: token counts to capture.
+        split_ops: names of the ops that break the pass.
+        budget_bytes: see ``GraphSet``.
+
+    Attributes:
+        model: as given.
+        sizes: captured token counts, ascending.
+    """
+
+    def __init__(
+        self,
+        model: Forward,
+        context: Callable[[int], ForwardContext],
+        pool: GraphPool,
+        sizes: Sequence[int],
+        split_ops: frozenset[str],
+        options: CaptureOptions,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.model, self._context = model, context
+        self._ids = torch.zeros(max(sizes), dtype=torch.int64, device=options.device)
+        self._source = PieceCapture(pool, split_ops, max(sizes))
+        if watched := options.watched:
+            own = {"token ids": self._ids}
+            options = dataclasses.replace(options, watched=lambda: {**watched(), **self._source.buffers.named(), **own})
+        self._graphs: GraphSet[Tensor] = GraphSet("pieces", self, sizes, options, budget_bytes)
+        self.sizes = self._graphs.sizes
+
+    def warm_up(self, size: int) -> None:
+        """See ``Recorder``."""
+        with forward_context(dataclasses.replace(self._context(size), breaks=self._source)):
+            self._source.warm_up(lambda: self.model(input_ids=self._ids[:size]))
+
+    def record(self, size: int) -> tuple[Graph, Tensor]:
+        """See ``Recorder``."""
+        with forward_context(dataclasses.replace(self._context(size), breaks=self._source)):
+            return self._source.capture(lambda: self.model(input_ids=self._ids[:size]))
+
+    @property
+    def counters(self) -> GraphCounters:
+        return self._graphs.counters
+
+    @property
+    def num_pieces(self) -> int:
+        """Graphs of one pass."""
+        return self._source.num_breaks + 1
+
+    def sequence(self, size: int) -> PieceSequence:
+        """The pass captured for ``size`` tokens, to look at."""
+        graph = self._graphs.graph(size)
+        assert isinstance(graph, PieceSequence)
+        return graph
+
+    def __call__(self, *, input_ids: Tensor) -> Tensor:
+        """Replay the pieces of the context's batch, or run the model if the context's mode is another.
+
+        Args:
+            input_ids: ``[T] int64``, T at most the size of the context's descriptor.
+
+        Returns:
+            ``[T, hidden_size]``; after a replay valid until the next one.
+        """
+        context, count = get_forward_context(), input_ids.shape[0]
+        if context.mode is not GraphMode.PIECEWISE:
+            return self.model(input_ids=input_ids)
+        assert context.descriptor is not None, "a batch in pieces needs a descriptor"
+        size = context.descriptor.num_tokens
+        assert size in self.sizes, f"no pieces are captured for {size} tokens, only for {self.sizes}"
+        self._ids[:count].copy_(input_ids)
+        self._ids[count:size].zero_()
+        return self._graphs.replay(size, count)[:count]
+
+    def run(self, context: ForwardContext, input_ids: Tensor, size: int) -> Tensor:
+        """Run a batch of at most ``size`` tokens in the pieces captured for ``size``.
+
+        Args:
+            context: of the batch, with its real sizes; split ops run under it.
+            input_ids: ``[T] int64``.
+        """
+        with forward_context(dataclasses.replace(context, mode=GraphMode.PIECEWISE, descriptor=BatchDescriptor(size))):
+            return self(input_ids=input_ids)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.forward_context import Batch, ChunkTable, Mixture
-from weft.graph.sizes import MAX_PREFILLS, chunk_capacity
+from weft.forward_context import Batch, BatchDescriptor, ChunkTable, Mixture
+from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import StepBuffers
 from weft.runner.rows import RowTable
@@ -58,6 +58,17 @@ class StepShape:
     def is_decode(self) -> bool:
         """Every sequence brings one token and samples one."""
         return self.num_decodes == self.num_seqs == self.num_samples
+
+    def descriptor(self) -> BatchDescriptor:
+        """What chooses the graph."""
+        return BatchDescriptor(
+            self.num_tokens,
+            self.num_seqs,
+            uniform_decode=self.is_decode,
+            num_prefills=self.num_seqs - self.num_decodes,
+            num_chunks=self.num_chunks,
+            num_decodes=self.num_decodes,
+        )
 
     @staticmethod
     def decodes(size: int, max_seq_len: int) -> StepShape:
@@ -308,6 +319,11 @@ class BatchBuilder:
         else:
             self.pad_decodes(nothing, shape.num_seqs)
         self.send()
+
+    @property
+    def device_block(self) -> Tensor:
+        """The static memory from which ``materialise`` makes its tensors."""
+        return self._buffers.block
 
     # -- device --------------------------------------------------------------------------------------------------
 

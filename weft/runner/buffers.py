@@ -71,6 +71,11 @@ class StepBuffers:
         self._device[:end].copy_(self._hosts[self._current][:end], non_blocking=True)
         self._copied[self._current].record()
 
+    @property
+    def block(self) -> Tensor:
+        """The device block."""
+        return self._device
+
     def device(self, name: str, size: int) -> Tensor:
         """The first ``size`` values of one array on the device; always the same memory."""
         dtype, _ = self._arrays[name]

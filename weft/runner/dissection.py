@@ -16,17 +16,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from weft.config import EngineConfig
-from weft.forward_context import KVCache
-from weft.graph.compilers import SplitPass
+from weft.graph.capture_sizes import token_sizes
 from weft.graph.graph import GraphPool, make_pool
 from weft.graph.listing import ListedGraph, ListingPool, Note, Operation, Place, Value, place_of
+from weft.graph.piece_sources import SplitPass
 from weft.graph.pieces import PieceSequence, SplitCall
-from weft.graph.sizes import token_sizes
 from weft.ops.backend import Backend
 from weft.runner.measuring import StepMaker
+from weft.runner.memory import cache_tensors
 from weft.runner.model_runner import ModelRunner
 
 NUM_WARMUPS, NUM_REPEATS = 1, 5
@@ -139,11 +138,12 @@ def dissect(config: EngineConfig, num_tokens: int) -> Dissection:
         return pools[-1]
 
     runner = ModelRunner(config, listing_pool)
-    assert runner.pieces is not None, "the mode captures no pieces"
-    sequence = runner.pieces.sequence(num_tokens)
+    pieces = runner.graphs.pieces
+    assert pieces is not None, "the mode captures no pieces"
+    sequence = pieces.sequence(num_tokens)
     times = _time(runner, pools[0], sequence, num_tokens)
-    form = runner.pieces.form
-    traced = tuple(item.graph.code for item in form.items) if isinstance(form, SplitPass) else ()
+    model = pieces.model
+    traced = tuple(item.graph.code for item in model.items) if isinstance(model, SplitPass) else ()
     return Dissection(num_tokens, tuple(_parts(runner, sequence, times)), _names(runner, sequence), traced)
 
 
@@ -183,7 +183,7 @@ def _durations(pool: ListingPool, laps: Sequence[tuple[object, object, object]])
 
 
 def _parts(runner: ModelRunner, sequence: PieceSequence, times: Sequence[float]) -> list[Part]:
-    caches = {tensor.untyped_storage().data_ptr() for _, tensor in _cache_tensors(runner)}
+    caches = {tensor.untyped_storage().data_ptr() for tensor in cache_tensors(runner.caches).values()}
     parts: list[Part] = []
     for step, ms in zip(sequence.steps, times, strict=True):
         if isinstance(step, SplitCall):
@@ -203,18 +203,6 @@ def _names(runner: ModelRunner, sequence: PieceSequence) -> dict[Place, str]:
             for i, tensor in enumerate(step.inputs):
                 names.setdefault(place_of(tensor), f"{step.op.name}_input_{i}")
             names.setdefault(place_of(step.out), f"{step.op.name}_output")
-    names |= {place_of(tensor): f'caches["{name}"]' for name, tensor in _cache_tensors(runner)}
+    names |= {place_of(tensor): f'caches["{name}"]' for name, tensor in cache_tensors(runner.caches).items()}
     stored = [*runner.model.named_parameters(), *runner.model.named_buffers()]
     return names | {place_of(tensor): f'weights["{name}"]' for name, tensor in stored}
-
-
-def _cache_tensors(runner: ModelRunner) -> list[tuple[str, Tensor]]:
-    found = []
-    for name, cache in runner.caches.items():
-        pairs = (
-            (("k", cache.k), ("v", cache.v))
-            if isinstance(cache, KVCache)
-            else (("conv", cache.conv), ("recurrent", cache.recurrent))
-        )
-        found += [(f"{name}.{role}", tensor) for role, tensor in pairs]
-    return found

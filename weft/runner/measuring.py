@@ -21,8 +21,8 @@ import msgspec
 import torch
 from tqdm import tqdm
 
+from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing
-from weft.forward_context import GraphMode
 from weft.graph.dispatcher import Dispatcher
 from weft.graph.profile import ModeTable, points_to_measure
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
@@ -143,7 +143,7 @@ def compare(
 
 
 def _time_as(runner: ModelRunner, orders: SchedulerOutput, change: Change) -> tuple[float, str]:
-    with runner.dispatching(change):
+    with runner.graphs.dispatching(change):
         return time_step(runner, orders)
 
 
@@ -172,10 +172,9 @@ def measure_modes(
         profile: without figures.
     """
     maker = StepMaker(runner, effort.context)
-    decode = sorted(points_to_measure(runner.graphs.sizes if runner.graphs is not None else ()))
-    captured = set(runner.pieces.sizes if runner.pieces is not None else ())
-    captured |= set(runner.forward_graphs.sizes if runner.forward_graphs is not None else ())
-    tokens = points_to_measure(sorted(captured))
+    dispatcher = runner.graphs.dispatcher
+    decode = points_to_measure(dispatcher.decode_sizes)
+    tokens = points_to_measure(sorted({*dispatcher.token_sizes, *dispatcher.full_token_sizes}))
     # Decodes first and from the largest on, because they keep their contexts until prompts take their rows.
     work: list[tuple[str, Callable[[int], SchedulerOutput], int]]
     work = [("decode", maker.decode, n) for n in reversed(decode)]

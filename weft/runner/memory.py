@@ -101,13 +101,9 @@ def release_workspaces() -> None:
         torch._C._cuda_clearCublasWorkspaces()  # torch has no public name for it
 
 
-def cache_tensor_bytes(caches: dict[str, KVCache | StateCache]) -> int:
-    """Bytes that the tensors of ``caches`` hold."""
-    total = 0
-    for cache in caches.values():
-        tensors = (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.conv, cache.recurrent)
-        total += sum(t.numel() * t.element_size() for t in tensors)
-    return total
+def cache_tensors(caches: dict[str, KVCache | StateCache]) -> dict[str, torch.Tensor]:
+    """Every tensor of ``caches``, as ``layer.tensor``."""
+    return {f"{layer}.{name}": getattr(cache, name) for layer, cache in caches.items() for name in cache.__slots__}
 
 
 def _gib(num_bytes: int) -> str:

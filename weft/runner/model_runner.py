@@ -14,8 +14,8 @@ step, and ``PendingStep.result`` fetches them when the host wants to know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -24,12 +24,14 @@ from torch import Tensor
 from weft.cache.plan import CachePlan, plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import read_profile
-from weft.forward_context import BatchDescriptor, ForwardContext, GraphMode, KVCache, StateCache, forward_context
-from weft.graph.dispatcher import Choice, CudaGraphMode, Dispatcher
+from weft.forward_context import Batch, ForwardContext, KVCache, StateCache, forward_context
+from weft.graph.capture_sizes import CaptureSizes
+from weft.graph.dispatcher import Choice
 from weft.graph.graph import GraphPool, make_pool
+from weft.graph.graph_set import CaptureOptions
 from weft.graph.profile import ModeTable
-from weft.graph.sizes import smallest_fitting
 from weft.layers.context import ModelContext
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.layers.table import LayerTable
@@ -40,23 +42,21 @@ from weft.ops.backend import Backend, resolve_backend
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
 from weft.runner.buffers import to_device
-from weft.runner.capture import capture_graphs
-from weft.runner.capture_sizes import CaptureSizes, capture_sizes
-from weft.runner.captured_steps import CapturedSteps, SampledLogits
-from weft.runner.forms import ModelForms
+from weft.runner.compilation import ModelCompiler
 from weft.runner.memory import (
     GRAPH_BYTES,
     allocate_caches,
+    cache_tensors,
     explained_out_of_memory,
     gpu_cache_budget,
 )
 from weft.runner.moves import CacheMover
-from weft.runner.piecewise import PiecewiseModel, capture_pieces
 from weft.runner.results import PendingStep, pending_step, prompt_logprobs_of
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
-from weft.runner.sized_graphs import SizedGraphs
 from weft.runner.startup import StartupTimes
+from weft.runner.step_functions import SampledLogits, StepFunctions
+from weft.runner.step_graphs import StepGraphs, capture_graphs
 from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, one_layer_of_each_kind, powers_of_two
 from weft.weights import load_weights
 
@@ -72,9 +72,8 @@ class ModelRunner:
 
     Attributes:
         config, spec, plan: settings; the caches' geometry; their sizes.
-        graphs: of the decode step, or None.
-        forward_graphs, sample_graphs: of any batch's forward pass, by tokens, and of drawing its tokens; or None.
-        pieces: the model's forward pass in captured pieces, or None.
+        compiler: prepares the model for capture.
+        graphs: what was captured.
         startup: where the time of the start went.
 
     Raises:
@@ -87,15 +86,10 @@ class ModelRunner:
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
         self._sampler = Sampler(self._backend)
-        self._graph_mode = CudaGraphMode(config.cuda_graph_mode)
         profile = read_profile(Path(config.graph_profile)) if config.graph_profile else None
         self._table = ModeTable.of(profile) if profile is not None else None
         self._make_pool = pool_maker
-        self._dispatcher = Dispatcher(CudaGraphMode.NONE)  # until something is captured
-        self.graphs: SizedGraphs[SampledLogits] | None = None
-        self.forward_graphs: SizedGraphs[Tensor] | None = None
-        self.sample_graphs: SizedGraphs[SampledLogits] | None = None
-        self.pieces: PiecewiseModel | None = None
+        self.graphs = StepGraphs()
         self.caches: dict[str, KVCache | StateCache] = {}
         self.spec = CacheSpec.from_model(
             config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
@@ -105,7 +99,7 @@ class ModelRunner:
         with explained_out_of_memory("loading the weights", config):
             with stage("model"):
                 self.model = self._make_model()
-                self._forms = ModelForms(config, self.model)
+                self.compiler = ModelCompiler(config, self.model)
                 self._layer_modules = self._layers.by_name()
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
                 load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
@@ -153,7 +147,7 @@ class ModelRunner:
         self.caches = {}
 
     def _walk_captured_steps(self) -> None:
-        sizes, steps = self._capture_sizes(self.config.max_num_seqs), self._steps
+        sizes, steps = self._capture_sizes(self.config.max_num_seqs), self._functions
         for size in powers_of_two(max(sizes.decode)) if sizes.decode else ():
             steps.pad(steps.decode_shape(size))
             steps.decode(size)
@@ -234,13 +228,13 @@ class ModelRunner:
             device=self.device,
         )
         self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
-        self._steps = CapturedSteps(
+        self._functions = StepFunctions(
             self.model,
             self._builder,
             self._rows,
             self._sampler,
             self._sampling,
-            lambda batch: ForwardContext(batch, self.caches, self._layer_modules, mode=GraphMode.FULL),
+            self._context,
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
             hidden=torch.zeros(
@@ -252,39 +246,23 @@ class ModelRunner:
         )
 
     def _capture_graphs(self) -> None:
-        if self._graph_mode is CudaGraphMode.NONE:
+        config, sizes = self.config, self._capture_sizes(self.plan.max_num_seqs)
+        if CudaGraphMode(config.cuda_graph_mode) is CudaGraphMode.NONE:
             return
-        sizes, pool = self._capture_sizes(self.plan.max_num_seqs), self._make_pool(self.device)
-        captured = capture_graphs(sizes, self._steps, self._forms, self._make_pieces, pool, self.config)
-        self.graphs, self.forward_graphs = captured.decode, captured.forward
-        self.pieces, self.sample_graphs = captured.pieces, captured.samples
-        self._dispatcher = captured.dispatcher(self._graph_mode, self._table)
+        watched = self._read_by_graphs if config.enable_torch_compile_debug_mode else None
+        options = CaptureOptions(self.device, keep_gc=config.enable_cudagraph_gc, watched=watched)
+        pool = self._make_pool(self.device)
+        self.graphs = capture_graphs(sizes, self._functions, self.compiler, pool, options, config, self._table)
 
     def _capture_sizes(self, max_num_seqs: int) -> CaptureSizes:
-        return capture_sizes(self.config, max_num_seqs, self._table)
+        return CaptureSizes.of(self.config, max_num_seqs, self._table)
 
-    def _make_pieces(self, pool: GraphPool, budget_bytes: int) -> PiecewiseModel:
-        return capture_pieces(
-            self._forms,
-            dict(self.model.named_parameters()),
-            self._builder,
-            self._steps.mixture_shape,
-            lambda batch: ForwardContext(batch, self.caches, self._layer_modules),
-            pool,
-            self.config,
-            self._capture_sizes(self.plan.max_num_seqs).pieces,
-            budget_bytes=budget_bytes,
-        )
-
-    @contextmanager
-    def dispatching(self, change: Callable[[Dispatcher], Dispatcher]) -> Iterator[None]:
-        """Choose graphs by another dispatcher in the body: to measure and to compare; serving has no use for it."""
-        before = self._dispatcher
-        self._dispatcher = change(before)
-        try:
-            yield
-        finally:
-            self._dispatcher = before
+    def _read_by_graphs(self) -> dict[str, Tensor]:
+        """Everything that captured graphs read and that must stay where it is, by name."""
+        stored = [*self.model.named_parameters(), *self.model.named_buffers()]
+        rows = {"page table": self._rows.device_page_table, "last tokens": self._rows.last_token}
+        steps = {"step buffers": self._builder.device_block, "hidden states": self._functions.hidden}
+        return dict(stored) | cache_tensors(self.caches) | rows | steps
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -299,35 +277,19 @@ class ModelRunner:
         self._move(orders)
         sampled = [r for r in orders.requests if r.samples]
         shape = self._builder.fill(orders)
-        choice = self._choose(shape)
+        choice = self.graphs.choose(shape)
         if choice.mode is GraphMode.FULL and shape.is_decode:
             return self._launch_decode_graph(orders, sampled, shape, choice.size)
         return self._launch_batch(orders, sampled, shape, choice)
-
-    def _choose(self, shape: StepShape) -> Choice:
-        """How the step runs."""
-        descriptor = BatchDescriptor(
-            shape.num_tokens,
-            shape.num_seqs,
-            uniform_decode=shape.is_decode,
-            num_prefills=shape.num_seqs - shape.num_decodes,
-            num_chunks=shape.num_chunks,
-            num_decodes=shape.num_decodes,
-        )
-        choice = self._dispatcher.choose(descriptor)
-        graphs = self.graphs if shape.is_decode else self.forward_graphs
-        if graphs is not None and choice.mode is not GraphMode.FULL:
-            graphs.counters.missed += 1
-        return choice
 
     def _launch_decode_graph(
         self, orders: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
     ) -> PendingStep:
         """Replay a decode step."""
-        assert self.graphs is not None
+        assert self.graphs.decode is not None
         self._builder.pad_decodes(shape, size)
         self._builder.send()
-        result = self._drawn(self.graphs.replay(size, shape.num_seqs), shape, sampled)
+        result = self._drawn(self.graphs.decode.replay(size, shape.num_seqs), shape, sampled)
         pending = pending_step(orders.step, sampled, result, self._rows)
         pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
         return pending
@@ -339,8 +301,7 @@ class ModelRunner:
         sample_size = None
         if choice.mode is not GraphMode.NONE:
             self._builder.pad_mixture(shape, choice.size)
-            if sampled and self.sample_graphs is not None:
-                sample_size = smallest_fitting(self.sample_graphs.sizes, shape.num_samples)
+            sample_size = self.graphs.sample_size(shape.num_samples) if sampled else None
         if sample_size is not None:
             self._builder.pad_samples(shape, sample_size)
         self._builder.send()
@@ -349,10 +310,10 @@ class ModelRunner:
         if not sampled:
             pending = PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
         else:
-            if sample_size is not None and self.sample_graphs is not None:
+            if sample_size is not None and self.graphs.samples is not None:
                 if choice.mode is not GraphMode.FULL:
-                    self._steps.keep(hidden_states)
-                result = self._drawn(self.sample_graphs.replay(sample_size, shape.num_samples), shape, sampled)
+                    self._functions.keep(hidden_states)
+                result = self._drawn(self.graphs.samples.replay(sample_size, shape.num_samples), shape, sampled)
             else:
                 rows = self._builder.sample_rows(shape.num_samples)
                 logits = self.model.compute_logits(hidden_states.index_select(0, rows.indices))
@@ -377,34 +338,38 @@ class ModelRunner:
             ``(logits [N, V], token_ids [N])`` of both, as copies. To verify graphs; serving has no use for it.
         """
         shape = self._builder.fill(orders)
-        choice = self._choose(shape)
-        assert self.graphs is not None and choice.mode is GraphMode.FULL and shape.is_decode, "no graph fits the step"
+        choice = self.graphs.choose(shape)
+        graphs = self.graphs.decode
+        assert graphs is not None and choice.mode is GraphMode.FULL and shape.is_decode, "no graph fits the step"
         count = shape.num_seqs
         self._builder.pad_decodes(shape, choice.size)
         self._builder.send()
         slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
         states = [t for c in self.caches.values() if isinstance(c, StateCache) for t in (c.conv, c.recurrent)]
         before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
-        logits, result = self._steps.decode(choice.size)
+        logits, result = self._functions.decode(choice.size)
         eager = logits[:count].clone(), result.token_ids[:count].clone()
         for tensor, values in zip(states, before, strict=True):
             tensor.index_copy_(0, slots, values)
         self._rows.last_token.copy_(last_token)
-        logits, result = self.graphs.replay(choice.size, count)
+        logits, result = graphs.replay(choice.size, count)
         return eager, (logits[:count].clone(), result.token_ids[:count].clone())
 
     def _forward(self, shape: StepShape, choice: Choice) -> Tensor:
         """``[num_tokens, hidden_size]``; from graphs valid until the next step."""
         if choice.mode is GraphMode.FULL:
-            assert self.forward_graphs is not None
-            return self.forward_graphs.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
+            assert self.graphs.forward is not None
+            return self.graphs.forward.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
         inputs = self._builder.materialise(shape)
-        context = ForwardContext(inputs.batch, self.caches, self._layer_modules, mode=choice.mode)
+        context = self._context(inputs.batch, choice.mode)
         if choice.mode is GraphMode.PIECEWISE:
-            assert self.pieces is not None
-            return self.pieces.run(context, inputs.input_ids, choice.size)
+            assert self.graphs.pieces is not None
+            return self.graphs.pieces.run(context, inputs.input_ids, choice.size)
         with forward_context(context):
             return self.model(inputs.input_ids)
+
+    def _context(self, batch: Batch, mode: GraphMode) -> ForwardContext:
+        return ForwardContext(batch, self.caches, self._layer_modules, mode=mode)
 
     def _draw(self, logits: Tensor, rows: SampleRows, sampled: list[ScheduledRequest]) -> SamplerOutput:
         """Sample, and remember what was sampled."""

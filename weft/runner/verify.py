@@ -52,9 +52,10 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
     Raises:
         CapacityError: the cache is too small for as many sequences as the largest graph takes.
     """
-    assert runner.graphs is not None, "there are no graphs to verify"
+    graphs = runner.graphs.decode
+    assert graphs is not None, "there are no graphs to verify"
     rng = random.Random(seed)
-    for size in runner.graphs.sizes:
+    for size in graphs.sizes:
         sequences = _start(runner, max(1, size - 1), rng)
         eager, replayed = runner.decode_both_ways(_decode(sequences))
         difference = (eager[0].float() - replayed[0].float()).abs().max().item()

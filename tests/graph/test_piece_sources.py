@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from tests.graph.fake_model import SIZE, Model, context_of
-from tests.graph.test_pieces import NAMES, SIZES, AllAtOnce, eager, random_lengths
+from tests.graph.test_pieces import SIZES, AllAtOnce, Pieces, eager, random_lengths
 from weft.errors import ConfigError
-from weft.forward_context import BatchDescriptor, GraphMode, forward_context, get_forward_context
-from weft.graph.compilers import CompileCounters, PieceSource, Traced, Uncompiled, run_eagerly
-from weft.graph.graph import EmulatedGraphPool, Tape
+from weft.forward_context import forward_context, get_forward_context
+from weft.graph.graph import Tape
 from weft.graph.inductor import PieceCompiler, code_of
-from weft.graph.pieces import PieceCapture
+from weft.graph.piece_sources import CompileCounters, PieceSource, Traced, Uncompiled, run_eagerly
 from weft.graph.split_ops import known_split_ops
 from weft.graph.splitting import split_graph
 from weft.graph.tracing import trace
-from weft.graph.wrapper import GraphWrapper
 
 CPU = torch.device("cpu")
 
@@ -43,26 +41,8 @@ def make(name: str, folder: Path) -> PieceSource:
     return Traced(name, CPU, compiler, frozenset(), compiler.counters)
 
 
-class Pieces:
-    """A prepared model captured in pieces for ``SIZES``, largest first."""
-
-    def __init__(self, model: Model, source: PieceSource) -> None:
-        self.model, self.pool = model, EmulatedGraphPool()
-        self.ids = torch.zeros(max(SIZES), dtype=torch.int64)
-        self.forward = source.prepare(model, context_of([1], {}), max(SIZES))
-        self.capture = PieceCapture(self.pool, NAMES, max(SIZES))
-        self.wrapper = GraphWrapper(lambda ids: self.forward(ids), GraphMode.PIECEWISE, self.capture.capture)
-        for size in reversed(SIZES):
-            with forward_context(context_of([1], model.table(), breaks=self.capture)):
-                self.capture.warm_up(lambda size=size: self.forward(self.ids[:size]))  # type: ignore[misc]
-                self.wrapper.capture(BatchDescriptor(size), ids=self.ids[:size])
-
-    def run(self, ids: Tensor, lengths: list[int], size: int) -> Tensor:
-        self.ids[: ids.shape[0]] = ids
-        self.ids[ids.shape[0] : size] = 0
-        fields = {"mode": GraphMode.PIECEWISE, "descriptor": BatchDescriptor(size)}
-        with forward_context(context_of(lengths, self.model.table(), **fields)):
-            return self.wrapper(ids=self.ids[:size])[: ids.shape[0]]
+def prepared_pieces(model: Model, source: PieceSource) -> Pieces:
+    return Pieces(model, source.prepare(model, context_of([1], {}), max(SIZES)))
 
 
 @pytest.fixture
@@ -72,27 +52,27 @@ def model() -> Model:
 
 @pytest.mark.parametrize("name", ["capture", "eager", "inductor"])
 def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name: str, folder: Path) -> None:
-    pieces, rng = Pieces(model, make(name, folder)), random.Random(4)
+    pieces, rng = prepared_pieces(model, make(name, folder)), random.Random(4)
     kept = []
     for _ in range(150):
         size = rng.choice(SIZES)
         count = rng.randint(1, size)
         ids, lengths = torch.randint(50, (count,)), random_lengths(count, rng)
         pieces.pool.scribble()
-        pieces.capture.buffers.scribble()
+        pieces.source.buffers.scribble()
         kept.append(torch.full((rng.randint(1, 4000),), torch.nan))
         torch.testing.assert_close(pieces.run(ids, lengths, size), eager(model, ids, lengths), rtol=1e-5, atol=1e-5)
-    assert pieces.wrapper.counters.captures == len(SIZES) and pieces.wrapper.counters.replays == 150
+    assert pieces.runs.counters.captures == len(SIZES) and pieces.runs.counters.replays == 150
     # One input, one output, one result, whatever the source.
-    assert pieces.capture.buffers.num_bytes == 3 * max(SIZES) * SIZE * 4
+    assert pieces.source.buffers.num_bytes == 3 * max(SIZES) * SIZE * 4
 
 
 def test_outputs_that_live_together_do_not_share_memory(folder: Path) -> None:
     model = AllAtOnce().requires_grad_(False)
-    pieces, ids = Pieces(model, make("eager", folder)), torch.randint(50, (63,))
+    pieces, ids = prepared_pieces(model, make("eager", folder)), torch.randint(50, (63,))
     torch.testing.assert_close(pieces.run(ids, [20, 43], 64), eager(model, ids, [20, 43]), rtol=0, atol=1e-6)
     # Two outputs live together; the graph forgets them before the third, where Python's variables would not.
-    assert pieces.capture.buffers.num_bytes == (1 + 2 + 1) * max(SIZES) * SIZE * 4
+    assert pieces.source.buffers.num_bytes == (1 + 2 + 1) * max(SIZES) * SIZE * 4
 
 
 def test_a_prepared_model_outside_of_pieces_is_the_model(model: Model, folder: Path) -> None:
@@ -105,12 +85,12 @@ def test_a_prepared_model_outside_of_pieces_is_the_model(model: Model, folder: P
 def test_each_distinct_piece_is_compiled_once_and_found_at_the_next_start(model: Model, tmp_path: Path) -> None:
     """Layers that are built alike share their code; other weights do not matter."""
     first = make("inductor", tmp_path)
-    pieces = Pieces(model, first)
+    pieces = prepared_pieces(model, first)
     assert first.counters == CompileCounters(compiled=2, cache_hits=0, reused=2)
     other = Model().requires_grad_(False)
     other.embed.weight.mul_(2)
     second = make("inductor", tmp_path)
-    again = Pieces(other, second)
+    again = prepared_pieces(other, second)
     assert second.counters == CompileCounters(compiled=0, cache_hits=2, reused=2)
     ids = torch.randint(50, (64,))
     for each in (pieces, again):
@@ -123,8 +103,8 @@ def test_each_distinct_piece_is_compiled_once_and_found_at_the_next_start(model:
 
 
 def test_a_compiled_piece_is_one_operation_to_the_recorder(model: Model, folder: Path) -> None:
-    pieces = Pieces(model, make("inductor", folder))
-    graph = next(iter(pieces.wrapper._entries.values())).graph
+    pieces = prepared_pieces(model, make("inductor", folder))
+    graph = pieces.runs.sequence(max(SIZES))
     tapes = [step for step in graph.steps if isinstance(step, Tape)]
     assert len(tapes) == 4
     for tape in tapes:
@@ -145,8 +125,8 @@ def test_code_tells_pieces_apart_by_what_they_compute(model: Model) -> None:
     assert not set(half) & set(plain), "dtypes count"
 
     class Scaled(Model):
-        def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids) * 3
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids) * 3
 
     assert parts(Scaled().requires_grad_(False))[:-1] == plain[:-1]
     assert parts(Scaled().requires_grad_(False))[-1] != plain[-1]
@@ -159,8 +139,8 @@ class Peeking(Model):
         super().__init__()
         self.peek = peek
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) + self.peek(ids)
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) + self.peek(input_ids)
 
 
 @pytest.mark.parametrize(

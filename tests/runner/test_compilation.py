@@ -21,14 +21,14 @@ from tests.tiny import make_checkpoint
 from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
-from weft.graph.compilers import SplitPass
 from weft.graph.inductor import code_of
+from weft.graph.piece_sources import CompileCounters, SplitPass
 from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, trace
 from weft.models.registry import create_model
 from weft.ops.backend import Backend
 from weft.ops.traced import opaque_ops
-from weft.runner.captured_steps import CapturedSteps
 from weft.runner.model_runner import ModelRunner
+from weft.runner.step_functions import StepFunctions
 
 TRACED: dict[str, Any] = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_compiler": "eager"}
 COMPILED: dict[str, Any] = {
@@ -47,9 +47,9 @@ def runner(checkpoint: Path) -> ModelRunner:
 
 
 def traced_pass(runner: ModelRunner) -> SplitPass:
-    (form,) = runner._forms._forms.values()
-    assert isinstance(form, SplitPass)
-    return form
+    (model,) = runner.compiler._prepared.values()
+    assert isinstance(model, SplitPass)
+    return model
 
 
 def test_a_real_model_is_cut_at_its_layers(runner: ModelRunner) -> None:
@@ -71,7 +71,7 @@ def test_results_are_picked_where_they_are_computed(runner: ModelRunner) -> None
 def test_what_is_bound_never_moves(runner: ModelRunner) -> None:
     """Parameters, and the one static field of a batch; everything else comes with the call."""
     static = {p.data_ptr() for p in runner.model.parameters()}
-    token_count = runner._builder.materialise(runner._steps.mixture_shape(4)).batch.token_count
+    token_count = runner._builder.materialise(runner._functions.mixture_shape(4)).batch.token_count
     assert token_count is not None
     static.add(token_count.data_ptr())
     inputs = traced_pass(runner)._inputs
@@ -97,27 +97,27 @@ def test_traced_pieces_do_not_change_the_answers(
     assert given == expected and len(set(churn)) >= 5
     layers = runner.config.model_config
     breaks = len(layers.attention_layers) + (len(layers.linear_layers) if splitting_ops is not None else 0)
-    assert runner.pieces is not None and runner.pieces.counters.pieces == breaks + 1
-    assert (runner.pieces.counters.compiled, runner.pieces.counters.cache_hits) == (0, 0)
+    assert runner.graphs.pieces is not None and runner.graphs.pieces.num_pieces == breaks + 1
+    assert runner.compiler.counters == CompileCounters()
 
 
 @pytest.fixture
 def compiled_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Sizes of captured decode steps, and whether they ran the compiled form."""
     sizes: list[tuple[int, bool]] = []
-    decode: Callable[[CapturedSteps, int], Any] = CapturedSteps.decode
+    decode: Callable[[StepFunctions, int], Any] = StepFunctions.decode
     call = SplitPass.__call__
 
     def noted_call(self: SplitPass, input_ids: Tensor) -> Tensor:
         sizes[-1:] = [(size, True) for size, _ in sizes[-1:]]
         return call(self, input_ids)
 
-    def noted(self: CapturedSteps, size: int) -> Any:
+    def noted(self: StepFunctions, size: int) -> Any:
         sizes.append((size, False))
         return decode(self, size)
 
     monkeypatch.setattr(SplitPass, "__call__", noted_call)
-    monkeypatch.setattr(CapturedSteps, "decode", noted)
+    monkeypatch.setattr(StepFunctions, "decode", noted)
     return sizes
 
 
@@ -131,12 +131,13 @@ def test_compiled_forms_do_not_change_the_answers_and_are_kept(
     expected, _ = answers(folder)
     given, runner = answers(folder, **COMPILED)
     assert given == expected and len(set(churn)) >= 2
-    assert runner.pieces is not None and runner.graphs is not None and runner.graphs.counters.replays > 3
+    graphs = runner.graphs
+    assert graphs.pieces is not None and graphs.decode is not None and graphs.decode.counters.replays > 3
     assert set(compiled_sizes[: 3 * len(COMPILED["cuda_graph_bs"])]) == {(4, False), (2, True), (1, True)}
-    assert runner._forms.counters.reused == 1
+    assert runner.compiler.counters.reused == 1
     again, second = answers(folder, **COMPILED)
-    assert again == expected and second.pieces is not None
-    assert (second.pieces.counters.compiled, second.pieces.counters.cache_hits) == (0, 4)
+    assert again == expected and second.graphs.pieces is not None
+    assert (second.compiler.counters.compiled, second.compiler.counters.cache_hits) == (0, 4)
 
 
 def test_decode_graphs_alone_can_be_compiled(tmp_path: Path, compiled_sizes: list[tuple[int, bool]]) -> None:
@@ -144,8 +145,8 @@ def test_decode_graphs_alone_can_be_compiled(tmp_path: Path, compiled_sizes: lis
     expected, _ = answers(folder)
     settings = {"cuda_graph_mode": "FULL_DECODE_ONLY", "cuda_graph_bs": [4], "enable_torch_compile": True}
     given, runner = answers(folder, **settings)
-    assert given == expected and runner.pieces is None
-    assert set(compiled_sizes) == {(4, True)} and runner._forms.counters.reused == 1
+    assert given == expected and runner.graphs.pieces is None
+    assert set(compiled_sizes) == {(4, True)} and runner.compiler.counters.reused == 1
 
 
 @pytest.mark.parametrize(

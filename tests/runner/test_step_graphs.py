@@ -10,9 +10,11 @@ import torch
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
+from weft.graph.capture_sizes import decode_sizes, smallest_fitting
 from weft.graph.graph import EmulatedGraphPool
-from weft.graph.sizes import decode_sizes, smallest_fitting
-from weft.runner.sized_graphs import SizedGraphs
+from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
+
+QUIET = CaptureOptions(torch.device("cpu"), show_progress=False)
 
 
 def workload(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -59,7 +61,7 @@ def test_graphs_overlap_and_preemption_do_not_change_the_answers(
         outputs = llm.generate(*workload(12, 5), use_tqdm=False)
         assert [o.outputs[0].token_ids for o in outputs] == expected
         assert (llm.stats().num_preemptions > 0) == (pages is not None)
-        graphs = llm._core._executor._runner.graphs
+        graphs = llm._core._executor._runner.graphs.decode
         if mode == "NONE":
             assert graphs is None
         else:
@@ -77,7 +79,7 @@ def test_every_size_warms_up_twice_before_its_capture() -> None:
         return x[:size] + 1
 
     pool = EmulatedGraphPool()
-    graphs = SizedGraphs("graphs", function, pool, [1, 2, 5], device=torch.device("cpu"), show_progress=False)
+    graphs = GraphSet("graphs", FunctionRecorder(function, pool), [1, 2, 5], QUIET)
     assert runs == [5, 5, 5, 2, 2, 2, 1, 1, 1] and graphs.sizes == [1, 2, 5]
     x.fill_(3)
     assert graphs.replay(2, 1).tolist() == [4, 4] and len(runs) == 9

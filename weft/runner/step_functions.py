@@ -1,4 +1,4 @@
-"""What is captured as full graphs: a decode step, the forward pass of any batch, and sampling.
+"""The functions behind full graphs: a decode step, the forward pass of any batch, and sampling.
 
 Job: run each of them for a padded size, from the static step buffers, with device work only, so that a graph of it
 serves every batch that fits. Owns: the order of the work. Does not know: graphs, requests, which size a batch runs in.
@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
-from weft.runner.forms import ModelForms
+from weft.runner.compilation import ModelCompiler
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 
@@ -26,14 +27,17 @@ SampledLogits = tuple[Tensor, SamplerOutput]
 """``logits [N, V]`` and the sampled tokens, on the device."""
 
 
-class CapturedSteps:
+class StepFunctions:
     """The functions behind a runner's full graphs.
 
     Args:
         model, builder, rows, sampler, sampling: the runner's.
-        context: from a batch to its forward context.
+        context: from a batch and the mode it runs in to its forward context.
         max_num_seqs, max_model_len: what a graph must be able to serve.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
+
+    Attributes:
+        hidden: as given.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class CapturedSteps:
         rows: RowTable,
         sampler: Sampler,
         sampling: SamplingInputs,
-        context: Callable[[Batch], ForwardContext],
+        context: Callable[[Batch, GraphMode], ForwardContext],
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -52,7 +56,7 @@ class CapturedSteps:
         self._model, self._builder, self._rows = model, builder, rows
         self._sampler, self._sampling, self._context = sampler, sampling, context
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self._hidden = hidden
+        self.hidden = hidden
         self._compiled: Callable[..., Tensor] = model
         self._max_compiled = 0
 
@@ -66,35 +70,39 @@ class CapturedSteps:
     def mixture_shape(self, num_tokens: int) -> StepShape:
         return StepShape.mixture(num_tokens, self._max_num_seqs, self._max_model_len)
 
-    def compile_decodes(self, forms: ModelForms, max_size: int) -> None:
-        """From now on, decode steps of up to ``max_size`` rows run the form of the model that is made for them."""
+    def pieces_context(self, num_tokens: int) -> ForwardContext:
+        """The forward context in which pieces of ``num_tokens`` tokens are captured."""
+        return self._context(self._builder.materialise(self.mixture_shape(num_tokens)).batch, GraphMode.NONE)
+
+    def compile_decodes(self, compiler: ModelCompiler, max_size: int) -> None:
+        """From now on, decode steps of up to ``max_size`` rows run the model as it is compiled for them."""
         batch = self._builder.materialise(self.decode_shape(min(max_size, self._max_num_seqs))).batch
-        self._compiled = forms.for_decodes(self._context(batch), batch.num_tokens)
+        self._compiled = compiler.for_decodes(self._context(batch, GraphMode.FULL), batch.num_tokens)
         self._max_compiled = max_size
 
     def decode(self, size: int) -> SampledLogits:
         """The whole decode step of ``size`` rows."""
         inputs = self._builder.materialise(self.decode_shape(size))
         model = self._compiled if size <= self._max_compiled else self._model
-        with forward_context(self._context(inputs.batch)):
+        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             hidden_states = model(input_ids=inputs.input_ids)
         return self._sample(hidden_states, inputs.samples)
 
     def forward(self, num_tokens: int) -> Tensor:
         """The forward pass of ``num_tokens`` tokens of any sequences: ``[num_tokens, hidden_size]``, kept."""
         inputs = self._builder.materialise(self.mixture_shape(num_tokens))
-        with forward_context(self._context(inputs.batch)):
+        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             hidden_states = self._model(inputs.input_ids)
         return self.keep(hidden_states)
 
     def keep(self, hidden_states: Tensor) -> Tensor:
         """Leave ``[T, hidden_size]`` where ``sample`` finds it. Returns that memory."""
-        return self._hidden[: hidden_states.shape[0]].copy_(hidden_states)
+        return self.hidden[: hidden_states.shape[0]].copy_(hidden_states)
 
     def sample(self, size: int) -> SampledLogits:
-        """Draw ``size`` tokens from the kept hidden states."""
+        """Sample ``size`` tokens from the kept hidden states."""
         samples = self._builder.sample_rows(size)
-        return self._sample(self._hidden.index_select(0, samples.indices), samples)
+        return self._sample(self.hidden.index_select(0, samples.indices), samples)
 
     def _sample(self, hidden_states: Tensor, samples: SampleRows) -> SampledLogits:
         logits = self._model.compute_logits(hidden_states)

@@ -1,14 +1,12 @@
-"""The model in the forms that graphs are captured of: as it is, traced, or compiled.
+"""The model as graphs capture it: as it is, traced, or compiled.
 
-Job: choose the sources that the settings name, and make each form once. Owns: the forms and their counters. Does not
-know: how graphs are captured, which batch runs how.
+Job: choose the sources that the settings name, and prepare the model with each of them once. Owns: what was prepared,
+and the counters. Does not know: how graphs are captured, which batch runs how.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +14,8 @@ from torch import Tensor
 from weft.config import EngineConfig
 from weft.config.cache_folder import cache_folder
 from weft.forward_context import ForwardContext
-from weft.graph.compilers import CompileCounters, Forward, PieceSource, Traced, Uncompiled, run_eagerly
 from weft.graph.inductor import PieceCompiler
+from weft.graph.piece_sources import CompileCounters, Forward, PieceSource, Traced, Uncompiled, run_eagerly
 from weft.graph.split_ops import select_split_ops
 from weft.ops.traced import opaque_ops
 
@@ -40,23 +38,8 @@ def make_source(name: str, device: torch.device) -> PieceSource:
     return Traced(name, device, compiler, opaque_ops(fusible=False), compiler.counters)
 
 
-@dataclass(slots=True)
-class FormCounters:
-    """Totals since the start.
-
-    Attributes:
-        compiled, cache_hits, reused: as in ``CompileCounters``, of all sources.
-        seconds: time that tracing and compiling took.
-    """
-
-    compiled: int = 0
-    cache_hits: int = 0
-    reused: int = 0
-    seconds: float = 0.0
-
-
-class ModelForms:
-    """One model's forms.
+class ModelCompiler:
+    """Prepares one model for capture.
 
     Args:
         model: ``model(input_ids=ids)``: ``[T] int64 -> [T, hidden_size]``.
@@ -74,8 +57,7 @@ class ModelForms:
         self._pieces_source = config.piecewise_cuda_graph_compiler
         self._decodes_source = "inductor" if config.enable_torch_compile else "capture"
         self._sources = {name: make_source(name, device) for name in {self._pieces_source, self._decodes_source}}
-        self._forms: dict[str, Forward] = {}
-        self._seconds = 0.0
+        self._prepared: dict[str, Forward] = {}
 
     def for_pieces(self, context: ForwardContext, num_tokens: int) -> Forward:
         """What pieces are captured of.
@@ -84,25 +66,21 @@ class ModelForms:
             context: of a captured batch.
             num_tokens: of the largest one.
         """
-        return self._form(self._pieces_source, context, num_tokens)
+        return self._prepare(self._pieces_source, context, num_tokens)
 
     def for_decodes(self, context: ForwardContext, num_tokens: int) -> Forward:
         """What full graphs of decodes are captured of, up to ``torch_compile_max_bs``. Arguments as above."""
-        return self._form(self._decodes_source, context, num_tokens)
+        return self._prepare(self._decodes_source, context, num_tokens)
 
     @property
-    def counters(self) -> FormCounters:
-        every: list[CompileCounters] = [source.counters for source in self._sources.values()]
-        return FormCounters(
-            sum(c.compiled for c in every),
-            sum(c.cache_hits for c in every),
-            sum(c.reused for c in every),
-            self._seconds,
+    def counters(self) -> CompileCounters:
+        """Of all sources together."""
+        every = [source.counters for source in self._sources.values()]
+        return CompileCounters(
+            sum(c.compiled for c in every), sum(c.cache_hits for c in every), sum(c.reused for c in every)
         )
 
-    def _form(self, name: str, context: ForwardContext, num_tokens: int) -> Forward:
-        if name not in self._forms:
-            started = time.perf_counter()
-            self._forms[name] = self._sources[name].prepare(self._model, context, num_tokens)
-            self._seconds += time.perf_counter() - started
-        return self._forms[name]
+    def _prepare(self, source: str, context: ForwardContext, num_tokens: int) -> Forward:
+        if source not in self._prepared:
+            self._prepared[source] = self._sources[source].prepare(self._model, context, num_tokens)
+        return self._prepared[source]

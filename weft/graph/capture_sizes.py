@@ -1,6 +1,6 @@
-"""Which sizes are captured, and which one a batch runs in.
+"""Which sizes of which graphs a start captures, and which one a batch runs in.
 
-Job: the capture list and the choice of the smallest that fits, both pure. Owns: the policy.
+Job: the capture lists and the choice of the smallest that fits, all pure. Owns: the policy.
 Does not know: graphs, memory, devices.
 """
 
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from weft.config import EngineConfig
+from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.errors import ConfigError
+from weft.graph.profile import ModeTable
 
 MAX_DECODE_SIZE = 1024
 """Largest decode batch that is captured by default."""
@@ -31,10 +35,7 @@ def decode_sizes(max_num_seqs: int, given: Sequence[int] | None = None, largest:
     """
     limit = min(max_num_seqs, largest or MAX_DECODE_SIZE)
     if given is not None:
-        sizes = sorted({size for size in given if 0 < size <= limit})
-        if not sizes:
-            raise ConfigError(f"cuda_graph_bs={list(given)} has no size from 1 to {limit}; name some, or leave it out")
-        return sizes
+        return _usable("cuda_graph_bs", given, limit)
     sizes_wanted = {1, 2, 4, 8, limit}
     for i, (step, start) in enumerate(_STEPS):
         end = _STEPS[i + 1][1] if i + 1 < len(_STEPS) else MAX_DECODE_SIZE
@@ -55,18 +56,20 @@ def token_sizes(max_num_tokens: int, given: Sequence[int] | None = None, largest
     """
     limit = min(max_num_tokens, largest or max_num_tokens)
     if given is not None:
-        sizes = sorted({size for size in given if 0 < size <= limit})
-        if not sizes:
-            raise ConfigError(
-                f"piecewise_cuda_graph_tokens={list(given)} has no size from 1 to {limit}; name some, or leave it out"
-            )
-        return sizes
+        return _usable("piecewise_cuda_graph_tokens", given, limit)
     wanted = {1, 2, 4, 8, 16, limit}
     start = 16
     while start < limit:
         wanted.update(range(start, 2 * start, start // 4))
         start *= 2
     return sorted(size for size in wanted if size <= limit)
+
+
+def _usable(name: str, given: Sequence[int], limit: int) -> list[int]:
+    sizes = sorted({size for size in given if 0 < size <= limit})
+    if not sizes:
+        raise ConfigError(f"{name}={list(given)} has no size from 1 to {limit}; name some, or leave it out")
+    return sizes
 
 
 MAX_PREFILLS = 16
@@ -86,3 +89,49 @@ def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:
     """The smallest of the ascending ``sizes`` that holds ``wanted``, or None."""
     at = bisect.bisect_left(sizes, wanted)
     return sizes[at] if at < len(sizes) else None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSizes:
+    """Ascending sizes, empty where nothing is captured.
+
+    Attributes:
+        decode: batch sizes of full decode graphs.
+        forward, pieces: token counts of any batch's forward pass, as full graphs and in pieces.
+        samples: how many tokens are sampled after those.
+    """
+
+    decode: Sequence[int] = ()
+    forward: Sequence[int] = ()
+    pieces: Sequence[int] = ()
+    samples: Sequence[int] = ()
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest captured forward pass; 0 without any."""
+        return max((*self.forward, *self.pieces), default=0)
+
+    @staticmethod
+    def of(config: EngineConfig, max_num_seqs: int, table: ModeTable | None = None) -> CaptureSizes:
+        """What the configured mode uses.
+
+        Args:
+            max_num_seqs: the largest batch, after clamping to the caches.
+            table: measured modes; sizes that no batch will run in are left out.
+        """
+        mode = CudaGraphMode(config.cuda_graph_mode)
+        if mode is CudaGraphMode.NONE:
+            return CaptureSizes()
+        sequences = decode_sizes(max_num_seqs, config.cuda_graph_bs, config.cuda_graph_max_bs)
+        tokens: list[int] = []
+        if mode.mixed:
+            given, largest = config.piecewise_cuda_graph_tokens, config.piecewise_cuda_graph_max_tokens
+            tokens = token_sizes(config.max_num_batched_tokens, given, largest)
+        decode = sequences if GraphMode.FULL in mode.decode else []
+        forward = tokens if GraphMode.FULL in mode.mixed else []
+        pieces = tokens if GraphMode.PIECEWISE in mode.mixed else []
+        if table is not None:
+            decode = table.decode_sizes(decode)
+            forward = table.token_sizes(GraphMode.FULL, forward)
+            pieces = table.token_sizes(GraphMode.PIECEWISE, pieces)
+        return CaptureSizes(decode, forward, pieces, sequences if forward or pieces else ())

@@ -1,0 +1,46 @@
+"""Graph modes: what may be configured, and the rules of each."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class GraphMode(StrEnum):
+    """How one forward pass runs: every operation launched, in captured pieces between split ops, or as one graph."""
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+
+
+class CudaGraphMode(StrEnum):
+    """Configured mode: which batches may run as graphs at all."""
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+    TUNED = "TUNED"
+    """Decided by a profile of ``weft tune``; chosen by naming a profile or by having one, never by name."""
+
+    @property
+    def decode(self) -> tuple[GraphMode, ...]:
+        """Graphs for a batch that decodes throughout, best first."""
+        return _RULES[self][0]
+
+    @property
+    def mixed(self) -> tuple[GraphMode, ...]:
+        """Graphs for a batch with prefill in it, best first."""
+        return _RULES[self][1]
+
+
+_FULL, _PIECES = GraphMode.FULL, GraphMode.PIECEWISE
+_RULES: dict[CudaGraphMode, tuple[tuple[GraphMode, ...], tuple[GraphMode, ...]]] = {
+    CudaGraphMode.NONE: ((), ()),
+    CudaGraphMode.PIECEWISE: ((_PIECES,), (_PIECES,)),
+    CudaGraphMode.FULL: ((_FULL,), (_FULL,)),
+    CudaGraphMode.FULL_DECODE_ONLY: ((_FULL,), ()),
+    CudaGraphMode.FULL_AND_PIECEWISE: ((_FULL, _PIECES), (_PIECES,)),
+    CudaGraphMode.TUNED: ((_FULL, _PIECES), (_FULL, _PIECES)),
+}

@@ -1,0 +1,214 @@
+"""Graphs of one function, one per size: captured largest first within a memory budget, replayed by size.
+
+Job: the capture of a list of sizes, the replay of one of them, and in debug mode the check that nothing that the graphs
+read has moved. Owns: the captured graphs, their outputs, counters. Does not know: what the function computes, which
+size a batch runs in.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from weft.collector import collector_off
+from weft.graph.graph import Graph, GraphPool
+
+logger = logging.getLogger(__name__)
+
+NUM_WARMUPS = 2
+"""Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+Signature = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
+"""Shape, strides, dtype, address."""
+
+
+class Recorder(Protocol[T_co]):
+    """How the function of a set is run and captured for a size, from static memory."""
+
+    def warm_up(self, size: int) -> object:
+        """Run the work of a replay once."""
+        ...
+
+    def record(self, size: int) -> tuple[Graph, T_co]:
+        """Capture it. Returns the graph, and the static memory of its results."""
+        ...
+
+
+class FunctionRecorder(Generic[T]):
+    """Captures all of ``function(size)`` as one graph of ``pool``."""
+
+    def __init__(self, function: Callable[[int], T], pool: GraphPool) -> None:
+        self.warm_up, self._pool = function, pool
+
+    def record(self, size: int) -> tuple[Graph, T]:
+        return self._pool.capture(lambda: self.warm_up(size))
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What the sets of one engine have in common.
+
+    Attributes:
+        device: where the function runs.
+        keep_gc: leave the garbage collector on during capture.
+        watched: debug mode: the tensors that the graphs read, by name, as they are now; every replay checks that none
+            has moved since the capture.
+        show_progress: a progress bar with the free memory.
+    """
+
+    device: torch.device
+    keep_gc: bool = False
+    watched: Callable[[], Mapping[str, Tensor]] | None = None
+    show_progress: bool = True
+
+
+@dataclass(slots=True)
+class GraphCounters:
+    """Totals since the start.
+
+    Attributes:
+        captures: graphs captured.
+        replays: steps that ran as a graph.
+        missed: steps of the kind that fitted none of these graphs.
+        rows, padding_rows: rows replayed, and how many of them were padding.
+        capture_seconds: time that capturing took, warm-ups included.
+        capture_bytes: device memory that the graphs hold (0 on the CPU).
+    """
+
+    captures: int = 0
+    replays: int = 0
+    missed: int = 0
+    rows: int = 0
+    padding_rows: int = 0
+    capture_seconds: float = 0.0
+    capture_bytes: int = 0
+
+
+class GraphSet(Generic[T]):
+    """Captured graphs by size.
+
+    Args:
+        what: named on the progress bar and in messages, for example "decode graphs".
+        recorder: of the function.
+        sizes: to capture.
+        budget_bytes: device memory that the graphs may hold; sizes are captured largest first, and the rest is left out
+            with a message when it is used up. None: no limit.
+
+    Attributes:
+        sizes: captured, ascending.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        recorder: Recorder[T],
+        sizes: Sequence[int],
+        options: CaptureOptions,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.counters = GraphCounters()
+        self._graphs: dict[int, tuple[Graph, T]] = {}
+        self._watched = options.watched
+        started = time.perf_counter()
+        with _frozen_gc(enabled=not options.keep_gc):
+            self._capture_all(what, recorder, sorted(sizes, reverse=True), options, budget_bytes)
+        self.sizes = sorted(self._graphs)
+        self._captured_with = _signatures(self._watched()) if self._watched is not None else {}
+        self.counters.captures = len(self.sizes)
+        self.counters.capture_seconds = time.perf_counter() - started
+
+    def _capture_all(
+        self, what: str, recorder: Recorder[T], sizes: list[int], options: CaptureOptions, budget: int | None
+    ) -> None:
+        device = options.device
+        with tqdm(sizes, desc=f"Capturing {what}", disable=not options.show_progress, dynamic_ncols=True) as bar:
+            for size in bar:
+                used = self.counters.capture_bytes
+                if budget is not None and used > budget:
+                    left = [s for s in sizes if s <= size]
+                    logger.warning("%s hold %d MiB, the budget is used up: none for sizes %s", what, used >> 20, left)
+                    return
+                for _ in range(NUM_WARMUPS):
+                    recorder.warm_up(size)
+                before = reserved_bytes(device)
+                self._graphs[size] = recorder.record(size)
+                self.counters.capture_bytes += reserved_bytes(device) - before
+                bar.set_postfix_str(_free_text(device), refresh=False)
+
+    def graph(self, size: int) -> Graph:
+        """What is replayed for a captured size."""
+        return self._graphs[size][0]
+
+    def replay(self, size: int, num_rows: int) -> T:
+        """Run the graph of ``size``, of which ``num_rows`` rows are real.
+
+        Returns:
+            Its results, valid until the next replay of any graph of the pool.
+
+        Raises:
+            RuntimeError: in debug mode, a tensor that is not where the capture read it.
+        """
+        if self._watched is not None:
+            _check_unmoved(self._captured_with, _signatures(self._watched()))
+        graph, results = self._graphs[size]
+        graph.replay()
+        self.counters.replays += 1
+        self.counters.rows += size
+        self.counters.padding_rows += size - num_rows
+        return results
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Device memory that this process holds for tensors; 0 on the CPU. What it grows by across a capture belongs to the
+    graph: warm-ups take theirs from the common pool, where every other step finds it again."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _free_text(device: torch.device) -> str:
+    """Free device memory for a progress bar; empty on the CPU."""
+    if device.type != "cuda":
+        return ""
+    return f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB free"
+
+
+@contextmanager
+def _frozen_gc(enabled: bool) -> Iterator[None]:
+    """No garbage collection in the body: a tensor freed in the middle of a capture would spoil it."""
+    if not enabled:
+        yield
+        return
+    gc.freeze()
+    try:
+        with collector_off():
+            yield
+    finally:
+        gc.unfreeze()
+
+
+def _signatures(tensors: Mapping[str, Tensor]) -> dict[str, Signature]:
+    return {name: (tuple(t.shape), t.stride(), t.dtype, t.data_ptr()) for name, t in tensors.items()}
+
+
+def _check_unmoved(then: Mapping[str, Signature], now: Mapping[str, Signature]) -> None:
+    for name, before in then.items():
+        if name not in now:
+            raise RuntimeError(f"the captured graphs read {name}, which is gone")
+        if now[name] == before:
+            continue
+        what = zip(("shape", "strides", "dtype", "address"), before, now[name], strict=True)
+        changes = ", ".join(f"{part} {old} is now {new}" for part, old, new in what if old != new)
+        raise RuntimeError(
+            f"{name} is not the tensor that the captured graphs read ({changes}); copy into the static tensor"
+        )

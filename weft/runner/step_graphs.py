@@ -1,0 +1,113 @@
+"""A runner's captured graphs: captured at start-up, chosen and replayed at every step.
+
+Job: capture what the configured mode uses, in one pool and within one budget; choose how a step runs. Owns: the graphs,
+the order of capture, the dispatcher over their sizes. Does not know: what the graphs compute
+(``runner/step_functions.py``), the rules (``graph/dispatcher.py``), requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.config import EngineConfig
+from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.graph.capture_sizes import CaptureSizes, smallest_fitting
+from weft.graph.dispatcher import Choice, Dispatcher
+from weft.graph.graph import GraphPool
+from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
+from weft.graph.pieces import PiecewiseModel
+from weft.graph.profile import ModeTable
+from weft.runner.batch_builder import StepShape
+from weft.runner.compilation import ModelCompiler
+from weft.runner.memory import GRAPH_BYTES
+from weft.runner.step_functions import SampledLogits, StepFunctions
+
+
+@dataclass(slots=True)
+class StepGraphs:
+    """Graphs by what they compute; None where the mode has no use for them.
+
+    Attributes:
+        dispatcher: chooses among them.
+        decode: of whole decode steps, by batch size.
+        forward: of any batch's forward pass, by tokens.
+        pieces: any batch's forward pass in pieces, by tokens.
+        samples: of sampling after those, by how many tokens are sampled.
+    """
+
+    dispatcher: Dispatcher = Dispatcher(CudaGraphMode.NONE)
+    decode: GraphSet[SampledLogits] | None = None
+    forward: GraphSet[Tensor] | None = None
+    pieces: PiecewiseModel | None = None
+    samples: GraphSet[SampledLogits] | None = None
+
+    def choose(self, shape: StepShape) -> Choice:
+        """How a step of these sizes runs."""
+        choice = self.dispatcher.choose(shape.descriptor())
+        graphs = self.decode if shape.is_decode else self.forward
+        if graphs is not None and choice.mode is not GraphMode.FULL:
+            graphs.counters.missed += 1
+        return choice
+
+    def sample_size(self, num_samples: int) -> int | None:
+        """The size of the sampling graph that takes so many tokens; None if there is none."""
+        return smallest_fitting(self.samples.sizes, num_samples) if self.samples is not None else None
+
+    @contextmanager
+    def dispatching(self, change: Callable[[Dispatcher], Dispatcher]) -> Iterator[None]:
+        """Choose by another dispatcher in the body: to measure and to compare; serving has no use for it."""
+        before, self.dispatcher = self.dispatcher, change(self.dispatcher)
+        try:
+            yield
+        finally:
+            self.dispatcher = before
+
+
+@torch.inference_mode()
+def capture_graphs(
+    sizes: CaptureSizes,
+    functions: StepFunctions,
+    compiler: ModelCompiler,
+    pool: GraphPool,
+    options: CaptureOptions,
+    config: EngineConfig,
+    table: ModeTable | None,
+) -> StepGraphs:
+    """Capture the given sizes. All graphs share ``pool``, because they run one after the other, and ``GRAPH_BYTES``;
+    what needs most memory goes first."""
+    graphs, budget = StepGraphs(), GRAPH_BYTES
+    if sizes.forward:
+        functions.pad(functions.mixture_shape(max(sizes.forward)))
+        forward = FunctionRecorder(functions.forward, pool)
+        graphs.forward = GraphSet("forward graphs", forward, sizes.forward, options, budget)
+        budget -= graphs.forward.counters.capture_bytes
+    if sizes.decode:
+        functions.pad(functions.decode_shape(max(sizes.decode)))
+        if config.torch_compile_max_bs is not None:
+            functions.compile_decodes(compiler, config.torch_compile_max_bs)
+        decode = FunctionRecorder(functions.decode, pool)
+        graphs.decode = GraphSet("decode graphs", decode, sizes.decode, options, budget)
+        budget -= graphs.decode.counters.capture_bytes
+    if sizes.samples:
+        functions.pad(functions.mixture_shape(max(sizes.samples)))
+        sample = FunctionRecorder(functions.sample, pool)
+        graphs.samples = GraphSet("sampling graphs", sample, sizes.samples, options, budget)
+        budget -= graphs.samples.counters.capture_bytes
+    if sizes.pieces:
+        functions.pad(functions.mixture_shape(largest := max(sizes.pieces)))
+        context = functions.pieces_context
+        model = compiler.for_pieces(context(largest), largest)
+        graphs.pieces = PiecewiseModel(model, context, pool, sizes.pieces, compiler.split_ops, options, budget)
+    graphs.dispatcher = Dispatcher(
+        CudaGraphMode(config.cuda_graph_mode),
+        decode_sizes=graphs.decode.sizes if graphs.decode is not None else (),
+        token_sizes=graphs.pieces.sizes if graphs.pieces is not None else (),
+        full_token_sizes=graphs.forward.sizes if graphs.forward is not None else (),
+        table=table,
+    )
+    return graphs
