@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +137,11 @@ def mixed_steps() -> list[list[tuple[int, int, int]]]:
 class EagerPieces(PiecewiseModel):
     """The passes that would be captured, operation by operation: products of the same shapes, and no graph."""
 
-    def _capture_all(self, context: Callable[[int], ForwardContext], sizes: list[int], *_: Any) -> None:
-        super()._capture_all(context, sizes, *_)
-        self._context_of = context
-
     def run(self, context: ForwardContext, ids: torch.Tensor, size: int) -> torch.Tensor:
         padded = torch.zeros(size, dtype=ids.dtype)
         padded[: len(ids)] = ids
-        with forward_context(self._context_of(size)):
-            return self._model(input_ids=padded)[: len(ids)]
+        with forward_context(self._context(size)):
+            return self.model(input_ids=padded)[: len(ids)]
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -164,7 +160,7 @@ def test_hidden_states_and_caches_of_mixed_batches(
         piecewise_cuda_graph_tokens=sizes,
     )  # fmt: skip
     pieces = ModelRunner(settings)
-    monkeypatch.setattr("weft.runner.piecewise.PiecewiseModel", EagerPieces)
+    monkeypatch.setattr("weft.runner.step_graphs.PiecewiseModel", EagerPieces)
     eager = ModelRunner(settings)
     plain = ModelRunner(resolve(**SETTINGS, model=str(checkpoint), num_kv_pages=500))
     given, expected, unpadded = noted_states(pieces), noted_states(eager), noted_states(plain)
