@@ -48,7 +48,7 @@ def poison(model: torch.nn.Module) -> None:
             parameter.fill_(float("nan"))
         for module in model.modules():
             if isinstance(module, MergedReplicatedLinear):
-                module.zero_padding()
+                module.get_parameter("weight")[module.num_outputs :].zero_()
 
 
 @dataclass(eq=False)

@@ -19,14 +19,14 @@ PACKAGE = ROOT / "weft"
 LEVELS: list[tuple[str, ...]] = [
     ("collector", "errors", "assets", "sampling_params", "config", "messages", "outputs", "request", "forward_context"),
     ("tokenizer", "ops", "cache", "parallel", "graph"),
-    ("scheduler", "layers"),
+    ("scheduler", "layers", "quantization"),
     ("models", "weights"),
     ("runner",),
     ("executor",),
     ("engine",),
     ("evaluation", "report", "bench", "server", "cli", "__main__"),
 ]
-ORDERED = {0, 7}
+ORDERED = {0, 2, 7}
 RANK = {room: (level, place) for level, rooms in enumerate(LEVELS) for place, room in enumerate(rooms)}
 HEAVY = {"torch", "transformers", "triton", "numpy", "huggingface_hub", "rich"}
 

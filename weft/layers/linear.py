@@ -1,23 +1,55 @@
 """Linear layers, sharded over the tensor-parallel group (Megatron-LM, arXiv 1909.08053).
 
 Job: ``y = x W^T + b`` with W's rows (column parallel: outputs are split) or columns (row parallel: inputs are split)
-on different ranks, and projections of the same input merged into one matrix. Owns: weights and the rows they come from.
-Does not know: what the outputs mean beyond heads and parts, or checkpoint names.
+on different ranks, and projections of the same input merged into one matrix. Owns: which rows and columns a rank holds,
+and the bias. Does not know: how the matrix is stored and multiplied (its ``quant_method``), what the outputs mean
+beyond heads and parts, or checkpoint names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from weft.layers.context import ModelContext
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter, whole
-from weft.ops.linear import linear
+from weft.layers.quant_method import LinearMethod
+from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, empty_parameter
 from weft.parallel.sharding import divide, head_range
 
 
-class ColumnParallelLinear(WeightModule):
+class LinearBase(WeightModule):
+    """A matrix whose storage its ``quant_method`` knows, and a bias ``[rows]`` in the model's dtype.
+
+    Attributes:
+        shard: which rows and columns this rank holds.
+        quantizable: whether a checkpoint may hold it quantised.
+    """
+
+    quant_method: LinearMethod
+    quantizable: ClassVar[bool] = True
+
+    def __init__(self, shard: MatrixShard, bias: bool, context: ModelContext) -> None:
+        super().__init__()
+        self.shard, self._tp = shard, context.tp
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = empty_parameter(shard.rows, dtype=context.dtype, device=context.device)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return tuple(layout | self._bias_layout() for layout in self.quant_method.layouts(self))
+
+    def _bias_layout(self) -> Layout:
+        if self.bias is None:
+            return {}
+        return {f"{prefix}bias": rows.piece(self.bias) for prefix, rows in self.shard.parts.items()}
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return super().initial_range(name) if name == "bias" else self.quant_method.initial_range(self, name)
+
+
+class ColumnParallelLinear(LinearBase):
     """Outputs split over ranks: ``[..., in_features] -> [..., out_features / tp]``. Subclasses merge several parts."""
 
     def __init__(
@@ -28,22 +60,11 @@ class ColumnParallelLinear(WeightModule):
         self._build(in_features, local, {"": rows}, bias, context)
 
     def _build(self, in_features: int, rows: int, parts: dict[str, RowMap], bias: bool, context: ModelContext) -> None:
-        """Allocate ``rows`` local rows; ``parts`` maps the prefix of each part's tensors to its rows."""
-        super().__init__()
-        self._parts, self._backend = parts, context.backend
-        self.weight = empty_parameter(rows, in_features, dtype=context.dtype, device=context.device)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = empty_parameter(rows, dtype=context.dtype, device=context.device)
+        """``rows`` local rows; ``parts`` maps the prefix of each part's tensors to its rows."""
+        super().__init__(MatrixShard(rows, in_features, parts, 0, in_features), bias, context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, backend=self._backend)
-
-    def layouts(self) -> tuple[Layout, ...]:
-        layout = {f"{prefix}weight": rows.piece(self.weight) for prefix, rows in self._parts.items()}
-        if self.bias is not None:
-            layout |= {f"{prefix}bias": rows.piece(self.bias) for prefix, rows in self._parts.items()}
-        return (layout,)
+        return self.quant_method.apply(self, x, self.bias)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -62,6 +83,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             parts[f"{i}."] = RowMap(total, (RowRun(context.tp.rank * local, target, local),))
             target += local
         self._build(in_features, target, parts, bias, context)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """``silu`` of the first of two parts, times the second: ``[..., in_features] -> [..., out_features / tp]``."""
+        return self.quant_method.apply_silu_mul(self, x, self.bias)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -113,7 +138,7 @@ def _query_rows(heads: range, num_heads: int, head_dim: int, gate: bool) -> RowM
     return RowMap(2 * num_heads * head_dim, tuple(runs))
 
 
-class RowParallelLinear(WeightModule):
+class RowParallelLinear(LinearBase):
     """Inputs split over ranks: ``[..., in_features / tp] -> [..., out_features]``, summed over the ranks.
 
     Args:
@@ -123,32 +148,20 @@ class RowParallelLinear(WeightModule):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str, reduce: bool = True
     ) -> None:
-        super().__init__()
         assert reduce or not bias, "a bias must be added after the reduction"
-        self._tp, self._reduce, self._backend = context.tp, reduce, context.backend
-        self._in_features = in_features
         local = divide(in_features, context.tp.size, what)
-        self.weight = empty_parameter(out_features, local, dtype=context.dtype, device=context.device)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = empty_parameter(out_features, dtype=context.dtype, device=context.device)
+        parts = {"": RowMap(out_features, (RowRun(0, 0, out_features),))}
+        super().__init__(MatrixShard(out_features, local, parts, context.tp.rank * local, in_features), bias, context)
+        self._reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return linear(x, self.weight, self.bias, backend=self._backend)
-        y = linear(x, self.weight, backend=self._backend)
+            return self.quant_method.apply(self, x, self.bias)
+        y = self.quant_method.apply(self, x, None)
         if not self._reduce:
             return y
         y = self._tp.all_reduce(y)
         return y if self.bias is None else y + self.bias
-
-    def layouts(self) -> tuple[Layout, ...]:
-        out_features, local = self.weight.shape
-        columns = slice(self._tp.rank * local, (self._tp.rank + 1) * local)
-        layout = {"weight": WeightPiece((out_features, self._in_features), (((slice(None), columns), self.weight),))}
-        if self.bias is not None:
-            layout["bias"] = whole(self.bias)
-        return (layout,)
 
 
 class MergedReplicatedLinear(ColumnParallelLinear):
@@ -159,6 +172,7 @@ class MergedReplicatedLinear(ColumnParallelLinear):
     """
 
     ALIGNMENT = 8
+    quantizable = False  # published checkpoints keep their routers in the model's dtype
 
     def __init__(self, in_features: int, out_features: Sequence[int], *, context: ModelContext) -> None:
         parts, target = {}, 0
@@ -168,8 +182,3 @@ class MergedReplicatedLinear(ColumnParallelLinear):
         padded = -(-target // self.ALIGNMENT) * self.ALIGNMENT
         self._build(in_features, padded, parts, False, context)
         self.num_outputs = target
-        self.zero_padding()
-
-    def zero_padding(self) -> None:
-        """Zero the rows that no checkpoint fills."""
-        self.weight[self.num_outputs :].zero_()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from weft.ops.linear import linear_silu_mul
 
 
 class MLP(nn.Module):
@@ -29,7 +28,6 @@ class MLP(nn.Module):
         reduce: bool = True,
     ) -> None:
         super().__init__()
-        self._backend = context.backend
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, bias=bias, context=context, what="intermediate_size"
         )
@@ -38,5 +36,4 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj
-        return self.down_proj(linear_silu_mul(x, gate_up.weight, gate_up.bias, backend=self._backend))
+        return self.down_proj(self.gate_up_proj.silu_mul(x))

@@ -1,7 +1,7 @@
 """Mixture of experts with an optional shared expert (Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE).
 
-Job: route each token to its experts, run them, add the gated shared expert, reduce once over the ranks. Owns: the
-experts' weights, fused over experts and sharded by expert width. Does not know: which layers are sparse.
+Job: route each token to its experts, run them, add the gated shared expert, reduce once over the ranks. Owns: how the
+experts are sharded, by their width. Does not know: which layers are sparse, how weights are stored (``quant_method``).
 """
 
 from __future__ import annotations
@@ -13,51 +13,48 @@ from weft.forward_context import get_forward_context
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear
 from weft.layers.mlp import MLP
-from weft.layers.weight import Layout, WeightModule, WeightPiece, empty_parameter
-from weft.ops.moe import fused_moe, topk_router
+from weft.layers.quant_method import ExpertsMethod
+from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule
+from weft.ops.moe import topk_router
 from weft.parallel.sharding import divide
-
-_ALL = slice(None)
 
 
 class Experts(WeightModule):
-    """Weights of all experts: ``gate_up [E, 2 * I / tp, H]`` (gate rows, then up rows) and ``down [E, H, I / tp]``."""
+    """All experts of a layer: ``gate_up [E, 2 * I / tp, H]`` (gate rows, then up rows) and ``down [E, H, I / tp]``.
+
+    Attributes:
+        num_experts: experts of the layer; every rank holds its share of each.
+        gate_up_shard, down_shard: which rows and columns of one expert this rank holds.
+    """
+
+    quant_method: ExpertsMethod
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, context: ModelContext) -> None:
         super().__init__()
-        self._intermediate_size, self._rank = intermediate_size, context.tp.rank
+        self.num_experts, rank = num_experts, context.tp.rank
         local = divide(intermediate_size, context.tp.size, "moe_intermediate_size")
-        self.gate_up = empty_parameter(num_experts, 2 * local, hidden_size, dtype=context.dtype, device=context.device)
-        self.down = empty_parameter(num_experts, hidden_size, local, dtype=context.dtype, device=context.device)
+        gate = RowMap(intermediate_size, (RowRun(rank * local, 0, local),))
+        up = RowMap(intermediate_size, (RowRun(rank * local, local, local),))
+        self.gate_up_shard = MatrixShard(2 * local, hidden_size, {"gate_proj.": gate, "up_proj.": up}, 0, hidden_size)
+        down = RowMap(hidden_size, (RowRun(0, 0, hidden_size),))
+        self.down_shard = MatrixShard(hidden_size, local, {"down_proj.": down}, rank * local, intermediate_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
+        """As ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``."""
+        return self.quant_method.apply(self, x, weights, ids, shared, shared_gate)
 
     def layouts(self) -> tuple[Layout, ...]:
-        """One by one (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``, ``down_proj``)."""
-        return self._one_by_one(), self._fused()
+        return self.quant_method.layouts(self)
 
-    def _one_by_one(self) -> Layout:
-        size = self._intermediate_size
-        _, hidden_size, local = self.down.shape
-        share = slice(self._rank * local, (self._rank + 1) * local)
-        layout: Layout = {}
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            layout[f"{expert}.gate_proj.weight"] = WeightPiece((size, hidden_size), (((share,), gate_up[:local]),))
-            layout[f"{expert}.up_proj.weight"] = WeightPiece((size, hidden_size), (((share,), gate_up[local:]),))
-            layout[f"{expert}.down_proj.weight"] = WeightPiece((hidden_size, size), (((_ALL, share), down),))
-        return layout
-
-    def _fused(self) -> Layout:
-        size = self._intermediate_size
-        num_experts, hidden_size, local = self.down.shape
-        start, end = self._rank * local, (self._rank + 1) * local
-        gate_up = (
-            ((_ALL, slice(start, end)), self.gate_up[:, :local]),
-            ((_ALL, slice(size + start, size + end)), self.gate_up[:, local:]),
-        )
-        down = (((_ALL, _ALL, slice(start, end)), self.down),)
-        return {
-            "gate_up_proj": WeightPiece((num_experts, 2 * size, hidden_size), gate_up),
-            "down_proj": WeightPiece((num_experts, hidden_size, size), down),
-        }
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return self.quant_method.initial_range(self, name)
 
 
 class SparseMoe(nn.Module):
@@ -92,14 +89,11 @@ class SparseMoe(nn.Module):
             backend=self._backend,
         )
         gate = logits[:, self._num_experts : self._num_experts + 1]
-        out = fused_moe(
+        out = self.experts(
             x,
-            self.experts.gate_up,
-            self.experts.down,
             weights,
             ids,
             shared=self.shared_expert(x) if self.shared_expert is not None else None,
             shared_gate=gate if self.shared_expert is not None else None,
-            backend=self._backend,
         )
         return self._tp.all_reduce(out)

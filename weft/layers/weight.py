@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,25 @@ from torch import Tensor, nn
 Slices = tuple[slice, ...]
 
 
+class CopyTarget(Protocol):
+    """What receives a part of a checkpoint's tensor: a view of a parameter, or what converts on the way to one."""
+
+    def copy_(self, source: Tensor, /) -> Any:
+        """Take the values over; ``source`` is on the CPU, in the checkpoint's dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """One tensor of a checkpoint: its whole shape, and this rank's copies ``target.copy_(tensor[source])``."""
+    """One tensor of a checkpoint: its whole shape, and this rank's copies ``target.copy_(tensor[source])``.
+
+    Attributes:
+        shape: ``(1,)`` for a single number, which files also store without dimensions.
+        fp8: the tensor is stored in e4m3, and no other tensor may be.
+    """
 
     shape: tuple[int, ...]
-    copies: tuple[tuple[Slices, Tensor], ...]
+    copies: tuple[tuple[Slices, CopyTarget], ...]
+    fp8: bool = False
 
 
 Layout = dict[str, WeightPiece]
@@ -67,6 +80,37 @@ class RowMap:
         return WeightPiece((self.total, *middle, *rest), copies)
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixShard:
+    """One rank's share of a matrix ``[rows, columns]`` that is merged from parts.
+
+    Attributes:
+        rows, columns: of this rank.
+        parts: the prefix of each part's tensors -> where its rows go. Rows at the end that no part fills are zero.
+        first_column, total_columns: which of the checkpoint's columns these are.
+    """
+
+    rows: int
+    columns: int
+    parts: dict[str, RowMap]
+    first_column: int
+    total_columns: int
+
+    @property
+    def num_filled(self) -> int:
+        """Rows that some part fills."""
+        return sum(run.count for rows in self.parts.values() for run in rows.runs)
+
+    def piece(self, rows: RowMap, parameter: Tensor, *, fp8: bool = False) -> WeightPiece:
+        """The piece that fills the rows of one part of ``parameter [rows, columns]``."""
+        columns = slice(self.first_column, self.first_column + self.columns)
+        copies = tuple(
+            ((slice(run.source, run.source + run.count), columns), parameter[run.target : run.target + run.count])
+            for run in rows.runs
+        )
+        return WeightPiece((rows.total, self.total_columns), copies, fp8)
+
+
 def whole(parameter: Tensor) -> WeightPiece:
     """The piece that fills a replicated parameter."""
     return WeightPiece(tuple(parameter.shape), (((slice(None),) * parameter.dim(), parameter),))
@@ -75,6 +119,11 @@ def whole(parameter: Tensor) -> WeightPiece:
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def uniform_range(fan_in: int) -> tuple[float, float]:
+    """Bounds of a uniform distribution with a standard deviation of ``fan_in ** -0.5``."""
+    return -math.sqrt(3.0 / fan_in), math.sqrt(3.0 / fan_in)
 
 
 class WeightModule(nn.Module):
@@ -90,8 +139,7 @@ class WeightModule(nn.Module):
         Linear maps get a standard deviation of ``fan_in ** -0.5`` (the last dimension), which keeps activations of
         order one.
         """
-        fan_in = self.get_parameter(name).shape[-1]
-        return -math.sqrt(3.0 / fan_in), math.sqrt(3.0 / fan_in)
+        return uniform_range(self.get_parameter(name).shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +155,19 @@ class WeightTable:
     packed: dict[str, tuple[str, ...]]
     renames: dict[str, str] = field(default_factory=dict)
     ignorable: tuple[str, ...] = ()
+
+    def checkpoint_name(self, module_name: str, part: str) -> str:
+        """``model.layers.0.self_attn.qkv_proj`` and ``1.weight`` -> ``model.layers.0.self_attn.k_proj.weight``."""
+        parent, _, leaf = module_name.rpartition(".")
+        if leaf not in self.packed:
+            return f"{module_name}.{part}"
+        index, _, parameter = part.partition(".")
+        return f"{parent}.{self.packed[leaf][int(index)]}.{parameter}"
+
+    def published_names(self, name: str) -> tuple[str, ...]:
+        """``name``, and what a checkpoint may call it before ``renames``."""
+        stored = (old + name.removeprefix(new) for old, new in self.renames.items() if name.startswith(new))
+        return (name, *stored)
 
 
 class LoadableModel(nn.Module):

@@ -14,6 +14,7 @@ from weft.models.qwen3 import Qwen3ForCausalLM
 from weft.models.qwen3_5 import Qwen3_5ForCausalLM
 from weft.models.qwen3_moe import Qwen3MoeForCausalLM
 from weft.models.qwen3_next import Qwen3NextForCausalLM
+from weft.quantization import create_weights
 
 MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -32,10 +33,12 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
 
     Raises:
         UnsupportedModelError: no class for ``config.architecture``.
-        ConfigError: a dimension does not divide over the tensor-parallel group.
+        ConfigError: a dimension does not divide over the tensor-parallel group, or not into blocks of FP8 weights.
     """
     if config.architecture not in MODELS:
         raise UnsupportedModelError(
             f"architecture {config.architecture!r} is not supported; supported are {', '.join(MODELS)}"
         )
-    return MODELS[config.architecture](config, context).eval()
+    model = MODELS[config.architecture](config, context).eval()
+    create_weights(model, context)
+    return model

@@ -6,6 +6,8 @@ router's projection, shared experts, or how experts are sharded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,34 +66,42 @@ def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tenso
 
 
 def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def run(expert: int, rows: Tensor) -> Tensor:
+        return F.linear(silu_and_mul_reference(F.linear(rows, gate_up[expert])), down[expert])
+
+    return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
+
+
+def sum_over_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, num_experts: int, run: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """``sum_j weights[t, j] * run(ids[t, j], x_t)``; the host reads the ids. ``run`` takes an expert and its rows."""
     if x.shape[0] == 1:
-        return _one_token(x, gate_up, down, weights, ids)
-    return _many_tokens(x, gate_up, down, weights, ids)
+        return _one_token(x, weights, ids, run)
+    return _many_tokens(x, weights, ids, num_experts, run)
 
 
-def _one_token(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def _one_token(x: Tensor, weights: Tensor, ids: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Nothing to sort: one expert after the other."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, weight in zip(ids[0].tolist(), weights[0], strict=True):
         if expert >= 0:
-            hidden = silu_and_mul_reference(F.linear(x, gate_up[expert]))
-            out.addcmul_(F.linear(hidden, down[expert]), weight)
+            out.addcmul_(run(expert, x), weight)
     return out.to(x.dtype)
 
 
-def _many_tokens(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def _many_tokens(
+    x: Tensor, weights: Tensor, ids: Tensor, num_experts: int, run: Callable[[int, Tensor], Tensor]
+) -> Tensor:
     """Sort the (token, expert) pairs by expert and run each hit expert once over its tokens."""
-    top_k, num_experts = ids.shape[1], gate_up.shape[0]
+    top_k = ids.shape[1]
     flat = ids.flatten().long()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
     order = order[counts[0] :]  # id -1 sorts first: padding meets no expert
     tokens = order // top_k
-    results = []
-    for expert, rows in enumerate(x.index_select(0, tokens).split(counts[1:])):
-        if rows.shape[0]:
-            hidden = silu_and_mul_reference(F.linear(rows, gate_up[expert]))
-            results.append(F.linear(hidden, down[expert]))
+    batches = enumerate(x.index_select(0, tokens).split(counts[1:]))
+    results = [run(expert, rows) for expert, rows in batches if rows.shape[0]]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if results:
         weighted = torch.cat(results) * weights.flatten()[order, None]

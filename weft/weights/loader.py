@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
 from weft.errors import ConfigError, WeightsError
@@ -28,6 +28,7 @@ from weft.weights.safetensors_folder import SafetensorsFolder
 logger = logging.getLogger(__name__)
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROUNDED_AT_ONCE = 2**26  # random float32 values that are held at a time
 _SHOWN = 12  # names listed per kind of problem
 
 
@@ -89,7 +90,17 @@ def _fill_random(model: nn.Module, seed: int) -> None:
             filled.add(id(parameter))
             digest = hashlib.blake2b(f"{seed}/{module_name}.{name}".encode(), digest_size=8).digest()
             generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-            parameter.uniform_(*module.initial_range(name), generator=generator)
+            _fill_uniform(parameter, *module.initial_range(name), generator)
+
+
+def _fill_uniform(parameter: Tensor, low: float, high: float, generator: torch.Generator) -> None:
+    """One-byte types have no random numbers of their own: these are rounded from float32, a part at a time."""
+    if parameter.element_size() > 1:
+        parameter.uniform_(low, high, generator=generator)
+        return
+    for part in parameter.view(-1).split(_ROUNDED_AT_ONCE):
+        wide = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+        part.copy_(wide.uniform_(low, high, generator=generator))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -139,20 +150,11 @@ def _plan(model: LoadableModel, available: Iterable[str]) -> dict[str, WeightPie
     for module_name, module in model.named_modules():
         if isinstance(module, WeightModule):
             layouts = [
-                {_checkpoint_name(model, module_name, part): piece for part, piece in layout.items()}
+                {model.weight_table.checkpoint_name(module_name, part): piece for part, piece in layout.items()}
                 for layout in module.layouts()
             ]
             plan |= next((layout for layout in layouts if not names.isdisjoint(layout)), layouts[0])
     return plan
-
-
-def _checkpoint_name(model: LoadableModel, module_name: str, part: str) -> str:
-    """``model.layers.0.self_attn.qkv_proj`` and ``1.weight`` -> ``model.layers.0.self_attn.k_proj.weight``."""
-    parent, _, leaf = module_name.rpartition(".")
-    if leaf not in model.weight_table.packed:
-        return f"{module_name}.{part}"
-    index, _, parameter = part.partition(".")
-    return f"{parent}.{model.weight_table.packed[leaf][int(index)]}.{parameter}"
 
 
 def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: SafetensorsFolder) -> None:
@@ -162,9 +164,11 @@ def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: Sa
     unexpected = [stored for name, stored in tensors.items() if name not in plan]
     wrong = []
     for name, stored in tensors.items():
-        shape = checkpoint.shape(stored)
-        if name in plan and shape != plan[name].shape:
-            wrong.append(f"{stored} is {list(shape)}, the config needs {list(plan[name].shape)}")
+        if name not in plan:
+            continue
+        shape, needed = checkpoint.shape(stored), plan[name].shape
+        if shape != needed and not (shape == () and needed == (1,)):
+            wrong.append(f"{stored} is {list(shape)}, the config needs {list(needed)}")
     if missing:
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
     if unexpected:
@@ -187,7 +191,8 @@ def _check_tied_head(checkpoint: SafetensorsFolder, stored: str, embedding: Weig
     """A checkpoint with tied embeddings may carry the head a second time, if it is the same."""
     shape = checkpoint.shape(stored)
     same = shape == embedding.shape and all(
-        torch.equal(checkpoint.read(stored, source).to(target), target) for source, target in embedding.copies
+        isinstance(target, Tensor) and torch.equal(checkpoint.read(stored, source).to(target), target)
+        for source, target in embedding.copies
     )
     if not same:
         raise WeightsError(

@@ -1,0 +1,68 @@
+"""How the weights of a linear layer, or of the experts, are stored and multiplied, as the layers see it.
+
+Job: the contract between layers and ``weft/quantization``, which implements it. A method is chosen once per layer, when
+the model has been built and every layer has a name; until then a layer has no weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from torch import Tensor
+
+from weft.layers.weight import Layout, WeightModule, uniform_range
+
+if TYPE_CHECKING:
+    from weft.layers.linear import LinearBase
+    from weft.layers.moe import Experts
+
+Layer = TypeVar("Layer", bound=WeightModule)
+
+
+class QuantMethod(ABC, Generic[Layer]):
+    """Storage of one layer's weights."""
+
+    @abstractmethod
+    def create(self, layer: Layer) -> None:
+        """Allocate the layer's parameters, uninitialised.
+
+        Raises:
+            ConfigError: the stored form does not divide over parts or ranks as the layer does.
+        """
+
+    @abstractmethod
+    def layouts(self, layer: Layer) -> tuple[Layout, ...]:
+        """Which checkpoint tensors fill them, as ``WeightModule.layouts``."""
+
+    def initial_range(self, layer: Layer, name: str) -> tuple[float, float]:
+        """Bounds of random values of parameter ``name``, as ``WeightModule.initial_range``."""
+        return uniform_range(layer.get_parameter(name).shape[-1])
+
+
+class LinearMethod(QuantMethod["LinearBase"]):
+    """A matrix ``[N, K]``."""
+
+    @abstractmethod
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b``: ``[..., K] -> [..., N]`` in x's dtype."""
+
+    @abstractmethod
+    def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``silu(x G^T) * (x U^T)`` of a merged ``G`` and ``U``: ``[..., K] -> [..., N / 2]`` in x's dtype."""
+
+
+class ExpertsMethod(QuantMethod["Experts"]):
+    """The merged gate and up projections of all experts, and their down projections."""
+
+    @abstractmethod
+    def apply(
+        self,
+        experts: Experts,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        shared: Tensor | None,
+        shared_gate: Tensor | None,
+    ) -> Tensor:
+        """The routed experts' weighted sum, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``."""

@@ -1,0 +1,100 @@
+"""Weights in the model's dtype."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from weft.layers.context import ModelContext
+from weft.layers.linear import LinearBase
+from weft.layers.moe import Experts
+from weft.layers.quant_method import ExpertsMethod, LinearMethod
+from weft.layers.weight import CopyTarget, Layout, Slices, WeightPiece, empty_parameter
+from weft.ops.linear import linear, linear_silu_mul
+from weft.ops.moe import fused_moe
+
+
+class UnquantizedLinear(LinearMethod):
+    """``weight [N, K]``."""
+
+    def __init__(self, context: ModelContext) -> None:
+        self._context = context
+
+    def create(self, layer: LinearBase) -> None:
+        shard = layer.shard
+        layer.weight = empty_parameter(
+            shard.rows, shard.columns, dtype=self._context.dtype, device=self._context.device
+        )
+        layer.weight[shard.num_filled :].zero_()
+
+    def layouts(self, layer: LinearBase) -> tuple[Layout, ...]:
+        weight = layer.get_parameter("weight")
+        return ({f"{part}weight": layer.shard.piece(rows, weight) for part, rows in layer.shard.parts.items()},)
+
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, layer.get_parameter("weight"), bias, backend=self._context.backend)
+
+    def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_silu_mul(x, layer.get_parameter("weight"), bias, backend=self._context.backend)
+
+
+class UnquantizedExperts(ExpertsMethod):
+    """``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``."""
+
+    def __init__(self, context: ModelContext) -> None:
+        self._context = context
+
+    def create(self, layer: Experts) -> None:
+        for name, shard in (("gate_up", layer.gate_up_shard), ("down", layer.down_shard)):
+            shape = (layer.num_experts, shard.rows, shard.columns)
+            parameter = empty_parameter(*shape, dtype=self._context.dtype, device=self._context.device)
+            layer.register_parameter(name, parameter)
+
+    def layouts(self, layer: Experts) -> tuple[Layout, ...]:
+        """One by one (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``, ``down_proj``)."""
+        gate_up, down = layer.get_parameter("gate_up"), layer.get_parameter("down")
+        one_by_one: Layout = {}
+        for expert, matrices in enumerate(zip(gate_up, down, strict=True)):
+            for shard, matrix in zip((layer.gate_up_shard, layer.down_shard), matrices, strict=True):
+                for part, rows in shard.parts.items():
+                    one_by_one[f"{expert}.{part}weight"] = shard.piece(rows, matrix)
+        return one_by_one, fused_layout(layer, gate_up, down)
+
+    def apply(
+        self,
+        experts: Experts,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        shared: Tensor | None,
+        shared_gate: Tensor | None,
+    ) -> Tensor:
+        gate_up, down = experts.get_parameter("gate_up"), experts.get_parameter("down")
+        backend = self._context.backend
+        return fused_moe(x, gate_up, down, weights, ids, shared=shared, shared_gate=shared_gate, backend=backend)
+
+
+class IndexableTarget(Protocol):
+    """A tensor ``[E, rows, columns]``, or what stands for one."""
+
+    def __getitem__(self, index: Any, /) -> CopyTarget: ...
+
+
+def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget) -> Layout:
+    """Tensors of all experts: ``gate_up_proj [E, 2 * I, H]`` (gate rows, then up rows) and ``down_proj [E, H, I]``."""
+    layout: Layout = {}
+    for name, shard, parameter in (
+        ("gate_up_proj", layer.gate_up_shard, gate_up),
+        ("down_proj", layer.down_shard, down),
+    ):
+        columns = slice(shard.first_column, shard.first_column + shard.columns)
+        copies: list[tuple[Slices, CopyTarget]] = []
+        total = 0
+        for rows in shard.parts.values():
+            for run in rows.runs:
+                source = slice(total + run.source, total + run.source + run.count)
+                copies.append(((slice(None), source, columns), parameter[:, run.target : run.target + run.count]))
+            total += rows.total
+        layout[name] = WeightPiece((layer.num_experts, total, shard.total_columns), tuple(copies))
+    return layout
