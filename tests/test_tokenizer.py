@@ -79,6 +79,15 @@ SENTENCEPIECE = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=sentencepiece
 # --- loading and encoding --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "sentencepiece"])
+def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "the cat 京👍 é"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert any("\ufffd" in tokenizer.token_text(token) for token in ids)
+    joined = b"".join(tokenizer.token_bytes(token) for token in ids)
+    assert joined.replace(b" ", b"") == text.encode().replace(b" ", b"")
+
+
 def test_importing_is_light() -> None:
     check = "import sys, weft.tokenizer; assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -38,6 +38,10 @@ class RequestError(WeftError, ValueError):
         self.param = param
 
 
+class ContextLengthError(RequestError):
+    """A prompt is too long for the model's context, or for what the cache can hold of it."""
+
+
 class CapacityError(WeftError, RuntimeError):
     """Memory for weights or caches does not suffice for the requested setting."""
 

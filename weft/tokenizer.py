@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,16 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "truncation",
     }
 )
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write bytes as characters: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()
 
 
 class Tokenizer:
@@ -117,6 +128,18 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id stands for, which need not be whole characters."""
+        text = self.token_text(token_id)
+        token = self._backend.id_to_token(token_id) if REPLACEMENT in text else None
+        if token is None:
+            return text.encode("utf-8", "replace")
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):  # byte fallback
+            return bytes([int(token[3:5], 16)])
+        if all(character in _BYTES for character in token):  # byte-level
+            return bytes(_BYTES[character] for character in token)
+        return text.encode("utf-8", "replace")
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """False if decoding leaves this id out: it has no token, or is a special one to be skipped."""

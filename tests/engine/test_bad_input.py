@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS: list[tuple[Any, str]] = [
     ("", r"the prompt is empty; it needs at least one token"),
     ([[]], r"the prompt is empty"),
-    ([5] * 512, r"has 512 tokens; with a context of 512 tokens at most 511 are allowed.*shorten it"),
+    ([5] * 512, r"maximum context length is 512 tokens.* 512 tokens > 511 maximum.*shorten it"),
     ([VOCAB_SIZE], rf"holds {VOCAB_SIZE}; the vocabulary has ids 0 to {VOCAB_SIZE - 1}"),
     ([4, -1], r"holds -1; the vocabulary has ids 0"),
     ([1, True], r"holds True; every entry must be an integer"),
@@ -144,7 +144,7 @@ def test_what_needs_a_tokenizer_says_so(folder: Path) -> None:
 
 def test_a_prompt_longer_than_a_small_cache(folder: Path) -> None:
     with LLM(str(folder), num_kv_pages=3, page_size=8) as engine:
-        with pytest.raises(RequestError, match=r"has 16 tokens; with a context of 16 tokens at most 15 are allowed"):
+        with pytest.raises(RequestError, match=r"context length is 16 tokens.* 16 tokens > 15 maximum"):
             engine.generate([5] * 16, GREEDY, use_tqdm=False)
         assert len(engine.generate([5] * 15, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 1
 

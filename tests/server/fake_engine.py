@@ -24,14 +24,15 @@ SLOW, NAN, BREAK, CRASH, CUT = 7, 17, 18, 13, 19
 """Priorities: a token every 10 ms; ends with "error"; the step raises; the process exits; no end-of-sequence token."""
 
 IM_START, IM_END, NEWLINE = 2040, 2041, 198
-CAPACITY = wire.Capacity(max_model_len=4096, max_num_seqs=8, num_pages=257, page_size=16, num_slots=9)
+CONTEXT = int(os.environ.get("WEFT_FAKE_CONTEXT", "4096"))
+CAPACITY = wire.Capacity(max_model_len=CONTEXT, max_num_seqs=8, num_pages=257, page_size=16, num_slots=9)
 
 
 def reply(prompt: list[int]) -> list[int]:
     """The last user message of a chat, else the prompt."""
-    if IM_START not in prompt:
-        return prompt
     starts = [i for i, token in enumerate(prompt) if token == IM_START]
+    if len(starts) < 2:  # not a chat, or only its end
+        return prompt
     turn = prompt[starts[-2] : starts[-1]]
     return turn[turn.index(NEWLINE) + 1 : turn.index(IM_END)]
 

@@ -90,6 +90,53 @@ def test_chat_logprobs(client: OpenAI) -> None:
     assert streamed == content
 
 
+def test_prompt_logprobs_and_ids_of_a_chat(server: RunningServer) -> None:
+    fields: dict[str, Any] = {"prompt_logprobs": 1, "return_token_ids": True}
+    answer = server.chat("abc", **fields).json()
+    ids = answer["prompt_token_ids"]
+    assert len(ids) == answer["usage"]["prompt_tokens"] == len(answer["prompt_logprobs"])
+    assert answer["prompt_logprobs"][0] is None and answer["prompt_logprobs"][1][str(ids[1])]["logprob"] == -1.0
+    chunks = events(server.chat("abc", stream=True, return_token_ids=True))
+    assert chunks[0]["prompt_token_ids"] == ids and not any("prompt_token_ids" in c for c in chunks[1:])
+    refused = server.chat("abc", stream=True, prompt_logprobs=1)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+    body = {"prompt": ["ab", "cd"], "stream": True, "return_token_ids": True, "n": 2}
+    told = [c["choices"][0] for c in events(server.client.post("/v1/completions", json=body))]
+    assert sorted(c["index"] for c in told if "prompt_token_ids" in c) == [0, 1, 2, 3]
+
+
+def test_bytes_of_split_characters_are_true(server: RunningServer) -> None:
+    content = server.chat("東", logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).startswith("東".encode())
+    assert len(content[0]["bytes"]) < 3 and content[0]["token"] == "\ufffd"
+
+
+def test_a_prompt_is_cut_on_the_left(server: RunningServer) -> None:
+    ids = server.client.post("/tokenize", json={"prompt": "one two three four"}).json()["tokens"]
+    for keep, kept in ((2, ids[-2:]), (len(ids) + 5, ids), (-1, ids)):
+        body = {"prompt": "one two three four", "truncate_prompt_tokens": keep, "return_token_ids": True, "echo": True}
+        choice = server.client.post("/v1/completions", json=body).json()["choices"][0]
+        assert choice["prompt_token_ids"] == kept and choice["text"].startswith("one" if kept == ids else "our")
+    long = server.chat("x " * 6000, truncate_prompt_tokens=-1, max_tokens=10)
+    assert long.status_code == 200 and long.json()["usage"]["prompt_tokens"] == 4086
+    for bad in (0, -2, 4096):
+        assert server.chat("x", truncate_prompt_tokens=bad).json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_reasoning_can_be_left_out(server: RunningServer) -> None:
+    text = "<think>\nhm, hm\n</think>\n\nyes"
+    message = server.chat(text, include_reasoning=False).json()["choices"][0]["message"]
+    assert message["content"] == "yes" and not message.get("reasoning") and not message.get("reasoning_content")
+    deltas = [c["choices"][0]["delta"] for c in events(server.chat(text, stream=True, include_reasoning=False))]
+    assert not any(d.get("reasoning") for d in deltas)
+    assert "".join(d.get("content") or "" for d in deltas) == "yes"
+    assert server.chat("x", reasoning_effort="huge").json()["error"]["param"] == "reasoning_effort"
+
+
+def test_whole_numbers_may_be_written_with_a_point(server: RunningServer) -> None:
+    assert server.chat("one two three", max_tokens=2.0).json()["usage"]["completion_tokens"] == 2
+
+
 def test_reasoning_is_told_apart(server: RunningServer) -> None:
     text = "<think>\nhm, hm\n</think>\n\nyes"
     message = server.chat(text).json()["choices"][0]["message"]
@@ -221,6 +268,14 @@ def test_bad_chat_fields(server: RunningServer, fields: dict[str, Any], param: s
 def test_bad_bodies(server: RunningServer, body: bytes) -> None:
     response = server.client.post("/v1/completions", content=body)
     assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_a_prompt_beyond_the_context_is_told_in_openais_words(server: RunningServer) -> None:
+    for path, body in (("chat/completions", chat_body("x " * 6000)), ("completions", {"prompt": "x " * 6000})):
+        response = server.client.post(f"/v1/{path}", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 4096 tokens" in error["message"]
 
 
 def test_other_refusals(server: RunningServer, client: OpenAI) -> None:

@@ -93,6 +93,19 @@ def test_json_schema(client: OpenAI, fields: dict[str, Any]) -> None:
         assert isinstance(value["answer"], int) and isinstance(value["sure"], bool) and len(value) == 2
 
 
+def test_schemas_of_other_protocols(mini: RunningServer, client: OpenAI) -> None:
+    from tests.server.claude_code import HEADERS, PATH, title_call
+
+    body = title_call() | {"stream": False, "temperature": 0, "max_tokens": 200}
+    message = mini.client.post(PATH, json=body, headers=HEADERS).json()
+    if message["stop_reason"] == "end_turn":
+        assert set(json.loads(message["content"][0]["text"])) == {"title"}
+    assert message["content"][0]["text"].lstrip().startswith("{")
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    answer = client.responses.create(model="weft-mini", input=QUESTION, text=text, max_output_tokens=200)
+    assert isinstance(json.loads(answer.output_text)["answer"], int)
+
+
 def test_other_constraints(client: OpenAI) -> None:
     def constrained(**fields: Any) -> str:
         return ask(client, extra_body=fields, temperature=1.2, seed=3).choices[0].message.content
@@ -138,6 +151,7 @@ def test_forced_tool_calls(client: OpenAI, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "report"}}
     for choice, names in ((named, {"report"}), ("required", {"record", "report"})):
         fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        fields["response_format"] = {"type": "json_object"}  # of the content, which a forced call does not have
         answer = ask(client, max_tokens=300, stream=stream, **fields)
         if stream:
             chunks = list(answer)

@@ -66,6 +66,23 @@ def test_response_events_add_up(openai: OpenAI, text: str, kinds: list[str]) -> 
         assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"a": 1}'
 
 
+def test_log_probabilities_of_a_response(openai: OpenAI, server: RunningServer) -> None:
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for text in ("abc def", "<think>\nhm\n</think>\n\nyes"):
+        whole = openai.responses.create(model="weft-mini", input=text, **asked)
+        part = whole.output[-1].content[0]
+        assert "".join(entry.token for entry in part.logprobs).strip() == part.text
+        assert len(part.logprobs[0].top_logprobs) == 2 and part.logprobs[0].logprob == -1.0
+        events = list(openai.responses.create(model="weft-mini", input=text, stream=True, **asked))
+        streamed = [e for event in events if event.type == "response.output_text.delta" for e in event.logprobs]
+        assert "".join(e.token for e in streamed).strip() == part.text
+    plain = openai.responses.create(model="weft-mini", input="abc")
+    assert plain.output[0].content[0].logprobs == []
+    for field, value in (("include", ["everything"]), ("truncation", "auto"), ("reasoning", {"effort": "huge"})):
+        refused = server.client.post("/v1/responses", json={"input": "x", field: value})
+        assert refused.status_code == 400 and field.split("_")[0] in refused.json()["error"]["param"]
+
+
 def test_items_of_a_conversation_come_back(server: RunningServer) -> None:
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "add"}]},
@@ -134,6 +151,28 @@ def test_blocks_of_a_conversation_come_back(claude: anthropic.Anthropic) -> None
         ]},
     ]  # fmt: skip
     assert create(claude, messages, tools=[TOOL]).content[0].text == "thanks"
+
+
+def test_a_prefill_is_continued(claude: anthropic.Anthropic, server: RunningServer) -> None:
+    """The fake engine repeats the turn before the last that is begun: with the prefill as its own turn, the user's."""
+    messages = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "the answer is"}]
+    counted = claude.messages.count_tokens(model="weft-mini", messages=messages).input_tokens
+    rendered = server.client.post(
+        "/tokenize", json={"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    ).json()
+    assert counted == rendered["count"]
+    assert create(claude, messages).usage.input_tokens == counted
+
+
+def test_system_messages_stand_where_they_are_sent(claude: anthropic.Anthropic, server: RunningServer) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "one"},
+        {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+        {"role": "user", "content": "two"},
+    ]
+    assert create(claude, messages, system="all").content[0].text == "two"
+    rendered = server.client.post("/tokenize", json={"messages": [{"role": "system", "content": "all"}, *messages]})
+    assert create(claude, messages, system="all").usage.input_tokens == rendered.json()["count"]
 
 
 def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -> None:

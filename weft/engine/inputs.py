@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from weft.config import EngineConfig
 from weft.config.generation import GenerationDefaults
-from weft.errors import RequestError
+from weft.errors import ContextLengthError, RequestError
 from weft.messages import RowSampling
 from weft.request import Request
 from weft.sampling_params import SamplingParams
@@ -125,12 +125,17 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         if len(token_ids) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; with a context of {self._max_model_len} tokens at most "
-                f"{self._max_model_len - 1} are allowed, so that one can be generated; shorten it, or raise "
-                "max_model_len and the memory for the cache",
-                "prompt",
-            )
+            raise self.too_long(f"{len(token_ids)}")
+
+    def too_long(self, num_tokens: str) -> ContextLengthError:
+        """The error for a prompt of ``num_tokens``, in the words by which OpenAI's and Anthropic's clients know it."""
+        limit = self._max_model_len
+        return ContextLengthError(
+            f"This model's maximum context length is {limit} tokens. However, the prompt is too long: {num_tokens} "
+            f"tokens > {limit - 1} maximum (one is left to be generated); shorten it, or raise max_model_len and the "
+            "memory for the cache",
+            "prompt",
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,12 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Parts:
-    """What came out: texts to append, calls in order."""
+    """What came out: texts to append, calls in order. ``logprobs``: of the content, where they were asked for."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] | None = None
+    logprobs: Sequence[dict[str, Any]] = ()
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)

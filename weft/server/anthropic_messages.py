@@ -18,8 +18,15 @@ from weft.server.caller import Caller
 from weft.server.calls import Context, check_model
 from weft.server.chat_completions import Chat, prepare, start_chat, tool_use
 from weft.server.errors import ApiError
-from weft.server.protocol import ChatCompletionRequest
+from weft.server.protocol import ChatCompletionRequest, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
+
+
+class OutputConfig(msgspec.Struct):
+    """``effort``: how much to reason, for templates that read it; ``format``: a JSON schema for the answer."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -31,6 +38,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -77,6 +86,7 @@ def to_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     tool_choice, parallel = _tool_choice(request.tool_choice)
     chat = ChatCompletionRequest(
         messages=messages,
+        continue_final_message=_is_prefill(messages[-1:]),
         model=request.model,
         tools=_tools(request.tools),
         tool_choice=tool_choice,
@@ -86,16 +96,32 @@ def to_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
         chat.stream = request.stream
+    config = request.output_config or OutputConfig()
+    chat.reasoning_effort = config.effort
+    chat.response_format = _format(config.format or request.output_format)
     if request.thinking is not None and request.thinking.get("type") in ("enabled", "disabled"):
         chat.chat_template_kwargs = {"enable_thinking": request.thinking["type"] == "enabled"}
     return chat
 
 
+def _format(given: dict[str, Any] | None) -> ResponseFormat | None:
+    if given is None:
+        return None
+    if given.get("type") != "json_schema":
+        raise RequestError(f"output_config.format.type={given.get('type')!r} is not json_schema", "output_config")
+    return ResponseFormat("json_schema", {"schema": given.get("schema")})
+
+
+def _is_prefill(last: list[dict[str, Any]]) -> bool:
+    """True if the answer's beginning is given: it is continued, and not followed by another answer."""
+    return any(m["role"] == "assistant" and m["content"] and not m.get("tool_calls") for m in last)
+
+
 def _messages_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """One message may hold tool results beside text: each becomes a message of its own, in order."""
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise RequestError(f"{where}.role={role!r} is not allowed; give user or assistant", "messages")
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where}.role={role!r} is not allowed; give user, assistant or system", "messages")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):

@@ -6,20 +6,22 @@ Owns: the response's shape. Does not know: how the parts are found (``answers.py
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine, PromptDelta
 from weft.engine.inputs import PreparedPrompt
 from weft.engine.outputs import CompletionDelta
 from weft.errors import RequestError
-from weft.outputs import CompletionOutput
+from weft.outputs import CompletionOutput, LogprobsDict
 from weft.server.answers import AnswerParser, Parts, ToolCall
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.chat import need_tokenizer, opens_reasoning, prepare_chat, tool_schemas
-from weft.server.logprobs import chat_logprobs
+from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatCompletionRequest
 from weft.server.sampling import chat_params
 from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
@@ -51,12 +53,14 @@ class Chat:
         call: the call.
         tools: which tools are shown and read.
         n: completions.
+        top_logprobs: alternatives of each token that were asked for; None: no log probabilities.
         finish_reason, stop_reason: of the only completion, once ``parts`` has ended.
     """
 
     call: Call
     tools: ToolUse
     n: int
+    top_logprobs: int | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -68,7 +72,7 @@ class Chat:
 
     async def parts(self) -> AsyncIterator[Parts]:
         """What the only completion is made of, as it comes; the first is given as soon as there is a token."""
-        parser = self.parser()
+        parser, untold = self.parser(), []
         async for deltas in self.call.stream:
             for _, delta in deltas:
                 self.call.check_error(delta.finish_reason)
@@ -77,7 +81,26 @@ class Chat:
                     parts.add(parser.finish())
                     self.finish_reason = _finish_reason(delta.finish_reason, parser)
                     self.stop_reason = delta.stop_reason
+                if self.top_logprobs is not None:
+                    untold += self.logprobs(delta.logprobs)["content"]
+                    if parts:
+                        parts.logprobs, untold = _of_content(untold, parts.content), []
                 yield parts
+
+    def logprobs(self, entries: Sequence[LogprobsDict] | None) -> dict[str, Any]:
+        """``choices[].logprobs`` of some tokens."""
+        bytes_of = need_tokenizer(self.call.engine).token_bytes
+        return chat_logprobs(entries or (), self.top_logprobs or 0, bytes_of)
+
+
+def _of_content(entries: list[dict[str, Any]], content: str) -> list[dict[str, Any]]:
+    """The entries of the tokens that ``content`` is made of, without those of reasoning and markup around it."""
+    start = "".join(entry["token"] for entry in entries).rfind(content)
+    if start < 0:  # a character is spread over several tokens
+        return entries
+    ends = list(accumulate(len(entry["token"]) for entry in entries))
+    overlap = [entry for entry, end in zip(entries, ends, strict=True) if start < end]
+    return overlap[: 1 + bisect_left(ends, start + len(content)) - (len(entries) - len(overlap))]
 
 
 async def start_chat(
@@ -89,7 +112,8 @@ async def start_chat(
     tools = tool_use(request, context.settings.tool_call_parser)
     constraint = constraint_of(request, context.settings.max_schema_bytes)
     if tools.forced is not None:
-        if constraint is not None:
+        # A response_format is about the content, and a forced call has none.
+        if constraint is not None and constraint.param != "response_format":
             raise RequestError(
                 f"tool_choice={request.tool_choice!r} and {constraint.param} exclude each other", "tools"
             )
@@ -111,7 +135,7 @@ async def start_chat(
         priority=request.priority,
         constraint=constraint,
     )
-    return Chat(call, tools, params.n)
+    return Chat(call, tools, params.n, (request.top_logprobs or 0) if request.logprobs else None)
 
 
 async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
@@ -162,20 +186,38 @@ async def prepare(
         engine,
         request.messages,
         tools=tools.shown,
-        template_kwargs=request.chat_template_kwargs,
+        template_kwargs=_template_kwargs(request),
         add_generation_prompt=adds,
         continue_final_message=continues,
+        sampling=request,
         cache_salt=caller.cache_salt(request.cache_salt),
     )
     return [prompt]
+
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any] | None:
+    """The template's variables: ``reasoning_effort`` is one of them, and ``"none"`` switches thinking off."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.chat_template_kwargs
+    if effort not in _EFFORTS:
+        raise RequestError(
+            f"reasoning_effort={effort[:40]!r} is not known; allowed: {', '.join(_EFFORTS)}", "reasoning_effort"
+        )
+    implied = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+    return implied | (request.chat_template_kwargs or {})
 
 
 class ChatAnswer:
     """The response to one call."""
 
     def __init__(self, chat: Chat, request: ChatCompletionRequest) -> None:
-        self._call = chat.call
+        self._chat, self._call = chat, chat.call
         self._request = request
+        self._hides_reasoning = request.include_reasoning is False
         self._parsers = [chat.parser() for _ in range(chat.n)]
         self._has_begun = [False] * chat.n
         options = request.stream_options
@@ -190,17 +232,20 @@ class ChatAnswer:
     async def body(self) -> dict[str, Any]:
         output = (await self._call.stream.results())[0]
         choices = [self._choice(completion) for completion in output.outputs]
-        return self._head("chat.completion") | {
-            "choices": choices,
-            "usage": self._call.usage(),
-            "weft": self._call.extension(),
-        }
+        body = self._head("chat.completion") | {"choices": choices, "usage": self._call.usage()}
+        if self._request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(output)
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return body | {"weft": self._call.extension()}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         self._call.check_error(completion.finish_reason)
         parser = self._parsers[completion.index]
         parts = parser.feed(completion.text)
         parts.add(parser.finish())
+        if self._hides_reasoning:
+            parts.reasoning = ""
         message: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
         if parts.reasoning:
             message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
@@ -220,17 +265,20 @@ class ChatAnswer:
     def _logprobs(self, entries: Any) -> dict[str, Any] | None:
         if not self._request.logprobs or entries is None:
             return None
-        return chat_logprobs(entries, self._request.top_logprobs or 0)
+        return self._chat.logprobs(entries)
 
     # -- streamed ------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
         chunks = ChunkEvents(self._head("chat.completion.chunk"))
+        first = {"prompt_token_ids": self._call.prompts[0].token_ids} if self._request.return_token_ids else {}
         async for deltas in self._call.stream:
             for delta in deltas:
                 choice = self._delta_choice(delta)
                 if choice is not None:
-                    yield chunks.event(choice, self._call.usage() if self._usage_always else None)
+                    usage = {"usage": self._call.usage()} if self._usage_always else {}
+                    yield chunks.event(choice, first | usage)
+                    first = {}
         if self._usage_at_end:
             last = self._head("chat.completion.chunk") | {"choices": [], "usage": self._call.usage()}
             yield data_event(last | {"weft": self._call.extension()})
@@ -245,6 +293,8 @@ class ChatAnswer:
         parts = parser.feed(delta.text)
         if delta.finish_reason is not None:
             parts.add(parser.finish())
+        if self._hides_reasoning:
+            parts.reasoning = ""
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         wants_ids = bool(self._request.return_token_ids)
         if not (parts or delta.finish_reason or logprobs or wants_ids or self._usage_always):

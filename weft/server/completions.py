@@ -14,8 +14,8 @@ from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
-from weft.server.chat import need_tokenizer
-from weft.server.logprobs import completion_logprobs
+from weft.server.chat import need_tokenizer, truncate
+from weft.server.logprobs import completion_logprobs, prompt_logprobs
 from weft.server.protocol import CompletionRequest
 from weft.server.sampling import completion_params
 from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
@@ -30,7 +30,7 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
     given = _prompt_list(request.prompt, context.settings.max_prompts)
 
     async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
-        return await context.service.render.run(_prepare, engine, request, given, caller)
+        return await context.service.render.run(_prepare, context, engine, request, given, caller)
 
     call = await open_call(
         context,
@@ -68,19 +68,20 @@ def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[
 
 
 def _prepare(
-    engine: AsyncEngine, request: CompletionRequest, given: list[str | list[int]], caller: Caller
+    context: Context, engine: AsyncEngine, request: CompletionRequest, given: list[str | list[int]], caller: Caller
 ) -> list[PreparedPrompt]:
     salt = caller.cache_salt(request.cache_salt)
     special = request.add_special_tokens is not False
     prompts: list[PreparedPrompt] = []
     for prompt in given:
-        fields: dict[str, Any] = {"cache_salt": salt}
+        fields: dict[str, Any] = {"cache_salt": salt, "checkpoint_positions": request.checkpoint_positions}
         if isinstance(prompt, str):
             fields["prompt"] = prompt
-            if not special and engine.tokenizer is not None:
-                fields["prompt_token_ids"] = engine.tokenizer.encode(prompt, add_special_tokens=False)
+            if engine.tokenizer is not None:
+                fields["prompt_token_ids"] = engine.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             fields["prompt_token_ids"] = prompt
+        truncate(context.service, engine, fields, request)
         prompts.append(engine.inputs.prepare_prompt(fields))
     return prompts
 
@@ -94,6 +95,7 @@ class CompletionAnswer:
         self._n = n
         self._hides_output = request.max_tokens == 0
         self._offsets: dict[int, int] = {}
+        self._has_begun: set[int] = set()
         options = request.stream_options
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
@@ -135,7 +137,7 @@ class CompletionAnswer:
         if self._request.return_token_ids:
             choice |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
         if self._request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(output)
+            choice["prompt_logprobs"] = prompt_logprobs(output)
         return choice
 
     def _prompt_text(self, index: int) -> str:
@@ -180,7 +182,7 @@ class CompletionAnswer:
 
     def _chunk(self, chunks: ChunkEvents, choice: dict[str, Any]) -> bytes:
         full = {"logprobs": None, "finish_reason": None, "stop_reason": None} | choice
-        return chunks.event(full, self._usage() if self._usage_always else None)
+        return chunks.event(full, {"usage": self._usage()} if self._usage_always else {})
 
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to tell yet."""
@@ -199,18 +201,8 @@ class CompletionAnswer:
             choice["logprobs"] = shown
         if self._request.return_token_ids:
             choice["token_ids"] = delta.token_ids
+            if index not in self._has_begun:
+                choice["prompt_token_ids"] = self._call.prompts[prompt_index].token_ids
+                self._has_begun.add(index)
         tells = text or delta.finish_reason is not None or "logprobs" in choice or "token_ids" in choice
         return choice if tells or self._usage_always else None
-
-
-def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """Per prompt token: token id (as text) -> log probability, rank, text."""
-    return [
-        None
-        if entry is None
-        else {
-            str(token): {"logprob": max(v.logprob, -9999.0), "rank": v.rank, "decoded_token": v.decoded_token}
-            for token, v in entry.items()
-        }
-        for entry in output.prompt_logprobs or []
-    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from weft.errors import EngineDeadError, RequestError, WeftError
+from weft.errors import ContextLengthError, EngineDeadError, RequestError, WeftError
 
 
 class ApiError(WeftError):
@@ -45,6 +45,8 @@ def as_api_error(error: Exception) -> ApiError:
     """Any exception as an ``ApiError``; what nobody foresaw is a 500 without details."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, RecursionError):

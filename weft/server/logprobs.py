@@ -5,27 +5,46 @@ Job: from the engine's entries to JSON values. Owns: both shapes. Does not know:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.outputs import Logprob, LogprobsDict
+from weft.outputs import Logprob, LogprobsDict, RequestOutput
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 
-def chat_logprobs(entries: list[LogprobsDict], top: int) -> dict[str, Any]:
+BytesOf = Callable[[int], bytes]
+"""The bytes that a token stands for."""
+
+
+def chat_logprobs(entries: Sequence[LogprobsDict], top: int, bytes_of: BytesOf) -> dict[str, Any]:
     """``choices[].logprobs`` of a chat completion. ``top``: alternatives asked for."""
-    return {"content": [_chat_entry(entry, top) for entry in entries], "refusal": None}
+    return {"content": [_chat_entry(entry, top, bytes_of) for entry in entries], "refusal": None}
 
 
-def _chat_entry(entry: LogprobsDict, top: int) -> dict[str, Any]:
-    chosen = next(iter(entry.values()))
-    return _chat_token(chosen) | {"top_logprobs": [_chat_token(value) for value in _top(entry, top)]}
+def _chat_entry(entry: LogprobsDict, top: int, bytes_of: BytesOf) -> dict[str, Any]:
+    chosen = next(iter(entry))
+    best = sorted(entry, key=lambda token: entry[token].rank)[:top]
+    tops = [_chat_token(token, entry[token], bytes_of) for token in best]
+    return _chat_token(chosen, entry[chosen], bytes_of) | {"top_logprobs": tops}
 
 
-def _chat_token(value: Logprob) -> dict[str, Any]:
-    text = value.decoded_token or ""
-    return {"token": text, "logprob": clamped(value), "bytes": list(text.encode("utf-8", "replace"))}
+def _chat_token(token: int, value: Logprob, bytes_of: BytesOf) -> dict[str, Any]:
+    return {"token": value.decoded_token or "", "logprob": clamped(value), "bytes": list(bytes_of(token))}
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """Per prompt token: token id (as text) -> log probability, rank, text; None for the first."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {"logprob": clamped(v), "rank": v.rank, "decoded_token": v.decoded_token}
+            for token, v in entry.items()
+        }
+        for entry in output.prompt_logprobs or []
+    ]
 
 
 def completion_logprobs(

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -24,7 +25,10 @@ logger = logging.getLogger(__name__)
 NO_EFFECT = frozenset(
     {
         "client_metadata",
+        "context_management",
+        "max_tool_calls",
         "metadata",
+        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -34,6 +38,23 @@ NO_EFFECT = frozenset(
         "verbosity",
     }
 )
+
+
+REFUSED = {
+    "audio": "this model answers in text; leave it out",
+    "chat_template": "templates are the checkpoint's; leave it out",
+    "conversation": "this server stores no conversations; send their items as input",
+    "documents": "put documents into messages",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "logits_processors": "they cannot be sent; use logit_bias, bad_words or structured_outputs",
+    "prompt": "this server stores no prompts; send their text",
+    "prompt_embeds": "send a text or token ids",
+    "use_beam_search": "use n and temperature",
+    "web_search_options": "this server searches nothing; offer a tool of your own",
+}
+"""Fields of these APIs that would change the answer and are not served, and what to do instead. A model that declares a
+field of the name reads it."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -84,6 +105,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    checkpoint_positions: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -161,12 +184,13 @@ class BodyReader:
         """``body`` as ``kind``.
 
         Raises:
-            RequestError: not JSON, a field of the wrong type, or under ``strict`` one that is not known.
+            RequestError: not JSON, a field of the wrong type, one that is refused, or under ``strict`` one that is not
+                known.
         """
         fields = parse_object(body)
         self._check_names(fields, kind)
         try:
-            return msgspec.convert(fields, kind)
+            return msgspec.convert(_whole_numbers(fields, kind), kind)
         except msgspec.ValidationError as error:
             raise _type_error(error) from error
         except RecursionError as error:
@@ -174,6 +198,9 @@ class BodyReader:
 
     def _check_names(self, fields: Mapping[str, Any], kind: type[Body]) -> None:
         unknown = [name for name in fields if name not in kind.__struct_fields__ and name not in NO_EFFECT]
+        for name in unknown:
+            if name in REFUSED and fields[name]:
+                raise RequestError(f"{name} is not supported: {REFUSED[name]}", name)
         if unknown and self._strict:
             raise RequestError(f"unknown field {unknown[0]!r}; leave it out (this server is strict)", unknown[0])
         for name in unknown:
@@ -181,6 +208,19 @@ class BodyReader:
             if name not in self._warned and len(self._warned) < 100:
                 self._warned.add(name)
                 logger.warning("request field %.60r is not known and has no effect", name)
+
+
+def _whole_numbers(fields: dict[str, Any], kind: type[Body]) -> dict[str, Any]:
+    """JSON has one kind of number: ``2.0`` is fine where an integer is wanted."""
+    floats = [name for name, value in fields.items() if type(value) is float and value.is_integer()]
+    wanted = {name: int(fields[name]) for name in floats if name in _integer_fields(kind)}
+    return fields | wanted if wanted else fields
+
+
+@cache
+def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    hints = get_type_hints(kind)
+    return frozenset(name for name in kind.__struct_fields__ if hints[name] in (int, int | None))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

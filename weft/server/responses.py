@@ -43,7 +43,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: str | None = None
     previous_response_id: str | None = None
     background: bool | None = None
-    max_tool_calls: int | None = None
 
 
 async def responses(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
@@ -62,9 +61,8 @@ async def responses(context: Context, body: bytes, caller: Caller) -> JsonRespon
 
 def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
     """The same request as a chat completion. Raises RequestError."""
-    for name in ("previous_response_id", "background"):
-        if getattr(request, name):
-            raise RequestError(f"{name} needs stored responses, which this server does not keep; leave it out", name)
+    _check(request)
+    wants_logprobs = _LOGPROBS in (request.include or ()) or request.top_logprobs is not None
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -80,7 +78,39 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format((request.text or {}).get("format")),
+        reasoning_effort=(request.reasoning or {}).get("effort"),
+        logprobs=wants_logprobs or None,
+        top_logprobs=request.top_logprobs,
     )
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = {
+    _LOGPROBS,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+}
+"""What may be asked for; all but the log probabilities is about OpenAI's own tools, images and storage, of which an
+answer has none. Reasoning comes as it is."""
+
+
+def _check(request: ResponsesRequest) -> None:
+    """Raises RequestError for what would change the answer and is not served."""
+    for name in ("previous_response_id", "background"):
+        if getattr(request, name):
+            raise RequestError(f"{name} needs stored responses, which this server does not keep; leave it out", name)
+    if request.truncation not in (None, "disabled"):
+        raise RequestError(f"truncation={request.truncation!r} is not supported; shorten the input", "truncation")
+    if (request.stream_options or {}).get("include_obfuscation"):
+        raise RequestError("stream_options.include_obfuscation is not supported; leave it out", "stream_options")
+    unknown = [name for name in request.include or () if name not in _INCLUDES]
+    if unknown:
+        raise RequestError(f"include={unknown[0]!r} is not known; allowed: {', '.join(sorted(_INCLUDES))}", "include")
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,10 +218,11 @@ class ResponsesAnswer:
             if block.kind == "text":
                 yield self._event("response.content_part.added", **where, content_index=0, part=_part(block, ""))
         elif event.what == "delta":
-            yield self._event(_name(block, "delta"), **where, **_place(block), delta=event.delta)
+            place = _place(block, event.logprobs)
+            yield self._event(_name(block, "delta"), **where, **place, delta=event.delta)
         else:
             key = "arguments" if block.kind == "call" else "text"
-            yield self._event(_name(block, "done"), **where, **_place(block), **{key: block.text})
+            yield self._event(_name(block, "done"), **where, **_place(block, block.logprobs), **{key: block.text})
             if block.kind == "text":
                 part = _part(block, block.text)
                 yield self._event("response.content_part.done", **where, content_index=0, part=part)
@@ -254,18 +285,18 @@ class ResponsesAnswer:
 
 def _part(block: Block, text: str) -> dict[str, Any]:
     part: dict[str, Any] = {"type": _PART[block.kind], "text": text}
-    return part | {"annotations": [], "logprobs": []} if block.kind == "text" else part
+    return part | {"annotations": [], "logprobs": block.logprobs if text else []} if block.kind == "text" else part
 
 
 def _name(block: Block, what: str) -> str:
     return f"response.{'function_call_arguments' if block.kind == 'call' else _PART[block.kind]}.{what}"
 
 
-def _place(block: Block) -> dict[str, Any]:
+def _place(block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     """Where in its item a delta belongs."""
     if block.kind == "call":
         return {}
-    return {"content_index": 0, "logprobs": []} if block.kind == "text" else {"content_index": 0}
+    return {"content_index": 0, "logprobs": logprobs} if block.kind == "text" else {"content_index": 0}
 
 
 def error_events(error: ApiError) -> bytes:

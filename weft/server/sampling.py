@@ -87,6 +87,8 @@ def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]
         given["stop"] = request.stop
     if request.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in request.logit_bias.items()}
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs cannot be streamed; set stream=false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is for stream=true; leave it out", "stream_options")
     return given

@@ -47,8 +47,9 @@ class ChunkEvents:
     def __init__(self, head: dict[str, Any]) -> None:
         self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
 
-    def event(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        rest = b"]}\n\n" if usage is None else b'],"usage":' + msgspec.json.encode(usage) + b"}\n\n"
+    def event(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+        """``more``: what stands beside the choice."""
+        rest = b"]}\n\n" if not more else b"]," + msgspec.json.encode(more)[1:] + b"\n\n"
         return self._head + msgspec.json.encode(choice) + rest
 
 

@@ -1,0 +1,219 @@
+"""Every field that a request model declares is read when it is given: none is accepted and then dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.fake_engine import CAPACITY
+from tests.server.test_async_engine import Link
+from weft.config import EngineConfig, resolve
+from weft.engine.async_engine import AsyncEngine
+from weft.engine.inputs import InputProcessor
+from weft.errors import RequestError
+from weft.server.admission import Admission
+from weft.server.app import POSTS
+from weft.server.caller import Caller
+from weft.server.calls import Context
+from weft.server.errors import ApiError
+from weft.server.protocol import NO_EFFECT, REFUSED, BodyReader
+from weft.server.rendering import RenderPool
+from weft.server.settings import ServerSettings
+from weft.tokenizer import Tokenizer
+
+TOOL = {"type": "function", "name": "f", "function": {"name": "f"}, "input_schema": {"type": "object"}}
+
+SCHEMA = {"type": "object"}
+MESSAGES = [{"role": "user", "content": "one two"}]
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "one two"},
+    "/v1/responses": {"input": "one two"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"prompt": "one two"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "tool_choice": {"tools": [TOOL]},
+    "parallel_tool_calls": {"tools": [TOOL], "tool_choice": "required"},
+    "top_logprobs": {"logprobs": True},
+    "stream_options": {"stream": True},
+    "best_of": {"n": 2},
+}
+"""What a field needs beside it to be read."""
+
+VALUES: dict[str, Any] = {
+    "model": "weft-mini", "stream": True, "stream_options": {}, "messages": MESSAGES, "tools": [TOOL],
+    "logit_bias": {"5": 1.0}, "response_format": {"type": "text"}, "structured_outputs": {"json_object": True},
+    "guided_json": SCHEMA, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/",
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    "output_format": {"type": "json_schema", "schema": SCHEMA}, "thinking": {"type": "enabled"},
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "truncation": "disabled",
+    "include": ["message.output_text.logprobs"], "tool_choice": "auto", "reasoning_effort": "low", "suffix": "",
+    "best_of": 2, "truncate_prompt_tokens": 5, "prompt": "one", "input": "one", "n": 2, "temperature": 0.5,
+}  # fmt: skip
+"""A value of each field that cannot be made from its type alone."""
+
+
+def value_of(name: str, kind: Any) -> Any:
+    if name in VALUES:
+        return VALUES[name]
+    for wanted, value in ((bool, True), (int, 1), (float, 0.5), (str, "a"), (list[int], [1]), (list[str], ["a"])):
+        if kind == wanted or kind == wanted | None:
+            return value
+    if kind in (str | list[str] | None, str | list[dict[str, Any]] | None):
+        return "a"
+    if kind == dict[str, Any] | None:
+        return {}
+    raise AssertionError(f"give VALUES an entry for {name}: {kind}")
+
+
+class Recorded:
+    """What was read of a request: a subclass of its model that takes note."""
+
+    def __init__(self, kind: type[msgspec.Struct]) -> None:
+        self.read: set[str] = set()
+        read, plain = self.read, kind.__getattribute__
+
+        def note(instance: Any, name: str) -> Any:
+            read.add(name)
+            return plain(instance, name)
+
+        namespace = {"__getattribute__": note}
+        self.kind = msgspec.defstruct(kind.__name__, [], bases=(kind,), namespace=namespace, kw_only=True)
+
+
+class Bodies(BodyReader):
+    """Reads every body as the recording kind."""
+
+    def __init__(self, kind: type[msgspec.Struct]) -> None:
+        super().__init__(strict=True)
+        self._kind = kind
+
+    def read(self, body: bytes, kind: Any) -> Any:
+        return super().read(body, self._kind)
+
+
+class FakeService:
+    """What handlers ask of a service, over an engine in this process."""
+
+    model_name = "weft-mini"
+    keeps_states = True
+    created = 0
+    capacity = CAPACITY
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.link = Link()
+        self.engine = self.link.engine = AsyncEngine(
+            self.link, InputProcessor(config, tokenizer, CAPACITY.max_model_len), tokenizer
+        )
+        self.admission = Admission(8, 8)
+        self.render = RenderPool(2.0)
+        self.grammars = self
+
+    async def check(self, grammar: str, param: str) -> None:
+        """Every grammar compiles."""
+
+
+class Silent:
+    """Metrics and log that nobody reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: None
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[tuple[EngineConfig, Tokenizer]]:
+    config = resolve(device="cpu")
+    yield config, Tokenizer.load(config.tokenizer_path)
+
+
+def fields_read(path: str, kind: type[msgspec.Struct], body: dict[str, Any], parts: Any) -> set[str]:
+    """The attributes of the request that answering it reads, or the one that it is refused for."""
+
+    async def main() -> set[str]:
+        recorded = Recorded(kind)
+        service: Any = FakeService(*parts)
+        silent: Any = Silent()
+        context = Context(service, ServerSettings(), Bodies(recorded.kind), silent, silent)
+        try:
+            response = await POSTS[path][0](context, json.dumps(body).encode(), Caller())
+        except (RequestError, ApiError) as refusal:
+            assert refusal.param in body
+            return {str(refusal.param)}
+        if callable(response):
+            sent: list[Any] = []
+            answering = asyncio.create_task(_answer(response, sent))
+            while not answering.done():
+                service.link.run()
+                await asyncio.sleep(0)
+            assert sent[0]["status"] == 200, sent
+        service.render.close()
+        return recorded.read
+
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def _answer(response: Any, sent: list[Any]) -> None:
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await response({"type": "http"}, receive, send)
+
+
+CASES = [
+    (path, field.name) for path, (_, kind) in POSTS.items() for field in msgspec.structs.fields(kind)
+]  # fmt: skip
+
+
+def body_with(path: str, name: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    type_of = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    body = NEEDED[path] | {k: v for k, v in BESIDE.get(name, {}).items() if k in type_of}
+    if name == "messages" and path == "/tokenize":
+        body = {}
+    if path == "/tokenize" and name in (
+        "tools",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "add_generation_prompt",
+    ):
+        body = {k: v for k, v in body.items() if k != "prompt"} | {"messages": MESSAGES}
+    if name == "continue_final_message":
+        body["messages"] = [*MESSAGES, {"role": "assistant", "content": "so"}]
+    if path.startswith("/v1/messages") and name == "tool_choice":
+        return body | {"tool_choice": {"type": "auto"}}
+    return body | ({} if name in NEEDED[path] and name in body else {name: value_of(name, type_of[name])})
+
+
+@pytest.mark.parametrize(("path", "name"), CASES)
+def test_every_declared_field_is_read(path: str, name: str, parts: Any) -> None:
+    kind = POSTS[path][1]
+    assert name in fields_read(path, kind, body_with(path, name, kind), parts)
+
+
+def test_a_field_that_nothing_reads_is_found(parts: Any) -> None:
+    path = "/v1/chat/completions"
+    kind = msgspec.defstruct("Wider", [("promised", int | None, None)], bases=(POSTS[path][1],), kw_only=True)
+    read = fields_read(path, kind, NEEDED[path] | {"promised": 1}, parts)
+    assert "promised" not in read and "messages" in read
+
+
+def test_fields_that_are_refused_by_name() -> None:
+    for path, (_, kind) in POSTS.items():
+        for name in sorted(REFUSED.keys() - set(kind.__struct_fields__)):
+            body = json.dumps(NEEDED[path] | {name: ["x"]}).encode()
+            with pytest.raises(RequestError, match=f"{name} is not supported") as refused:
+                BodyReader(strict=False).read(body, kind)
+            assert refused.value.param == name
+    assert not REFUSED.keys() & NO_EFFECT
