@@ -103,7 +103,7 @@ def test_encode_and_decode_equal_transformers(tokenizer: Tokenizer, folder: Path
 
 
 def test_properties(tokenizer: Tokenizer) -> None:
-    assert tokenizer.vocab_size == len(AutoTokenizer.from_pretrained(tokenizer._hf.name_or_path))
+    assert tokenizer.vocab_size == len(AutoTokenizer.from_pretrained(tokenizer.hf.name_or_path))
     ids = [tokenizer.encode(t)[0] for t in SPECIALS]
     assert tokenizer.special_token_ids == set(ids)
     assert tokenizer.eos_token_id == ids[2]
@@ -122,6 +122,13 @@ def test_what_a_tokenizer_file_says_of_length_and_special_tokens(tmp_path: Path,
     theirs = AutoTokenizer.from_pretrained(folder)
     text = "the cat and <|im_end|> the naïve café"
     assert Tokenizer.load(folder).encode(text) == theirs.encode(text)
+
+
+def test_a_bos_that_the_user_wrote_twice_stays() -> None:
+    """Only the one that the tokenizer would add is left out."""
+    backend = byte_level()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|im_start|>"))
+    assert tokenizer.encode("<|im_start|><|im_start|>a")[:2] == [tokenizer.bos_token_id] * 2
 
 
 def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:

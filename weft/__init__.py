@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
     from weft.errors import WeftError
     from weft.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from weft.sampling_params import SamplingParams
+    from weft.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "WeftError",
     "__version__",
 ]
@@ -39,6 +40,7 @@ _MODULES = {
     "RequestMetrics": "weft.outputs",
     "RequestOutput": "weft.outputs",
     "SamplingParams": "weft.sampling_params",
+    "StructuredOutputsParams": "weft.sampling_params",
     "WeftError": "weft.errors",
 }
 

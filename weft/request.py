@@ -119,6 +119,12 @@ class Request:
         """True if the tokens out and on their way already reach ``max_tokens``: no further step may be launched."""
         return len(self.output_token_ids) + self.num_pending >= self.max_tokens
 
+    def end(self, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """The request ends now, from outside."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.status = RequestStatus.FINISHED
+        self.times.finished = time.monotonic()
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """A sampled token has come back; sets ``finish_reason`` if it ends the generation."""
         assert self.num_pending > 0, "a token came back that no step had sampled"

@@ -17,6 +17,35 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One constraint on the form of the text; names and meanings as in vLLM. Exactly one field is given.
+
+    Attributes:
+        json: a JSON schema, as a dict or as text.
+        regex: a regular expression in the syntax of Rust's regex crate, without look-around, on one line.
+        choice: one of these texts.
+        grammar: a grammar in llguidance's Lark format.
+        json_object: True: any JSON object.
+    """
+
+    json: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {' and '.join(given) or 'no constraint'}; "
+                f"give exactly one of {', '.join(self.__struct_fields__)}",
+                "structured_outputs",
+            )
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request; names and meanings as in vLLM and the OpenAI API.
 
@@ -47,6 +76,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         detokenize: False: token ids only, no text (then no stop strings either).
         logprobs: report the chosen token's log probability and those of the N likeliest (0: the chosen one's only).
         prompt_logprobs: the same for every prompt token.
+        structured_outputs: a constraint on the form of the text, which decides where it ends.
+        truncate_prompt_tokens: keep only that many of the prompt's tokens, the last ones; -1: as many as leave room for
+            ``max_tokens`` (for one token if that is None).
     """
 
     n: int = 1
@@ -71,6 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     detokenize: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -84,6 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_flags()
         self._check_stops()
         self._check_token_lists()
+        self._check_structure()
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, 64)
@@ -92,6 +127,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _integer("top_k", self.top_k, -1, None, optional=True)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None, optional=True)
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens=0 leaves no prompt; allowed are 1 or more, and -1", "truncate_prompt_tokens"
+            )
         _integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
         _number("temperature", self.temperature, 0.0, 100.0, optional=True)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True, optional=True)
@@ -123,6 +163,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise RequestError(f"stop holds {entry!r}; every stop string needs at least one character", "stop")
         if stops and not self.detokenize:
             raise RequestError("stop strings need text: leave detokenize=True or use stop_token_ids", "stop")
+
+    def _check_structure(self) -> None:
+        name, given = "structured_outputs", self.structured_outputs
+        if given is None:
+            return
+        if not isinstance(given, StructuredOutputsParams):
+            raise RequestError(f"{name} is a {type(given).__name__}; give StructuredOutputsParams", name)
+        for other in ("min_tokens", "ignore_eos"):
+            if getattr(self, other):
+                raise RequestError(f"{other} contradicts {name}, which decides where the text ends", other)
 
     def _check_token_lists(self) -> None:
         for name in ("allowed_token_ids", "stop_token_ids"):

@@ -58,11 +58,12 @@ class Tokenizer:
         vocab_size: ids with a token, added ones included (a model's embedding may be larger).
         special_token_ids: ids that ``skip_special_tokens`` leaves out.
         bos_token_id, eos_token_id: None where the checkpoint names none.
+        hf: the tokenizer of transformers.
     """
 
     def __init__(self, hf_tokenizer: Any) -> None:
         """``hf_tokenizer``: a fast tokenizer of transformers."""
-        self._hf = hf_tokenizer
+        self.hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
         # Encoding goes to the backend at once, without the half of the time that transformers takes around it. So what
         # transformers sets before each call is set here: the file may ask for truncation or padding, which it ignores.
@@ -75,6 +76,7 @@ class Tokenizer:
         self.vocab_size: int = len(hf_tokenizer)
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
+        self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -107,6 +109,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the tokenizer's own prefix (such as a BOS) unless ``add_special_tokens`` is False.
 
+        A text that already begins with the BOS, as chat templates write it, gets no second one.
+
         Raises:
             RequestError: the text holds lone surrogates, which have no encoding.
         """
@@ -116,7 +120,9 @@ class Tokenizer:
             raise RequestError(
                 f"the text is not valid Unicode at character {error.start}; remove the lone surrogate"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        has_two = add_special_tokens and self._adds_bos and ids[:2] == [self.bos_token_id] * 2
+        return ids[1:] if has_two else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token give none."""
@@ -150,12 +156,12 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The one template of the checkpoint as text; None if it has none or several by name."""
-        template = self._hf.chat_template
+        template = self.hf.chat_template
         return template if isinstance(template, str) else None
 
     @property
     def has_chat_template(self) -> bool:
-        return self._hf.chat_template is not None
+        return self.hf.chat_template is not None
 
     def render_chat(
         self,
@@ -181,7 +187,7 @@ class Tokenizer:
         variables = dict(chat_template_kwargs or {})
         self._check_chat(messages, variables, add_generation_prompt, continue_final_message)
         try:
-            return self._hf.apply_chat_template(
+            return self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,

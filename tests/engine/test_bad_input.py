@@ -116,7 +116,7 @@ def test_lists_of_the_wrong_length_or_type(llm: LLM) -> None:
         ("hello", {}, "non-empty list"),
         ([{"content": "hello"}], {}, "at least a 'role'"),
         ([["hello"]], {}, "at least a 'role'"),
-        ([{"role": "user"}], {}, "the chat template refuses"),
+        ([{"role": "user"}], {}, "has no content"),
         ([{"role": "user", "content": "x"}], {"continue_final_message": True}, "exclude each other"),
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"tokenize": True}}, "holds tokenize"),
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": [1]}, "chat_template_kwargs is a list"),

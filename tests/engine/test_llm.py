@@ -93,6 +93,29 @@ def test_priorities(folder: Path) -> None:
     assert order == ["first", "second", "third", "last"]
 
 
+def test_prompts_are_truncated_from_the_left(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    prompt = {"prompt_token_ids": list(range(5, 25)), "checkpoint_positions": [3, 15, 17]}
+    (output,) = llm.generate(prompt, SamplingParams(truncate_prompt_tokens=6, max_tokens=1), use_tqdm=False)
+    assert output.prompt_token_ids == list(range(19, 25))
+    (same,) = llm.generate([5, 6], SamplingParams(truncate_prompt_tokens=6, max_tokens=1), use_tqdm=False)
+    assert same.prompt_token_ids == [5, 6]
+    long = "hello world " * 200
+    for max_tokens, room in ((None, 1), (20, 20)):
+        params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=max_tokens, stop_token_ids=list(range(320)))
+        (output,) = llm.generate(long, params, use_tqdm=False)
+        assert len(output.prompt_token_ids) == llm.max_model_len - room
+        assert output.prompt is not None and long.endswith(output.prompt)
+    with pytest.raises(RequestError, match="truncate_prompt_tokens=0 leaves no prompt"):
+        SamplingParams(truncate_prompt_tokens=0)
+
+
+def test_the_tokenizer_of_transformers(llm: LLM, folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert llm.get_tokenizer().encode(TEXT) == theirs.encode(TEXT)
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
 # -- chat ------------------------------------------------------------------------------------------------------------
 
 CONVERSATION = [

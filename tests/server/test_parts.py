@@ -15,7 +15,6 @@ from weft.errors import ConfigError, RequestError
 from weft.server.admission import Admission
 from weft.server.app import POSTS, build_app, media_types
 from weft.server.caller import Caller
-from weft.server.chat import template_message
 from weft.server.errors import ApiError, as_api_error
 from weft.server.gate import Gate
 from weft.server.openapi import openapi_document
@@ -137,20 +136,6 @@ def test_unforeseen_errors_tell_nothing() -> None:
     error = as_api_error(KeyError("a secret"))
     assert error.status == 500 and "secret" not in str(error)
     assert as_api_error(RecursionError()).status == 400
-
-
-def test_messages_for_templates() -> None:
-    call = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call], "name": None}
-    assert template_message(message, 0) == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "hm",
-        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
-    }
-    for bad in ({"content": "x"}, {"role": "user", "content": 5}, {"role": "user", "content": "x", "tool_calls": [1]}):
-        with pytest.raises(RequestError, match="messages"):
-            template_message(bad, 0)
 
 
 def test_every_route_is_in_the_openapi_document() -> None:

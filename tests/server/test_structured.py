@@ -11,11 +11,12 @@ import pytest
 
 from tests.server.running import is_alive
 from weft.config import resolve
+from weft.engine.structured_outputs import choice, json_schema, regex
 from weft.errors import RequestError
 from weft.server import grammar_check
 from weft.server.grammar_check import GrammarChecker
 from weft.server.protocol import BodyReader, CompletionRequest
-from weft.server.structured import choice, constraint_of, forced_calls, json_schema, regex
+from weft.server.structured import constraint_of, end_of_reasoning, forced_calls
 from weft.tokenizer import Tokenizer
 
 CONFIG = resolve(device="cpu")
@@ -42,8 +43,8 @@ def test_every_kind_compiles_also_after_reasoning(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         checker = make_checker()
         for constraint in constraints:
-            for in_reasoning in (False, True):
-                await checker.check(constraint.grammar(tokenizer, in_reasoning=in_reasoning), "p")
+            for end in (None, end_of_reasoning(tokenizer)):
+                await checker.check(constraint.grammar(end), "p")
         await checker.close()
 
     asyncio.run(main())

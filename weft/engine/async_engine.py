@@ -194,7 +194,10 @@ class AsyncEngine:
         priority: int = 0,
         grammar: str | None = None,
     ) -> ResponseStream:
-        """Start a call: all of its prompts, or none if one is refused. ``grammar`` must be one that compiles.
+        """Start a call: all of its prompts, or none if one is refused.
+
+        Args:
+            grammar: in place of ``params.structured_outputs``; one that is known to compile.
 
         Raises:
             RequestError: the id is in use, or the parameters do not fit the model.
@@ -207,7 +210,7 @@ class AsyncEngine:
         outputs = []
         for prompt in prompts:
             requests = self.inputs.make_requests(request_id, prompt, params, priority)
-            for request in requests:
+            for request in requests if grammar is not None else ():
                 request.sampling = replace(request.sampling, grammar=grammar)
             outputs.append(OutputStream(request_id, prompt.text, requests, params, self.tokenizer))
         stream = self._streams[request_id] = ResponseStream(self, request_id, outputs)

@@ -118,7 +118,11 @@ class EngineCore:
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """End a request from outside the loop; see ``Scheduler.finish``."""
-        return self._grammars.forget(request_id) or self.scheduler.finish(request_id, reason, stop_reason)
+        waiting_for_grammar = self._grammars.forget(request_id)
+        if waiting_for_grammar is None:
+            return self.scheduler.finish(request_id, reason, stop_reason)
+        waiting_for_grammar.end(reason, stop_reason)
+        return True
 
     @property
     def has_work(self) -> bool:

@@ -33,7 +33,7 @@ class Failures:
 
     def end(self, request: Request) -> None:
         """``request`` could not be given to the scheduler."""
-        request.finish_reason = "error"
+        request.end("error")
         self._requests.append(request)
 
     def take(self) -> list[Request]:

@@ -63,10 +63,11 @@ class Grammars:
                 self._matchers[request.request_id] = (future.result().deep_copy(), 0)
         return [(request, future.exception()) for request, future in done]
 
-    def forget(self, request_id: str) -> bool:
-        """A request has ended from outside. Returns True if it was still waiting for its grammar."""
+    def forget(self, request_id: str) -> Request | None:
+        """A request has ended from outside. Returns it if it was still waiting for its grammar."""
         self._matchers.pop(request_id, None)
-        return self._compiling.pop(request_id, None) is not None
+        request, _ = self._compiling.pop(request_id, (None, None))
+        return request
 
     # -- following tokens ----------------------------------------------------------------------------------------
 

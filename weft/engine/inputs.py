@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from weft.config import EngineConfig
 from weft.config.generation import GenerationDefaults
+from weft.engine.structured_outputs import check_grammar, constraint_of_params
 from weft.errors import ContextLengthError, RequestError
 from weft.messages import RowSampling
 from weft.request import Request
@@ -58,8 +59,9 @@ class InputProcessor:
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    def prepare_prompt(self, prompt: Prompt) -> PreparedPrompt:
-        """Token ids of a prompt given as text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``.
+    def prepare_prompt(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
+        """Token ids of a prompt given as text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``, cut as
+        ``params.truncate_prompt_tokens`` says.
 
         A dict may also have ``checkpoint_positions``, numbers of leading tokens that later prompts are likely to share
         with this one, and ``cache_salt``: only prompts with the same salt share cached prefixes.
@@ -73,8 +75,22 @@ class InputProcessor:
             prepared = self._prepare_mapping(prompt)
         else:
             prepared = PreparedPrompt(None, self._check_ids("prompt_token_ids", prompt))
+        if params is not None and params.truncate_prompt_tokens is not None:
+            prepared = self._truncate(prepared, params.truncate_prompt_tokens, params.max_tokens or 1)
         self._check_length(prepared.token_ids)
         return prepared
+
+    def _truncate(self, prompt: PreparedPrompt, keep: int, room: int) -> PreparedPrompt:
+        """The last ``keep`` tokens; -1: as many as leave room for ``room`` more. The text is then that of those."""
+        keep = max(1, self._max_model_len - room) if keep == -1 else keep
+        cut = len(prompt.token_ids) - keep
+        if cut <= 0:
+            return prompt
+        text, ids = prompt.text, prompt.token_ids[cut:]
+        if text is not None and self._tokenizer is not None:
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        positions = [position - cut for position in prompt.checkpoint_positions if position > cut]
+        return PreparedPrompt(text, ids, positions, prompt.cache_salt)
 
     def _prepare_mapping(self, prompt: Mapping[str, Any]) -> PreparedPrompt:
         unknown = sorted(set(prompt) - set(PROMPT_KEYS))
@@ -194,6 +210,7 @@ class InputProcessor:
             blocked_before_min=sorted(self._ends(params)) if params.min_tokens else [],
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            grammar=self._grammar(params),
         )
         _check_allowed(sampling)
         return sampling
@@ -215,6 +232,19 @@ class InputProcessor:
         forms = [form for word in params.bad_words for form in (word, f" {word.strip()}")]
         encoded = [tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms]
         return suppressed + [list(ids) for ids in dict.fromkeys(encoded) if ids]
+
+    def _grammar(self, params: SamplingParams) -> str | None:
+        if params.structured_outputs is None:
+            return None
+        constraint = constraint_of_params(params.structured_outputs)
+        if self._tokenizer is None:
+            raise RequestError(
+                f"{constraint.param} need the tokenizer, but skip_tokenizer_init=True; leave one of them out",
+                constraint.param,
+            )
+        grammar = constraint.grammar()
+        check_grammar(grammar, constraint.param)
+        return grammar
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):

@@ -15,6 +15,7 @@ from typing import Any
 
 from weft.config import EngineConfig, resolve
 from weft.engine.borders import conversation_borders
+from weft.engine.conversation import template_message
 from weft.engine.core import EngineCore
 from weft.engine.inputs import InputProcessor, Prompt
 from weft.engine.outputs import OutputStream
@@ -147,7 +148,8 @@ class LLM:
         """Answer one conversation or many, rendered by the checkpoint's own chat template.
 
         Args:
-            messages: a list of ``{"role": …, "content": …}``, or a list of such lists.
+            messages: a list of ``{"role": …, "content": …}``, or a list of such lists; content is a text or a list of
+                parts like ``{"type": "text", "text": …}``.
             tools: function descriptions (JSON schema) for the template.
             chat_template_kwargs: further arguments of the template, for example ``enable_thinking``.
             add_generation_prompt, continue_final_message: as in ``transformers``' ``apply_chat_template``.
@@ -178,18 +180,25 @@ class LLM:
                 "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
             )
         _check_chat_options(tools, chat_template_kwargs)
+        plain = [template_message(message, i) for i, message in enumerate(messages)]
         render = partial(self.tokenizer.render_chat, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        text = render(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
-        )
+        text = render(plain, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
         if self.config.enable_prefix_caching and self.config.model_config.is_hybrid and not continue_final_message:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
-            prompt["checkpoint_positions"] = conversation_borders(
-                messages, token_ids, lambda other: encode(render(other))
-            )
+            prompt["checkpoint_positions"] = conversation_borders(plain, token_ids, lambda other: encode(render(other)))
         return prompt
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as ``transformers`` loads it, with its own methods. Raises RequestError if there is none."""
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init=True")
+        return self.tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What ``sampling_params=None`` means: the checkpoint's defaults, resolved for each request."""
+        return SamplingParams()
 
     # -- step by step --------------------------------------------------------------------------------------------
 
@@ -213,7 +222,7 @@ class LLM:
             raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams", "sampling_params")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r} is not an integer; smaller ones go first", "priority")
-        prepared = self._inputs.prepare_prompt(prompt)
+        prepared = self._inputs.prepare_prompt(prompt, params)
         requests = self._inputs.make_requests(request_id, prepared, params, priority)
         stream = OutputStream(request_id, prepared.text, requests, params, self.tokenizer)
         self._streams[request_id] = stream

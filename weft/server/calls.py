@@ -25,7 +25,7 @@ from weft.server.protocol import BodyReader
 from weft.server.requestlog import RequestLog
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
-from weft.server.structured import Constraint, WholeGrammar
+from weft.server.structured import Constraint, WholeGrammar, end_of_reasoning
 
 if TYPE_CHECKING:
     from weft.server.tracing import Tracer
@@ -171,7 +171,8 @@ async def open_call(
         call_id = f"{prefix}-{_check_id(request_id)}"
         grammar = None
         if constraint is not None:
-            grammar = constraint.grammar(need_tokenizer(engine), in_reasoning=opens_reasoning(prompts[0]))
+            in_reasoning = opens_reasoning(prompts[0])
+            grammar = constraint.grammar(end_of_reasoning(need_tokenizer(engine)) if in_reasoning else None)
             await service.grammars.check(grammar, constraint.param)
         stream = engine.submit(call_id, prompts, params, priority=priority or 0, grammar=grammar)
     except BaseException:

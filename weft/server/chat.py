@@ -1,12 +1,10 @@
 """Conversations: from the API's messages to a prompt.
 
-Job: bring messages into the form that chat templates read, render and tokenize them. Owns: that form.
-Does not know: sampling, responses.
+Job: render and tokenize messages off the event loop. Does not know: sampling, responses.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +12,7 @@ from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.borders import conversation_borders
+from weft.engine.conversation import template_message
 from weft.engine.inputs import PreparedPrompt
 from weft.errors import RequestError
 from weft.server.answers import THINK
@@ -23,8 +22,6 @@ from weft.server.service import Service
 from weft.tokenizer import Tokenizer
 
 NO_SAMPLING = SamplingFields()
-
-_ROLES = {"developer": "system", "function": "tool"}
 
 
 def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
@@ -116,74 +113,6 @@ def _rendered(messages: Messages, render: Callable[[Messages], str]) -> tuple[st
 def opens_reasoning(prompt: PreparedPrompt) -> bool:
     """True if the template has already written the tag that begins the reasoning."""
     return prompt.text is not None and prompt.text.rstrip().endswith(THINK)
-
-
-def template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A message as templates expect it: content as one text, tool arguments as objects, reasoning under one name.
-
-    Raises:
-        RequestError: no role, or content that is not text.
-    """
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise RequestError(f"messages[{index}] has no role; give system, user, assistant or tool", "messages")
-    result = {key: value for key, value in message.items() if value is not None and key != "reasoning"}
-    result["role"] = _ROLES.get(role, role)
-    result["content"] = _text(message.get("content"), index)
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise RequestError(f"messages[{index}].reasoning is not a text", "messages")
-        result["reasoning_content"] = reasoning
-    if message.get("tool_calls"):
-        result["tool_calls"] = _tool_calls(message["tool_calls"], index)
-    return result
-
-
-def _text(content: Any, index: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"messages[{index}].content is neither a text nor a list of parts", "messages")
-    return "".join(_part_text(part, index) for part in content)
-
-
-def _part_text(part: Any, index: int) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    name = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}.get(str(kind))
-    if name is None:
-        raise RequestError(
-            f"messages[{index}].content has a part of type {kind!r}; this model reads text only", "messages"
-        )
-    text = part.get(name)
-    if not isinstance(text, str):
-        raise RequestError(f"messages[{index}].content has a part of type {kind!r} without {name}", "messages")
-    return text
-
-
-def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """With arguments as objects where they are JSON objects: templates walk through them."""
-    if not isinstance(calls, list):
-        raise RequestError(f"messages[{index}].tool_calls is not a list", "messages")
-    result = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"messages[{index}].tool_calls holds a call without a function name", "messages")
-        result.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments", "{}"))}})
-    return result
-
-
-def _arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 def tool_schemas(tools: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from weft.errors import RequestError
+from weft.sampling_params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +72,6 @@ class ResponseFormat(msgspec.Struct):
     json_schema: dict[str, Any] | None = None
 
 
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """One constraint on the form of the output."""
-
-    json: dict[str, Any] | str | bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
 class SamplingFields(msgspec.Struct, kw_only=True):
     """What completions and chat completions share; see ``weft.sampling_params.SamplingParams``."""
 
@@ -114,7 +105,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

@@ -1,0 +1,106 @@
+"""Constraints on the form of the text, in ``SamplingParams``; the bundled model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from weft import LLM, SamplingParams, StructuredOutputsParams
+from weft.errors import RequestError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_num_seqs=4, max_model_len=256) as engine:
+        yield engine
+
+
+def generate(llm: LLM, n: int = 1, **constraint: Any) -> list[str]:
+    params = SamplingParams(
+        n=n, temperature=1.0, seed=3, max_tokens=80, structured_outputs=StructuredOutputsParams(**constraint)
+    )
+    outputs = llm.generate("12 + 30 =", params, use_tqdm=False)[0].outputs
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    return [output.text for output in outputs]
+
+
+def test_each_kind(llm: LLM) -> None:
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        value = json.loads(generate(llm, json=schema)[0])
+        assert isinstance(value["a"], int) and value["b"] in ("x", "y")
+    assert re.fullmatch(r"[0-9]{3}/x", generate(llm, regex=r"[0-9]{3}/x")[0])
+    assert set(generate(llm, n=3, choice=["yes", "no"])) <= {"yes", "no"}
+    assert generate(llm, grammar='start: "a" "b"')[0] == "ab"
+    any_object = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(json_object=True))
+    assert llm.generate("12", any_object, use_tqdm=False)[0].outputs[0].text.lstrip().startswith("{")
+
+
+def test_beside_free_requests(llm: LLM) -> None:
+    free = SamplingParams(temperature=0.0, max_tokens=8)
+    bound = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(choice=["ab"]))
+    alone = llm.generate("12 + 30 =", free, use_tqdm=False)[0].outputs[0].token_ids
+    together = llm.generate(["12 + 30 ="] * 3, [free, bound, free], use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in together[::2]] == [alone, alone]
+    assert together[1].outputs[0].text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({}, "has no constraint; give exactly one of json, regex"),
+        ({"json_object": False}, "has no constraint"),
+        ({"json": {}, "regex": "a"}, "has json and regex"),
+        ({"json": '{"type":'}, "not a JSON schema"),
+        ({"json": {"type": "alien"}}, "cannot be used: .*Invalid type: alien"),
+        ({"regex": "("}, "cannot be used: at 2.*invalid regex"),
+        ({"regex": "a\nb"}, "on one line"),
+        ({"choice": []}, "at least one option"),
+        ({"grammar": "garbage"}, "cannot be used"),
+    ],
+)
+def test_what_is_refused(llm: LLM, constraint: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        generate(llm, **constraint)
+    assert llm.is_finished()
+
+
+def test_contradictions() -> None:
+    ab = StructuredOutputsParams(choice=["ab"])
+    for other in ({"min_tokens": 2}, {"ignore_eos": True}):
+        with pytest.raises(RequestError, match="contradicts structured_outputs"):
+            SamplingParams(structured_outputs=ab, **other)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="is a dict; give StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"choice": ["a"]})  # type: ignore[arg-type]
+
+
+def test_without_a_tokenizer() -> None:
+    with LLM(max_num_seqs=2, max_model_len=64, skip_tokenizer_init=True) as engine:
+        with pytest.raises(RequestError, match="need the tokenizer, but skip_tokenizer_init"):
+            engine.generate(
+                [5], SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"])), use_tqdm=False
+            )
+        with pytest.raises(RequestError, match="no tokenizer"):
+            engine.get_tokenizer()
+
+
+def test_an_abort_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    never: Future[Any] = Future()
+    monkeypatch.setattr(llm._core._grammars._compiler, "compile", lambda grammar: never)
+    name = llm.add_request("a", SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"])))
+    assert llm.step() == [] and not llm.is_finished()
+    output = llm.abort(name)
+    assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
+    assert output.metrics.e2e_latency is not None
+    assert llm.is_finished() and not llm._core.has_work

@@ -1,0 +1,96 @@
+"""Messages in the form that chat templates read.
+
+Job: content as one text, tool arguments as objects, roles and reasoning under the names that templates know. Owns: that
+form, for the offline interface and the server alike. Does not know: templates, tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import RequestError
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+def template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A message as templates expect it: content as one text, tool arguments as objects, reasoning under one name.
+
+    Args:
+        message: as in the OpenAI API; its content a text, or a list of texts and parts like
+            ``{"type": "text", "text": …}``.
+        index: its place, for errors.
+
+    Raises:
+        RequestError: no role, a user's message without content, or content that is not text.
+    """
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+        raise RequestError(
+            f"messages[{index}] has no role; every message must be a dict with at least a 'role': system, user, "
+            "assistant or tool",
+            "messages",
+        )
+    if role == "user" and "content" not in message:
+        raise RequestError(f"messages[{index}] has no content; give a text, or a list of parts", "messages")
+    result = {key: value for key, value in message.items() if value is not None and key != "reasoning"}
+    result["role"] = _ROLES.get(role, role)
+    result["content"] = _text(message.get("content"), index)
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise RequestError(f"messages[{index}].reasoning is not a text", "messages")
+        result["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        result["tool_calls"] = _tool_calls(message["tool_calls"], index)
+    return result
+
+
+def _text(content: Any, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise RequestError(f"messages[{index}].content is neither a text nor a list of parts", "messages")
+    return "".join(_part_text(part, index) for part in content)
+
+
+def _part_text(part: Any, index: int) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    name = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}.get(str(kind))
+    if name is None:
+        raise RequestError(
+            f"messages[{index}].content has a part of type {kind!r}; this model reads text only", "messages"
+        )
+    text = part.get(name)
+    if not isinstance(text, str):
+        raise RequestError(f"messages[{index}].content has a part of type {kind!r} without {name}", "messages")
+    return text
+
+
+def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    """With arguments as objects where they are JSON objects: templates walk through them."""
+    if not isinstance(calls, list):
+        raise RequestError(f"messages[{index}].tool_calls is not a list", "messages")
+    result = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"messages[{index}].tool_calls holds a call without a function name", "messages")
+        result.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments", "{}"))}})
+    return result
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,109 @@
+"""What constrains an output, as one grammar in llguidance's format.
+
+Job: JSON schemas, regular expressions, choices and grammars as ``Constraint`` objects, for the offline interface and
+the server alike. Owns: that format. Does not know: how grammars are compiled, HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import RequestError
+from weft.sampling_params import StructuredOutputsParams
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """``rules``: a lark grammar that begins at ``answer``; ``param``: the field it came from."""
+
+    rules: str
+    param: str
+
+    def grammar(self, end_of_reasoning: str | None = None) -> str:
+        """The whole grammar. ``end_of_reasoning``: the symbol that ends the reasoning that the prompt has opened, which
+        comes first, unconstrained."""
+        if end_of_reasoning is None:
+            return f"start: answer\n{self.rules}"
+        return f"start: reasoning {end_of_reasoning} /\\s*/ answer\nreasoning: /(.|\\n)*/\n{self.rules}"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGrammar:
+    """A lark grammar of the caller's own."""
+
+    rules: str
+    param: str
+
+    def grammar(self, end_of_reasoning: str | None = None) -> str:
+        """Raises RequestError after opened reasoning: two grammars cannot be put in a row."""
+        if end_of_reasoning is not None:
+            raise RequestError(
+                "a grammar cannot follow reasoning; set chat_template_kwargs={'enable_thinking': false}", self.param
+            )
+        return self.rules
+
+
+def constraint_of_params(
+    given: StructuredOutputsParams, param: str = "structured_outputs"
+) -> Constraint | WholeGrammar:
+    """Raises RequestError for content that no grammar can be made of."""
+    if given.json is not None:
+        return json_schema(given.json, param)
+    if given.regex is not None:
+        return regex(given.regex, param)
+    if given.choice is not None:
+        return choice(given.choice, param)
+    if given.grammar is not None:
+        return WholeGrammar(given.grammar, param)
+    return json_schema({"type": "object"}, param)
+
+
+def json_schema(schema: Any, param: str) -> Constraint:
+    """``schema``: a JSON schema or its text. Raises RequestError for anything else."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{param} is not a JSON schema: {error}", param) from error
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(f"{param} is not a JSON schema: it must be an object", param)
+    try:
+        return Constraint(f"answer: {json_rule(schema)}", param)
+    except RecursionError as error:
+        raise RequestError(f"{param} is nested too deeply", param) from error
+
+
+def json_rule(schema: dict[str, Any] | bool) -> str:
+    """Space between JSON's parts is limited to what pretty printing needs: small models would go on for ever."""
+    if isinstance(schema, dict):
+        schema = {"x-guidance": {"whitespace_pattern": "\\n? {0,16}"}} | schema
+    return f"%json {json.dumps(schema)}"
+
+
+def regex(pattern: str, param: str) -> Constraint:
+    """A regular expression in the syntax of Rust's regex crate, without look-around."""
+    if not pattern or "\n" in pattern:
+        raise RequestError(f"{param} must be a non-empty expression on one line (write \\n for a line break)", param)
+    escaped = pattern.replace("\\/", "/").replace("/", "\\/")
+    return Constraint(f"answer: /{escaped}/", param)
+
+
+def choice(options: Sequence[str], param: str) -> Constraint:
+    """One of these texts."""
+    if not options or not all(options):
+        raise RequestError(f"{param} needs at least one option, and none of them empty", param)
+    return Constraint("answer: " + " | ".join(json.dumps(option) for option in options), param)
+
+
+def check_grammar(grammar: str, param: str) -> None:
+    """Raises RequestError if llguidance is missing, or if it refuses the grammar as it is written."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise RequestError(f"{param} needs llguidance; install it with: pip install 'weft[server]'", param) from error
+    problem = LLMatcher.validate_grammar(grammar, None)
+    if problem and not problem.startswith("WARNING"):
+        raise RequestError(f"{param} cannot be used: {problem[:500]}", param)
