@@ -60,7 +60,10 @@ class Request:
         num_pending: tokens sampled by launched steps and not back yet.
         num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
         cache_report: what it found in the cache then, and why not more.
-        num_preemptions: how often it had to give way.
+        num_preemptions: how often it was preempted.
+        max_computed_tokens: the most that ``num_computed_tokens`` has been: what lies below is computed again.
+        progress_when_preempted: tokens that all requests together had computed for the first time when this one was
+            last preempted.
         prompt_logprobs: entries for prompt positions 1, 2, … as they arrive.
     """
 
@@ -81,6 +84,8 @@ class Request:
     num_cached_tokens: int | None = None
     cache_report: CacheReport | None = None
     num_preemptions: int = 0
+    max_computed_tokens: int = 0
+    progress_when_preempted: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)

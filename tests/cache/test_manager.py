@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -334,13 +335,13 @@ def test_disabled_keeps_nothing() -> None:
 @pytest.mark.parametrize("depth", [1, 40])
 def test_long_prompts_are_cheap(depth: int) -> None:
     """32,768 tokens: a match under 1 ms and an insert under 3 ms, in one node or as a conversation of 40 turns."""
-    manager, _ = make(pages=4200, slots=2 * depth + 4)
+    manager, _ = make(pages=3 * 4200, slots=3 * (2 * depth + 4))
     tokens = np.random.default_rng(0).integers(0, 50000, 32768).astype(np.int32)
     token_ids = tokens.tolist()
     inserts = []
-    for turn in range(1, depth + 1):
+    for salt, turn in itertools.product((None, "a", "b"), range(1, depth + 1)):
         end = 32768 * turn // depth
-        lease = manager.lease(manager.match(tokens[:end]))
+        lease = manager.lease(manager.match(tokens[:end], salt))
         assert lease is not None
         manager.allocate(lease, end)
         start = time.perf_counter()

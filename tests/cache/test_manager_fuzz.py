@@ -95,6 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
         launched = self.memory.launch(running, num_tokens)
         needed = self.manager.spec.pages_for(fed + num_tokens) - len(running.lease.pages)
         assert launched or needed > free, "pages could have been had"
+        assert launched or len(self.running) > 1 or fed == running.lease.num_cached_tokens, "alone it finds pages"
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), known=st.sampled_from([0, 0, 0, 1]), how=st.sampled_from(["release", "preempt", "nan"]))

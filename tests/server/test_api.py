@@ -337,6 +337,7 @@ def test_metrics(server: RunningServer) -> None:
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="weft-mini"}' in text
     assert 'weft:http_responses_total{path="/v1/chat/completions",status="200"}' in text
     assert "weft:engine_up 1.0" in text
+    assert 'weft:stalls_total{engine="0",model_name="weft-mini"} 0.0' in text
     assert 'weft:graph_profile_info{engine="0",mode="NONE",model_name="weft-mini",profile="none"} 1.0' in text
 
 

@@ -22,11 +22,13 @@ Who owns a page or slot::
 
 A lease reads the pages of its prefix where the tree holds them, and writes only pages of its own: the partial last page
 is copied. Positions below ``Lease.write_start`` that have to be computed again, because their KV is there but no state,
-read the stored KV and must not be written.
+read the stored KV and must not be written. The lease locks the prefix that it matched, and below it what the tree lists
+of its own pages: where another request brought the same tokens, the tree's pages stay evictable.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -276,11 +278,27 @@ class Manager:
         """Grow the lease until it holds ``num_tokens`` tokens, evicting what nobody needs.
 
         Returns:
-            The pages added (often none), or None, and nothing changed, if too few pages can be had.
+            The pages added (often none), or None, and no page taken, if too few can be had. With no other lease, and
+            once its first step is launched, it is never None for a request that fits.
         """
         assert lease in self._leases, "the lease has ended"
         missing = self.spec.pages_for(num_tokens) - len(lease.pages)
-        return [] if missing <= 0 else self._take_pages(lease, missing)
+        if missing <= 0:
+            return []
+        pages = self._take_pages(lease, missing)
+        if pages is None and len(self._leases) == 1 and lease.num_committed_tokens > lease.num_cached_tokens:
+            self._unshare(lease)
+            pages = self._take_pages(lease, missing)
+        return pages
+
+    def _unshare(self, lease: Lease) -> None:
+        """Hold the shared pages by the lease itself, so that nothing else on their path is kept from eviction."""
+        if lease.node is None:
+            return
+        shared, lease.num_shared_pages = lease.pages[: lease.num_shared_pages], 0
+        self.pages.retain(shared)
+        self.pages.pin(shared)
+        self._move_lock(lease, self.tree.root(lease.salt))
 
     def _take_pages(self, lease: Lease, count: int) -> list[int] | None:
         if not self.evictor.make_room(count):
@@ -349,16 +367,34 @@ class Manager:
             lease.fork_source = None
 
     def _file(self, lease: Lease, tokens: Tokens) -> None:
-        """Give the tree the KV of ``tokens`` and the stored states; the lease stays locked on what it uses."""
+        """Insert the KV of ``tokens`` and the stored states into the tree."""
         assert lease.node is not None
         if len(tokens) > lease.node.end:
-            node = self.tree.extend(lease.node, tokens, lease.pages)
-            self.tree.lock(node)
-            self.tree.unlock(lease.node)
-            lease.node = node
+            self._lock_own(lease, self.tree.extend(lease.node, tokens, lease.pages))
         for position, slot in [entry for entry in lease.stored if entry[0] <= len(tokens)]:
             self._file_state(lease, tokens, position, slot)
         lease.stored = [entry for entry in lease.stored if entry[0] > len(tokens)]
+
+    def _lock_own(self, lease: Lease, deepest: Node) -> None:
+        """Move the lock down the path to ``deepest`` as long as the nodes list pages of the lease.
+
+        Where the tree has pages that another request computed, the lease does not read them: they stay evictable.
+        """
+        node = lease.node
+        below = list(itertools.takewhile(lambda each: each is not node, deepest.path()))
+        for each in reversed(below):
+            first = each.start // self.spec.page_size
+            if each.pages != lease.pages[first : first + len(each.pages)]:
+                break
+            node = each
+        if node is not None and node is not lease.node:
+            self._move_lock(lease, node)
+
+    def _move_lock(self, lease: Lease, node: Node) -> None:
+        assert lease.node is not None
+        self.tree.lock(node)
+        self.tree.unlock(lease.node)
+        lease.node = node
 
     def _file_state(self, lease: Lease, tokens: Tokens, position: int, slot: int) -> None:
         """Move a state into the tree; one that is there already is kept, and the slot freed."""
@@ -381,17 +417,23 @@ class Manager:
             keep: False: what it computed is worthless (NaN, a step that broke). Nothing is filed, and what it filed
                 or reused is forgotten: NaN shows when a token is sampled, wherever it came from.
         """
-        tokens, fed, node = as_tokens(token_ids), lease.num_committed_tokens, lease.node
+        tokens, fed, cached = as_tokens(token_ids), lease.num_committed_tokens, lease.node is not None
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
-        if not keep and node is not None:
-            self.tree.forget(node)
+        if not keep and cached:
+            self._forget(tokens[:fed], lease.salt)
         if keep and self.observer is not None and fed >= len(lease.tokens):
             borders = [position for position, kind in lease.kinds.items() if kind == "border"]
             self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, borders)
 
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
-        """The request gives way and will come back; its last launched step is done. What it has moves to the tree."""
+        """The request will come back; its last launched step is done. What it has moves to the tree."""
         self._return(lease, as_tokens(token_ids), keep=True, moves_state=True)
+
+    def _forget(self, tokens: Tokens, salt: str | None) -> None:
+        """Drop the states of every prefix of ``tokens``, and the KV that no other sequence needs."""
+        node = self.tree.match(tokens, salt).node
+        if node is not None:
+            self.tree.forget(node)
 
     def _return(self, lease: Lease, tokens: Tokens, keep: bool, moves_state: bool) -> None:
         assert lease in self._leases, "the lease has ended"

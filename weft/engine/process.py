@@ -150,6 +150,7 @@ class EngineLoop:
             num_free_pages=stats.num_free_pages,
             num_free_slots=stats.num_free_slots,
             num_preemptions=stats.num_preemptions,
+            num_stalls=stats.num_stalls,
             num_steps=self._heartbeat.num_steps,
             num_evictable_pages=cache.num_evictable_pages,
             num_evictable_slots=cache.num_evictable_slots,

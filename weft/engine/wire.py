@@ -172,6 +172,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_free_pages: int = 0
     num_free_slots: int = 0
     num_preemptions: int = 0
+    num_stalls: int = 0
     num_steps: int = 0
     num_evictable_pages: int = 0
     num_evictable_slots: int = 0

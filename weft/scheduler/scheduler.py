@@ -9,11 +9,11 @@ One step is filled in this order:
 1. running requests, in policy order: one token each if they decode, a chunk of what is missing if they still prefill;
 2. waiting requests, in policy order, while rows, pages, slots and budget last.
 
-A running request that finds no page makes the *last* running request in policy order give way (what it holds moves to
-the cache, from where it can be evicted; it returns to the line and resumes from what is left then), until there is room
-or it is itself the last. Nothing is admitted in a step in which something was preempted, and a request is admitted only
-if all its known tokens fit and every running request can still grow by a page: otherwise it would soon be thrown out
-again.
+A running request that finds no page preempts the *last* running request in policy order (what that holds moves to the
+cache, from where it can be evicted; it waits again and resumes from what is left then), until there is room or it is
+itself the last. Nothing is admitted in a step in which something was preempted, and a request is admitted only if all
+its known tokens fit, those of every running request too, and each can still grow by a page: otherwise it would soon be
+preempted again. The first running request is never preempted: alone it always finds pages.
 
 A waiting request that shares a long prefix with a prefill on its way lets others pass until that is done, and then
 reuses it (``TWIN_TOKENS``): prompts that arrive together are computed once.
@@ -77,13 +77,17 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges and counters for metrics and progress bars; ``cache`` holds those of pages, slots and reuse."""
+    """Gauges and counters for metrics and progress bars; ``cache`` holds those of pages, slots and reuse.
+
+    ``num_stalls`` counts requests preempted again before any request had computed a new token: it must stay 0.
+    """
 
     num_waiting: int
     num_running: int
     num_free_pages: int
     num_free_slots: int
     num_preemptions: int
+    num_stalls: int = 0
     cache: CacheStats = CacheStats()
 
 
@@ -112,6 +116,8 @@ class Scheduler:
         self._launched: dict[int, list[Launched]] = {}
         self._step = 0
         self._num_preemptions = 0
+        self._num_stalls = 0
+        self._num_new_tokens = 0
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -153,6 +159,7 @@ class Scheduler:
             num_free_pages=self.manager.pages.num_free,
             num_free_slots=self.manager.slots.num_free,
             num_preemptions=self._num_preemptions,
+            num_stalls=self._num_stalls,
             cache=self.manager.stats(),
         )
 
@@ -196,21 +203,21 @@ class Scheduler:
         return planned, budget
 
     def _grow(self, running: Running, num_tokens: int) -> bool:
-        """Pages for ``num_tokens`` tokens in all, if need be by making others give way."""
+        """Pages for ``num_tokens`` tokens in all, if need be by preempting others."""
         while self.manager.allocate(running.lease, num_tokens) is None:
             victim = self._running[-1]
             if victim.in_flight or self._leaving:
                 return False  # room comes back when a launched step is done; until then this request just waits
-            # Even a request alone may find no page, if it shares a prefix whose pages it cannot use in full. It then
-            # resumes with pages of its own: the context length is clamped to the pool.
+            assert len(self._running) > 1, "a request alone always finds pages: the context is clamped to the pool"
             self._preempt(victim)
             if victim is running:
                 return False
         return True
 
     def _preempt(self, victim: Running) -> None:
-        """Take everything from ``victim`` and send it back to the line; it will resume from what the cache keeps."""
+        """Take everything from ``victim`` and make it wait again; it will resume from what the cache keeps."""
         request = victim.request
+        self._watch_progress(request)
         assert victim.in_flight == 0 and request.num_pending == 0
         self._running.remove(victim)
         self.manager.preempt(victim.lease, request.known_token_ids)
@@ -221,6 +228,22 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         self._num_preemptions += 1
         self._waiting.push(request)
+
+    def _watch_progress(self, request: Request) -> None:
+        """Raise the alarm if nothing new was computed since ``request`` was preempted before: nobody gets any further.
+
+        Pages are promised to what is known of every running request before another is admitted, so only tokens that
+        were never computed before can lead to a preemption.
+        """
+        if request.progress_when_preempted == self._num_new_tokens:
+            self._num_stalls += 1
+            if self._num_stalls.bit_count() == 1:  # the 1st, 2nd, 4th, …: a hang must not fill the disk
+                logger.error(
+                    "%s is preempted again at %d of %d tokens, and no request has computed a new token since then: "
+                    "the engine goes round in circles (%d times so far); please report this with its settings",
+                    request.request_id, request.num_computed_tokens, request.num_tokens, self._num_stalls,
+                )  # fmt: skip
+        request.progress_when_preempted = self._num_new_tokens
 
     def _plan_waiting(self, planned: list[tuple[Running, int]], budget: int) -> None:
         """Admit waiting requests in order while everything they need is there; stop at the first that does not fit."""
@@ -235,7 +258,7 @@ class Scheduler:
             lease = self.manager.lease(
                 match,
                 request.num_tokens,
-                reserve_pages=len(self._running),
+                reserve_pages=sum(map(self._pages_to_come, self._running)),
                 num_prompt_tokens=request.num_prompt_tokens,
                 borders=request.checkpoint_positions,
             )
@@ -249,6 +272,11 @@ class Scheduler:
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
             planned.append((running, num_tokens))
+
+    def _pages_to_come(self, running: Running) -> int:
+        """Pages that a running request needs for the tokens known of it, and one to grow by."""
+        missing = self.manager.spec.pages_for(running.request.num_tokens) - len(running.lease.pages)
+        return max(0, missing) + 1
 
     def _candidates(self) -> list[Request]:
         """Waiting requests in the order in which they are tried."""
@@ -326,6 +354,8 @@ class Scheduler:
         running.num_pages_sent = len(lease.pages)
         running.in_flight += 1
         request.num_computed_tokens += num_tokens
+        self._num_new_tokens += max(0, request.num_computed_tokens - request.max_computed_tokens)
+        request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
         request.num_pending += samples
         checkpoints = self.manager.order_checkpoints(lease, start, num_tokens)
         self.manager.commit(lease, request.num_computed_tokens)
@@ -392,8 +422,9 @@ class Scheduler:
     # -- invariants ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that rows, leases and counters agree, and the manager's own invariants."""
+        """Assert that rows, leases and counters agree, that work goes forward, and the manager's own invariants."""
         self.manager.check()
+        assert self._num_stalls == 0, "a request was preempted twice, and no token was computed in between"
         rows = [r.row for r in self._running + self._leaving]
         assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"
         for running in self._running:
