@@ -72,10 +72,10 @@ class Poisoned:
         executor = self.llm._core._executor
         launch = executor.launch
 
-        def poisoned(orders: SchedulerOutput) -> Any:
+        def poisoned(orders: SchedulerOutput, *processors: Any) -> Any:
             self.poison()
             self.steps.append(orders)
-            return launch(orders)
+            return launch(orders, *processors)
 
         executor.launch = poisoned  # type: ignore[method-assign]
 

@@ -42,6 +42,10 @@ class ContextLengthError(RequestError):
     """A prompt is too long for the model's context, or for what the cache can hold of it."""
 
 
+class NotSupportedError(WeftError, AttributeError):
+    """A method that Weft's peers have and Weft has not, and what to do instead."""
+
+
 class CapacityError(WeftError, RuntimeError):
     """Memory for weights or caches does not suffice for the requested setting."""
 

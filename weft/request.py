@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weft.messages import RowSampling, TokenLogprobs
 from weft.outputs import CacheReport
@@ -55,6 +56,7 @@ class Request:
         priority: smaller goes first under the ``priority`` policy.
         cache_salt: only cached prefixes under the same salt are reused, and what it computes is cached under it.
         checkpoint_positions: prompt positions at which later prompts may leave this one, for recurrent states.
+        logits_processors: callables of the user that change its logits, in order; see ``SamplingParams``.
         arrival: number of the request in order of arrival.
         num_computed_tokens: tokens fed to the model, counted when a step is launched.
         num_pending: tokens sampled by launched steps and not back yet.
@@ -77,6 +79,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     checkpoint_positions: list[int] = field(default_factory=list)
+    logits_processors: tuple[Callable[..., Any], ...] = ()
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -118,6 +121,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def samples_by_history(self) -> bool:
+        """True if a token can be sampled only when all earlier ones are known on the host."""
+        return self.sampling.grammar is not None or bool(self.logits_processors)
 
     @property
     def will_be_full(self) -> bool:

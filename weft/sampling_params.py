@@ -77,6 +77,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logprobs: report the chosen token's log probability and those of the N likeliest (0: the chosen one's only).
         prompt_logprobs: the same for every prompt token.
         structured_outputs: a constraint on the form of the text, which decides where it ends.
+        logits_processors: callables ``(output_token_ids, logits)`` or ``(prompt_token_ids, output_token_ids, logits)``
+            that return the logits to sample from, ``[vocab_size]`` float32 on the model's device; called in order,
+            before penalties and masks. ``LLM`` with one process only. They cost: the request's next step waits for each
+            token (no overlap), and its row is sampled outside of CUDA graphs, after one Python call per processor.
         truncate_prompt_tokens: keep only that many of the prompt's tokens, the last ones; -1: as many as leave room for
             ``max_tokens`` (for one token if that is None).
     """
@@ -104,6 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: list[Any] | None = None
     truncate_prompt_tokens: int | None = None
 
     @property
@@ -119,6 +124,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_stops()
         self._check_token_lists()
         self._check_structure()
+        if self.logits_processors is not None:
+            _list("logits_processors", self.logits_processors, "callables")
+            for processor in self.logits_processors:
+                if not callable(processor):
+                    raise RequestError(
+                        f"logits_processors holds {processor!r}, which is no callable", "logits_processors"
+                    )
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, 64)

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from tests.engine.conftest import HYBRID, assert_idle
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
-from weft.errors import EngineDeadError, RequestError
+from weft.engine.llm import NOT_SUPPORTED
+from weft.errors import EngineDeadError, NotSupportedError, RequestError
 
 TEXT = "hello world"
 SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -108,6 +109,30 @@ def test_prompts_are_truncated_from_the_left(llm: LLM) -> None:
         assert output.prompt is not None and long.endswith(output.prompt)
     with pytest.raises(RequestError, match="truncate_prompt_tokens=0 leaves no prompt"):
         SamplingParams(truncate_prompt_tokens=0)
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_what_vllm_has_and_weft_has_not(llm: LLM, name: str) -> None:
+    with pytest.raises(NotSupportedError, match=rf"LLM\.{name}: .*(use|give) "):
+        getattr(llm, name)
+    assert not hasattr(llm, name) and not hasattr(llm, "no_such_thing")
+
+
+def test_reset_prefix_cache(folder: Path) -> None:
+    prompt = list(range(5, 105))
+    with LLM(str(folder), max_num_seqs=2, enable_overlap=True) as engine:
+        for cached in (0, 99):
+            assert engine.generate([prompt], SHORT, use_tqdm=False)[0].num_cached_tokens == cached
+        engine.add_request([5] * 4, SHORT)
+        engine.step()
+        assert not engine.reset_prefix_cache()
+        while not engine.is_finished():
+            engine.step()
+        assert engine.reset_prefix_cache()
+        cache = engine._core.manager.stats()
+        assert (cache.num_evictable_pages, cache.num_evictable_slots) == (0, 0)
+        assert_idle(engine)
+        assert engine.generate([prompt], SHORT, use_tqdm=False)[0].num_cached_tokens == 0
 
 
 def test_the_tokenizer_of_transformers(llm: LLM, folder: Path) -> None:
@@ -261,12 +286,12 @@ def test_an_interrupted_step_ends_its_requests_and_nothing_else(llm: LLM, monkey
     launch = executor.launch
     calls = 0
 
-    def interrupted(orders: Any) -> Any:
+    def interrupted(*step: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        return launch(orders)
+        return launch(*step)
 
     monkeypatch.setattr(executor, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):

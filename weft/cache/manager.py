@@ -105,6 +105,12 @@ class Manager:
             num_evicted_states=self.evictor.num_evicted_states,
         )
 
+    def reset(self) -> bool:
+        """Forget every cached prefix and state. False, and nothing changed, while a request holds a lease."""
+        if self._leases:
+            return False
+        return self.evictor.make_room(self.pages.capacity)
+
     # -- a request comes -------------------------------------------------------------------------------------------
 
     def match(self, token_ids: Sequence[int] | Tokens, salt: str | None = None, *, reuse: bool = True) -> Match:

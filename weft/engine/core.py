@@ -28,6 +28,7 @@ from weft.config import EngineConfig
 from weft.engine.failures import Failures
 from weft.engine.grammars import Grammars
 from weft.engine.inspection import Inspection
+from weft.engine.logits_processors import processors_of
 from weft.engine.views import Snapshot, StepCounts
 from weft.executor.executor import Executor
 from weft.executor.in_process import InProcessExecutor
@@ -94,8 +95,11 @@ class EngineCore:
     def _launch(self, scheduler_output: SchedulerOutput) -> None:
         launched = time.monotonic()
         with self._failures.ending(scheduler_output):
-            masks = self._grammars.masks(self.scheduler.sampling_requests(scheduler_output.step))
-            self._executor.launch(replace(scheduler_output, token_masks=masks) if masks else scheduler_output)
+            sampling = self.scheduler.sampling_requests(scheduler_output.step)
+            masks = self._grammars.masks(sampling)
+            if masks:
+                scheduler_output = replace(scheduler_output, token_masks=masks)
+            self._executor.launch(scheduler_output, processors_of(sampling))
         self._in_flight.append((scheduler_output, launched))
 
     def _result(self, max_in_flight: int) -> ModelOutput | None:
@@ -123,6 +127,10 @@ class EngineCore:
             return self.scheduler.finish(request_id, reason, stop_reason)
         waiting_for_grammar.end(reason, stop_reason)
         return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing changed, while requests run."""
+        return self.manager.reset()
 
     @property
     def has_work(self) -> bool:

@@ -51,6 +51,7 @@ class InputProcessor:
         self._vocab_size = config.model_config.vocab_size
         self._generation: GenerationDefaults = config.generation
         self._seed = config.seed
+        self._num_processes = config.tensor_parallel_size
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._num_prompts = 0
@@ -189,6 +190,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
             checkpoint_positions=prompt.checkpoint_positions,
+            logits_processors=tuple(params.logits_processors or ()),
         )
 
     def _resolve(self, params: SamplingParams) -> RowSampling:
@@ -256,6 +258,12 @@ class InputProcessor:
                 raise RequestError(
                     f"{name}={wanted} is more than the {self._vocab_size} tokens of the vocabulary; ask for fewer", name
                 )
+        if params.logits_processors and self._num_processes > 1:
+            raise RequestError(
+                "logits_processors run in the process of the model, but tensor_parallel_size="
+                f"{self._num_processes} uses several; use logit_bias, bad_words or structured_outputs",
+                "logits_processors",
+            )
         if params.stop_strings and self._tokenizer is None:
             raise RequestError(
                 "stop strings need the tokenizer, but skip_tokenizer_init=True; use stop_token_ids", "stop"

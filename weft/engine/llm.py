@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig, resolve
 from weft.engine.borders import conversation_borders
@@ -20,7 +20,7 @@ from weft.engine.core import EngineCore
 from weft.engine.inputs import InputProcessor, Prompt
 from weft.engine.outputs import OutputStream
 from weft.engine.progress import Progress
-from weft.errors import EngineDeadError, RequestError
+from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.outputs import RequestOutput
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
@@ -30,6 +30,22 @@ from weft.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+
+_POOLING = "this version runs generative models only; use another engine for embeddings and scores"
+_ASLEEP = "captured graphs keep weights and caches in place; use shutdown(), and make a new LLM later"
+NOT_SUPPORTED = {
+    "beam_search": "not in this version; use n with a temperature, and choose by cumulative_logprob",
+    "classify": _POOLING,
+    "embed": _POOLING,
+    "encode": _POOLING,
+    "reward": _POOLING,
+    "score": _POOLING,
+    "sleep": _ASLEEP,
+    "wake_up": _ASLEEP,
+    "start_profile": "give profile_dir when the engine is made",
+    "stop_profile": "give profile_dir when the engine is made",
+}
+"""Methods of vLLM's ``LLM`` that are refused by name."""
 
 
 class LLM:
@@ -290,6 +306,12 @@ class LLM:
         for request in self._streams.pop(request_id).requests:
             del self._by_request[request.request_id]
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. Returns False, and nothing changed, while requests run."""
+        if self.is_finished():
+            self._drain()
+        return self._core.reset_prefix_cache()
+
     def stats(self) -> SchedulerStats:
         """Queue lengths, free pages and slots, preemptions."""
         return self._core.stats()
@@ -301,6 +323,13 @@ class LLM:
             for request_id in list(self._streams):
                 self.abort(request_id)
             self._core.shutdown()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in NOT_SUPPORTED:
+                raise NotSupportedError(f"LLM.{name}: {NOT_SUPPORTED[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> LLM:
         return self

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from weft.cache.plan import CachePlan
+from weft.layers.sampler import LogitsProcessor
 from weft.messages import ModelOutput, SchedulerOutput
 
 
@@ -25,8 +26,15 @@ class Executor(Protocol):
         """Seconds of each stage of the start."""
         ...
 
-    def launch(self, scheduler_output: SchedulerOutput) -> None:
-        """Queue one step; does not wait for the device. If it raises, no result of this step will come."""
+    def launch(
+        self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
+    ) -> None:
+        """Queue one step; does not wait for the device. If it raises, no result of this step will come.
+
+        Args:
+            processors: logits processors by row. They run where this is called, so only an executor whose ranks are in
+                this process takes any.
+        """
         ...
 
     def result(self) -> ModelOutput:

@@ -7,10 +7,12 @@ a step means.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
+from weft.layers.sampler import LogitsProcessor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.runner.memory import release_workspaces
 from weft.runner.model_runner import ModelRunner
@@ -34,12 +36,14 @@ class InProcessExecutor:
     def startup(self) -> dict[str, float]:
         return self._runner.startup.seconds
 
-    def launch(self, scheduler_output: SchedulerOutput) -> None:
+    def launch(
+        self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
+    ) -> None:
         if self._profiler is None:
-            self._pending.append(self._runner.launch(scheduler_output))
+            self._pending.append(self._runner.launch(scheduler_output, processors))
             return
         with self._profiler.step(scheduler_output):
-            self._pending.append(self._runner.launch(scheduler_output))
+            self._pending.append(self._runner.launch(scheduler_output, processors))
 
     def result(self) -> ModelOutput:
         return self._pending.popleft().result()

@@ -7,6 +7,7 @@ not know: requests, rows' histories, or stop conditions; the runner hands in ten
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,10 @@ class BlockedTokens:
     active: Tensor | None = None
 
 
+LogitsProcessor = Callable[[Tensor], Tensor]
+"""From a row's logits ``[V]`` float32, which it may modify, to those that are sampled from; of the same shape."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """What the sampled rows of one step ask for. Optional parts are present only if some row needs them.
@@ -68,6 +73,7 @@ class SamplingBatch:
         uses_min_p: some row has a min-p.
         penalties, bias, blocked: see their classes.
         allowed: ``[N, V]`` bool, False where a token may not be drawn.
+        processors: by index of the row; they see the model's logits, before every other edit.
         num_logprobs: most alternatives that a row wants reported (0: the chosen token alone); None: no row wants any.
     """
 
@@ -84,12 +90,13 @@ class SamplingBatch:
     bias: LogitBias | None = None
     allowed: Tensor | None = None
     blocked: BlockedTokens | None = None
+    processors: Mapping[int, LogitsProcessor] | None = None
     num_logprobs: int | None = None
 
     @property
     def edits_logits(self) -> bool:
         """True if any row's logits change before the draw."""
-        parts = (self.penalties, self.bias, self.allowed, self.blocked)
+        parts = (self.processors, self.penalties, self.bias, self.allowed, self.blocked)
         return any(part is not None for part in parts)
 
 
@@ -169,7 +176,9 @@ class Sampler:
 
 
 def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Masks, bias and penalties, in place."""
+    """Processors, masks, bias and penalties, in place."""
+    for row, process in (batch.processors or {}).items():
+        logits[row] = process(logits[row])
     if batch.allowed is not None:
         logits.masked_fill_(~batch.allowed, -torch.inf)
     if batch.blocked is not None:

@@ -14,7 +14,7 @@ step, and ``PendingStep.result`` fetches them when the host wants to know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
 from weft.graph.profile import ModeTable
 from weft.layers.context import ModelContext
-from weft.layers.sampler import Sampler, SamplerOutput
+from weft.layers.sampler import LogitsProcessor, Sampler, SamplerOutput
 from weft.layers.table import LayerTable
 from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
@@ -271,9 +271,10 @@ class ModelRunner:
         return self.launch(orders).result()
 
     @torch.inference_mode()
-    def launch(self, orders: SchedulerOutput) -> PendingStep:
-        """Queue one step."""
+    def launch(self, orders: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None) -> PendingStep:
+        """Queue one step. ``processors``: logits processors by row, called before this returns."""
         self._update_rows(orders)
+        self._sampling.set_processors(processors or {})
         self._move(orders)
         sampled = [r for r in orders.requests if r.samples]
         shape = self._builder.fill(orders)

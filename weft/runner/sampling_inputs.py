@@ -8,12 +8,13 @@ need not visit the host. Does not know: logits, or how a token is drawn. A row t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weft.layers.sampler import BlockedTokens, LogitBias, Penalties, SamplingBatch
+from weft.layers.sampler import BlockedTokens, LogitBias, LogitsProcessor, Penalties, SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
 from weft.runner.batch_builder import SampleRows
@@ -62,6 +63,7 @@ class SamplingInputs:
         self._bad_words: dict[int, BadWords] = {}
         self._allowed: dict[int, Tensor] = {}
         self._step_masks: dict[int, Tensor] = {}
+        self._processors: Mapping[int, LogitsProcessor] = {}
 
     # -- rows come and go ----------------------------------------------------------------------------------------
 
@@ -82,6 +84,10 @@ class SamplingInputs:
     def set_step_masks(self, masks: dict[int, bytes]) -> None:
         """Masks of single rows for the coming step (see ``SchedulerOutput.token_masks``)."""
         self._step_masks = {row: self._unpacked(bits) for row, bits in masks.items()}
+
+    def set_processors(self, processors: Mapping[int, LogitsProcessor]) -> None:
+        """Logits processors of single rows for the coming step."""
+        self._processors = processors
 
     def _unpacked(self, bits: bytes) -> Tensor:
         """``[V]`` bool from packed bits."""
@@ -133,7 +139,9 @@ class SamplingInputs:
             p = self._rows.sampling(order.row)
             if p.logprobs is not None or p.logit_bias or p.min_tokens or order.row in self._allowed:
                 return True
-            if order.row in self._counts or order.row in self._bad_words or order.row in self._step_masks:
+            if order.row in self._counts or order.row in self._bad_words:
+                return True
+            if order.row in self._step_masks or order.row in self._processors:
                 return True
         return False
 
@@ -141,6 +149,7 @@ class SamplingInputs:
         """The sampling batch of the orders that sample, in order; ``rows`` are their parameters on the device."""
         params = [self._rows.sampling(order.row) for order in sampled]
         generated = [o.start + o.num_tokens - self._rows.num_prompt_tokens(o.row) for o in sampled]
+        processors = {i: self._processors[o.row] for i, o in enumerate(sampled) if o.row in self._processors}
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         core = _core(
             rows,
@@ -154,6 +163,7 @@ class SamplingInputs:
             bias=self._bias(params),
             allowed=self._allowed_mask(sampled),
             blocked=self._blocked(sampled, params, generated),
+            processors=processors or None,
             num_logprobs=max(wanted) if wanted else None,
         )
 

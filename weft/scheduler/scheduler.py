@@ -188,7 +188,7 @@ class Scheduler:
         decoding = sum(1 for r in self._running if r.request.num_tokens_to_compute == 1)
         for running in list(self._running):
             request = running.request
-            is_due = request.num_pending == 0 or request.sampling.grammar is None  # a mask needs all earlier tokens
+            is_due = request.num_pending == 0 or not request.samples_by_history
             if request.status is not RequestStatus.RUNNING or request.will_be_full or not is_due:
                 continue  # preempted just now for an earlier one, or its last token is on its way
             wanted = request.num_tokens_to_compute
