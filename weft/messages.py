@@ -81,9 +81,14 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     checkpoints: list[tuple[int, int]] = []
     write_start: int = 0
 
+    @property
+    def is_decode(self) -> bool:
+        """It brings one token to an existing state and stores no checkpoint."""
+        return self.num_tokens == 1 and self.start > 0 and not self.checkpoints
+
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """One step's orders. ``requests`` lists decoding requests (one token, no checkpoint) first.
+    """One step's orders. ``requests`` lists decodes first.
 
     ``token_masks[row]``: bits of the tokens that the row may draw, lowest bit first; a row without one may draw any.
     """

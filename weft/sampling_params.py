@@ -16,6 +16,9 @@ from weft.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow long before it changed what is sampled."""
+
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One constraint on the form of the text; names and meanings as in vLLM. Exactly one field is given.

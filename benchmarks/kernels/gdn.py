@@ -130,7 +130,6 @@ def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: tor
     return {
         "projected": torch.randn(rows, CONV_DIM + HV * V + 2 * HV, device=DEVICE).to(dtype),
         "conv_weight": torch.randn(CONV_DIM, W, device=DEVICE).to(dtype),
-        "conv_bias": None,
         "A_log": torch.empty(HV, device=DEVICE).uniform_(-5, 2),
         "dt_bias": torch.empty(HV, device=DEVICE).uniform_(-4, 1),
         "norm_weight": torch.randn(V, device=DEVICE).to(dtype),
@@ -147,14 +146,10 @@ def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape) -> 
     arguments = decode_arguments(5, 12, state_dtype, dtype)
     arguments["projected"][4] = torch.nan
     slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    checkpoints = torch.tensor([-1, 9, -1, 10, -1], dtype=torch.int32, device=DEVICE)
     upcast = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    expected = gdn_decode_reference(**upcast, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints)
+    expected = gdn_decode_reference(**upcast, state_slots=slots, **GEOMETRY)
     out = torch.full_like(expected, torch.nan).to(dtype)
-    gdn_decode_triton(
-        **arguments, state_slots=slots, **GEOMETRY, checkpoint_slots=checkpoints, out=out,
-        shape=shape,
-    )  # fmt: skip
+    gdn_decode_triton(**arguments, state_slots=slots, **GEOMETRY, out=out, shape=shape)
     assert (out[4] == 0).all(), "padding rows must be zero"
     return {
         "out": relative(out, expected.double()),

@@ -33,7 +33,7 @@ def filled_cache(batch: Batch, keys: list[Tensor], heads: int, dim: int) -> tupl
     for s, k in enumerate(keys):
         positions = torch.arange(k.shape[0])
         slots = batch.page_table[s].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-        store_kv(k, k + 1, k_cache, v_cache, slots, backend=TORCH)
+        store_kv(k, k + 1, k_cache, v_cache, slots)
     return k_cache, v_cache
 
 
@@ -71,7 +71,7 @@ def test_store_kv_writes_only_its_slots() -> None:
     k_cache, v_cache = torch.zeros(2, 3, PAGE_SIZE, 2, 5).bfloat16().unbind(0)
     k, v = torch.randn(2, 3, 2, 5)
     slots = torch.tensor([5, 11, 0])
-    store_kv(k, v, k_cache, v_cache, slots, backend=TORCH)
+    store_kv(k, v, k_cache, v_cache, slots)
     for cache, given in ((k_cache, k), (v_cache, v)):
         flat = cache.view(-1, 2, 5)
         assert torch.equal(flat[slots], given.bfloat16())
@@ -81,7 +81,7 @@ def test_store_kv_writes_only_its_slots() -> None:
 def test_store_kv_takes_strided_views() -> None:
     qkv = torch.randn(3, 6, 5)
     k_cache, v_cache = torch.zeros(2, 2, PAGE_SIZE, 2, 5).unbind(0)
-    store_kv(qkv[:, 2:4], qkv[:, 4:], k_cache, v_cache, torch.tensor([4, 5, 6]), backend=TORCH)
+    store_kv(qkv[:, 2:4], qkv[:, 4:], k_cache, v_cache, torch.tensor([4, 5, 6]))
     assert torch.equal(k_cache[1, :3], qkv[:, 2:4])
     assert torch.equal(v_cache[1, :3], qkv[:, 4:])
 

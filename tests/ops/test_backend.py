@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.ops.backend import Backend, missing_kernel, resolve_backend
+from weft.ops.backend import Backend, resolve_backend
 
 
 @pytest.mark.parametrize("requested", ["auto", "torch"])
@@ -16,7 +16,3 @@ def test_the_cpu_runs_torch(requested: str) -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown backend 'cuda'; allowed: 'auto', 'torch', 'triton'"):
         resolve_backend("cuda", "cpu")
-
-
-def test_a_missing_kernel_is_named_with_its_remedy() -> None:
-    assert str(missing_kernel("sample", Backend.TRITON)) == "sample has no triton kernel; run it with backend='torch'"

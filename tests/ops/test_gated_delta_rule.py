@@ -12,7 +12,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from tests.ops.oracles import make_batch, naive_gated_delta_rule
 from weft.ops.backend import Backend
-from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates_reference, recurrent_gated_delta_rule
+from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates_reference, recurrent_gated_delta_rule_reference
 
 TORCH = Backend.TORCH
 # Strong decays sum to hundreds within a chunk, so float32 differences of the sums are good to a few 1e-6.
@@ -147,7 +147,7 @@ def test_recurrent_step_equals_oracle_and_transformers(heads: tuple[int, int]) -
     hk, hv = heads
     x, state = inputs(5, hk, hv), states(8, hv)
     before, slots = state.clone(), torch.tensor([3, 7, 1, 0, 0], dtype=torch.int32)
-    out = recurrent_gated_delta_rule(*x, state, slots, backend=TORCH)
+    out = recurrent_gated_delta_rule_reference(*x, state, slots)
     theirs, their_state = torch_recurrent_gated_delta_rule(
         *(t[:, None] for t in for_transformers(x)),
         initial_state=before[slots.long()],
@@ -175,8 +175,8 @@ def test_bfloat16_state_is_rounded_at_the_store_only() -> None:
     step = [t[:1] for t in x]
     slots = torch.tensor([1])
     state32 = state16.float()
-    out32 = recurrent_gated_delta_rule(*step, state32, slots, backend=TORCH)
-    out16 = recurrent_gated_delta_rule(*step, state16, slots, backend=TORCH)
+    out32 = recurrent_gated_delta_rule_reference(*step, state32, slots)
+    out16 = recurrent_gated_delta_rule_reference(*step, state16, slots)
     assert torch.equal(out32, out16)
     assert torch.equal(state16, state32.bfloat16())
 

@@ -118,7 +118,7 @@ def test_rotation_equals_transformers(kind: str) -> None:
     their_q, their_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     table = rotary_table(RopeConfig(1e4, 16, kind, dict(parameters)), 1024, 256, "cpu")
     assert table.shape == (256, 16)
-    our_q, our_k = apply_rotary(q, k, positions, table, backend=TORCH)
+    our_q, our_k = apply_rotary(q, k, positions, table)
     torch.testing.assert_close(our_q, their_q[0].transpose(0, 1))
     torch.testing.assert_close(our_k, their_k[0].transpose(0, 1))
 
@@ -126,13 +126,13 @@ def test_rotation_equals_transformers(kind: str) -> None:
 def test_partial_rotation_passes_the_rest_through() -> None:
     q, k, positions = torch.randn(3, 4, 16), torch.randn(3, 1, 16), torch.tensor([7, 0, 3])
     table = rotary_table(RopeConfig(1e4, 6), 64, 64, "cpu")
-    our_q, our_k = apply_rotary(q, k, positions, table, backend=TORCH)
-    small_q, small_k = apply_rotary(q[..., :6], k[..., :6], positions, table, backend=TORCH)
+    our_q, our_k = apply_rotary(q, k, positions, table)
+    small_q, small_k = apply_rotary(q[..., :6], k[..., :6], positions, table)
     assert torch.equal(our_q[..., :6], small_q)
     assert torch.equal(our_k[..., :6], small_k)
     assert torch.equal(our_q[..., 6:], q[..., 6:])
     assert torch.equal(our_k[..., 6:], k[..., 6:])
     assert torch.equal(our_q[1], q[1]), "position 0 turns nothing"
-    low_q, _ = apply_rotary(q.bfloat16(), k.bfloat16(), positions, table, backend=TORCH)
-    exact, _ = apply_rotary(q.bfloat16().float(), k.bfloat16().float(), positions, table, backend=TORCH)
+    low_q, _ = apply_rotary(q.bfloat16(), k.bfloat16(), positions, table)
+    exact, _ = apply_rotary(q.bfloat16().float(), k.bfloat16().float(), positions, table)
     assert torch.equal(low_q, exact.bfloat16())

@@ -10,7 +10,7 @@ from tests.ops.interpreter import DEVICE
 from weft.ops.qk_norm_rope import qk_norm_rope_reference
 from weft.ops.triton.activation import sigmoid_mul_triton, silu_and_mul_triton
 from weft.ops.triton.norm import rms_norm_triton
-from weft.ops.triton.pages import PageCopier, store_kv_triton
+from weft.ops.triton.pages import PageCopier
 from weft.ops.triton.qk_norm_rope import TILES as ROPE_TILES
 from weft.ops.triton.qk_norm_rope import Tile as RopeTile
 from weft.ops.triton.qk_norm_rope import qk_norm_rope_triton
@@ -100,17 +100,6 @@ def test_qk_norm_rope(dtype: torch.dtype, case: RopeCase) -> None:
 def test_qk_norm_rope_tiles(case: RopeCase, tile: RopeTile) -> None:
     """Tokens and heads that fill no program, and programs with more query heads than key heads."""
     check_qk_norm_rope(torch.float32, case, tile)
-
-
-def test_store_kv() -> None:
-    qkv = torch.randn(3, 3 * 2 * 24, device=DEVICE)
-    k, v = (part.unflatten(-1, (2, 24)) for part in qkv.chunk(3, dim=-1)[1:])
-    k_cache, v_cache = (torch.zeros(4, 4, 2, 24, device=DEVICE) for _ in range(2))
-    slots = torch.tensor([5, 0, 9], device=DEVICE)
-    store_kv_triton(k, v, k_cache, v_cache, slots)
-    for cache, values in ((k_cache, k), (v_cache, v)):
-        assert torch.equal(cache.flatten(0, 1)[slots], values)
-        assert (cache.flatten(0, 1).abs().sum((1, 2)) > 0).sum() == 3
 
 
 def test_page_copier() -> None:

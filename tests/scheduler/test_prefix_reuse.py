@@ -96,7 +96,7 @@ def test_fan_out_computes_the_shared_prefix_once(hybrid: bool) -> None:
     assert [r.num_cached_tokens for r in requests] == [0] + [150] * 11
 
 
-def test_a_twin_does_not_wait_for_one_that_was_aborted() -> None:
+def test_an_aborted_prefill_is_not_awaited() -> None:
     rig = make_rig()
     first, second = (make_request(f"r{i}", prompt(210), 4, i) for i in range(2))
     rig.scheduler.add(first)
@@ -109,7 +109,7 @@ def test_a_twin_does_not_wait_for_one_that_was_aborted() -> None:
     assert second.num_cached_tokens == 64  # what the aborted one had fed
 
 
-def test_what_an_aborted_twin_has_in_flight_is_waited_for() -> None:
+def test_what_an_aborted_prefill_has_in_flight_is_awaited() -> None:
     rig = make_rig()
     first, second = (make_request(f"r{i}", prompt(210), 4, i) for i in range(2))
     rig.scheduler.add(first)
@@ -176,7 +176,7 @@ def test_nan_forgets_all_that_the_request_had_filed(depth: int) -> None:
     assert_idle(rig)
 
 
-def test_prompt_logprobs_compute_everything_and_wait_for_no_twin() -> None:
+def test_prompt_logprobs_compute_everything_and_await_no_prefill() -> None:
     rig = make_rig(budget=512)
     requests = [make_request(f"r{i}", prompt(210), 4, i) for i in range(2)]
     requests[1].sampling = RowSampling(prompt_logprobs=1)

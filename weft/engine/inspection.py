@@ -49,7 +49,7 @@ class StepLog:
     def ended(self, orders: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
         """A step's results are on the host. ``launched``: when its launch began."""
         now = time.monotonic()
-        num_decodes = sum(1 for order in orders.requests if order.num_tokens == 1)
+        num_decodes = sum(1 for order in orders.requests if order.is_decode)
         num_prefill = orders.num_tokens - num_decodes
         self.steps.append(
             StepView(

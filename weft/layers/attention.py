@@ -16,8 +16,8 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
 from weft.layers.rotary import RotaryEmbedding
+from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
-from weft.ops.gating import sigmoid_mul
 from weft.ops.qk_norm_rope import qk_norm_rope
 
 

@@ -182,7 +182,6 @@ class GatedDeltaNet(WeightModule):
         return gdn_decode(
             projected,
             self.conv1d.weight,
-            None,
             self.A_log,
             self.dt_bias,
             self.norm.weight,

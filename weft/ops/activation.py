@@ -1,10 +1,8 @@
-"""The gated activation of the MLPs (SwiGLU, arXiv 2002.05202).
-
-Job: ``silu(gate) * up`` on a packed input. Owns: nothing. Does not know: linear layers.
-"""
+"""Elementwise gates: of the MLPs (SwiGLU, arXiv 2002.05202) and of the attention output (arXiv 2505.06708)."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,3 +31,24 @@ def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     from weft.ops.triton.activation import silu_and_mul_triton
 
     return silu_and_mul_triton(x)
+
+
+def sigmoid_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """Torch reference of ``sigmoid_mul``."""
+    return x * torch.sigmoid(gate)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
+    """``x * sigmoid(gate)``.
+
+    Args:
+        x, gate: ``[..., N]``, same dtype and shape; rows may be strided (a slice of a wider projection).
+
+    Returns:
+        ``[..., N]`` in x's dtype, contiguous.
+    """
+    if backend is Backend.TORCH:
+        return sigmoid_mul_reference(x, gate)
+    from weft.ops.triton.activation import sigmoid_mul_triton
+
+    return sigmoid_mul_triton(x, gate)

@@ -1,8 +1,8 @@
 """Causal softmax attention over a paged KV cache, prefill and decode in one call.
 
 Job: read each sequence's pages and attend. Owns: the layout ``[num_pages, page_size, Hkv, D]`` on the read side.
-Does not know: who filled the pages (``kv_cache.store_kv`` has already written this step's keys and values), or what a
-layer is. Unwritten cache entries may hold anything, NaN included; they are never read.
+Does not know: who filled the pages (``qk_norm_rope`` has already written this step's keys and values), or what a layer
+is. Unwritten cache entries may hold anything, NaN included; they are never read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Which implementation of an operation runs: plain torch, or a Triton kernel.
-
-Job: name the backends, resolve a user's wish to one of them, and say clearly when an operation has no kernel.
-Owns: the choice. Does not know: any operation. There is no silent fallback: an operation called with a backend that it
-does not implement raises.
-"""
+"""Which implementation of every operation runs: plain torch, or Triton kernels."""
 
 from __future__ import annotations
 
@@ -36,8 +31,3 @@ def resolve_backend(requested: str, device_type: str) -> Backend:
     if requested == Backend.TRITON and device_type == "cpu":
         raise ConfigError("backend 'triton' has no kernels for device 'cpu'; use 'torch' or 'auto'")
     return Backend(requested)
-
-
-def missing_kernel(op: str, backend: Backend) -> ConfigError:
-    """The error for an operation that has no implementation under ``backend`` (to be raised by the caller)."""
-    return ConfigError(f"{op} has no {backend.value} kernel; run it with backend='torch'")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 from weft.ops.device_work import device_reference, device_work
 
 
@@ -109,17 +109,23 @@ def causal_conv1d(
     """
     if backend is Backend.TORCH:
         return causal_conv1d_reference(x, weight, bias, conv_state, batch)
-    if backend is Backend.TRITON:
-        from weft.ops.triton.causal_conv1d import causal_conv1d_triton
+    from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 
-        return causal_conv1d_triton(x, weight, bias, conv_state, batch)
-    raise missing_kernel("causal_conv1d", backend)
+    return causal_conv1d_triton(x, weight, bias, conv_state, batch)
 
 
-def causal_conv1d_update_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_slots: Tensor
-) -> Tensor:
-    """Torch reference of ``causal_conv1d_update``."""
+def causal_conv1d_update_reference(x: Tensor, weight: Tensor, conv_state: Tensor, state_slots: Tensor) -> Tensor:
+    """One step for N rows that continue a state, as torch operations; states advance in place. Part of ``gdn_decode``.
+
+    Args:
+        x: ``[N, C]``.
+        weight: ``[C, W]``, W at least 2.
+        conv_state: ``[num_slots, C, W - 1]``.
+        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
+
+    Returns:
+        ``[N, C]`` in x's dtype.
+    """
     slots = state_slots.long()
     old = conv_state.index_select(0, slots)
     conv_state.index_copy_(0, slots, _shifted(old, x))
@@ -128,8 +134,6 @@ def causal_conv1d_update_reference(
     # One copy to tap-major order: sums over a last dimension of two or three would cost far more.
     for inputs, tap in zip(old.permute(2, 0, 1).to(y.dtype).contiguous(), early, strict=True):
         y.addcmul_(inputs, tap)
-    if bias is not None:
-        y += bias.float()
     return F.silu(y).to(x.dtype)
 
 
@@ -143,27 +147,3 @@ def _shifted(old: Tensor, x: Tensor) -> Tensor:
     new.flatten(1)[:, :-1] = old.flatten(1)[:, 1:]
     new[..., -1] = x
     return new
-
-
-def causal_conv1d_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_slots: Tensor, *, backend: Backend
-) -> Tensor:
-    """One step for N rows that continue a state; the states advance in place.
-
-    Args:
-        x: ``[N, C]``.
-        weight: ``[C, W]``, W at least 2.
-        bias: ``[C]`` or None.
-        conv_state: ``[num_slots, C, W - 1]``.
-        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
-
-    Returns:
-        ``[N, C]`` in x's dtype.
-    """
-    if backend is Backend.TORCH:
-        return causal_conv1d_update_reference(x, weight, bias, conv_state, state_slots)
-    if backend is Backend.TRITON:
-        from weft.ops.triton.causal_conv1d import causal_conv1d_update_triton
-
-        return causal_conv1d_update_triton(x, weight, bias, conv_state, state_slots)
-    raise missing_kernel("causal_conv1d_update", backend)

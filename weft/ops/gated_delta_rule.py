@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 from weft.ops.device_work import device_reference, device_work
 
 CHUNK_SIZE = 64
@@ -47,11 +47,9 @@ def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: 
     """
     if backend is Backend.TORCH:
         return gdn_gates_reference(a, b, A_log, dt_bias)
-    if backend is Backend.TRITON:
-        from weft.ops.triton.gdn_gates import gdn_gates_triton
+    from weft.ops.triton.gdn_gates import gdn_gates_triton
 
-        return gdn_gates_triton(a, b, A_log, dt_bias)
-    raise missing_kernel("gdn_gates", backend)
+    return gdn_gates_triton(a, b, A_log, dt_bias)
 
 
 def _l2norm(x: Tensor) -> Tensor:
@@ -64,9 +62,19 @@ def _l2norm(x: Tensor) -> Tensor:
 def recurrent_gated_delta_rule_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
 ) -> Tensor:
-    """Torch reference of ``recurrent_gated_delta_rule``.
+    """One step for N rows, as torch operations; their states advance in place. Part of ``gdn_decode``.
 
     The state is read once: ``o = exp(g) S^T q + (q . k) delta`` gives the output without the updated state.
+
+    Args:
+        q, k: ``[N, HK, K]``, not yet normalised.
+        v: ``[N, HV, V]``; HV is a multiple of HK.
+        g, beta: ``[N, HV]`` float32 from ``gdn_gates``.
+        state: ``[num_slots, HV, K, V]``.
+        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
+
+    Returns:
+        ``[N, HV, V]`` in v's dtype.
     """
     num_v_heads = v.shape[1]
     slots = state_slots.long()
@@ -82,38 +90,6 @@ def recurrent_gated_delta_rule_reference(
     old.addcmul_(keys.unsqueeze(-1), delta.unsqueeze(-2))
     state.index_copy_(0, slots, old.to(state.dtype))
     return from_q.addcmul(overlap, delta).mul_(q.shape[-1] ** -0.5).to(v.dtype)
-
-
-def recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    *,
-    backend: Backend,
-) -> Tensor:
-    """One step for N rows; their states advance in place.
-
-    Args:
-        q, k: ``[N, HK, K]``, not yet normalised.
-        v: ``[N, HV, V]``; HV is a multiple of HK.
-        g, beta: ``[N, HV]`` float32 from ``gdn_gates``.
-        state: ``[num_slots, HV, K, V]``.
-        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
-
-    Returns:
-        ``[N, HV, V]`` in v's dtype.
-    """
-    if backend is Backend.TORCH:
-        return recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
-    if backend is Backend.TRITON:
-        from weft.ops.triton.gated_delta_rule import recurrent_gated_delta_rule_triton
-
-        return recurrent_gated_delta_rule_triton(q, k, v, g, beta, state, state_slots)
-    raise missing_kernel("recurrent_gated_delta_rule", backend)
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------
@@ -276,8 +252,6 @@ def chunk_gated_delta_rule(
     """
     if backend is Backend.TORCH:
         return chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out)
-    if backend is Backend.TRITON:
-        from weft.ops.triton.gated_delta_rule import chunk_gated_delta_rule_triton
+    from weft.ops.triton.gated_delta_rule import chunk_gated_delta_rule_triton
 
-        return chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, out=out)
-    raise missing_kernel("chunk_gated_delta_rule", backend)
+    return chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, out=out)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
 from weft.ops.norm import gated_rms_norm_reference
@@ -20,7 +20,6 @@ from weft.ops.norm import gated_rms_norm_reference
 def gdn_decode_reference(
     projected: Tensor,
     conv_weight: Tensor,
-    conv_bias: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     norm_weight: Tensor,
@@ -33,7 +32,6 @@ def gdn_decode_reference(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
-    checkpoint_slots: Tensor | None = None,
     out: Tensor | None = None,
     keep_padding: bool = False,
 ) -> Tensor:
@@ -41,7 +39,7 @@ def gdn_decode_reference(
     key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
     qkv, z, b, a = projected.split([2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
     g, beta = gdn_gates_reference(a, b, A_log, dt_bias)
-    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_bias, conv_state, state_slots)
+    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
     q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
     q, k = (x.unflatten(-1, (num_k_heads, head_k_dim)) for x in (q, k))
     v = v.unflatten(-1, (num_v_heads, head_v_dim))
@@ -54,21 +52,12 @@ def gdn_decode_reference(
         normed = torch.where(padding, out, normed)
     else:
         normed = normed.masked_fill_(padding, 0.0)
-    if checkpoint_slots is not None:
-        _store_checkpoints((conv_state, state), state_slots.long(), checkpoint_slots.long())
     return normed if out is None else out.copy_(normed)
-
-
-def _store_checkpoints(caches: tuple[Tensor, ...], slots: Tensor, checkpoint_slots: Tensor) -> None:
-    ordered = checkpoint_slots >= 0
-    for cache in caches:
-        cache.index_copy_(0, checkpoint_slots[ordered], cache.index_select(0, slots[ordered]))
 
 
 def gdn_decode(
     projected: Tensor,
     conv_weight: Tensor,
-    conv_bias: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     norm_weight: Tensor,
@@ -82,7 +71,6 @@ def gdn_decode(
     head_k_dim: int,
     head_v_dim: int,
     backend: Backend,
-    checkpoint_slots: Tensor | None = None,
     out: Tensor | None = None,
     keep_padding: bool = False,
 ) -> Tensor:
@@ -91,7 +79,6 @@ def gdn_decode(
     Args:
         projected: ``[N, C + HV * V + 2 * HV]``, ``q | k | v | z | b | a`` with ``C = 2 * HK * K + HV * V``.
         conv_weight: ``[C, W]``.
-        conv_bias: ``[C]`` or None.
         A_log, dt_bias: ``[HV]``.
         norm_weight: ``[V]``, of the gated output norm.
         eps: of that norm.
@@ -99,7 +86,6 @@ def gdn_decode(
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16.
         state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, whatever they hold; only the
             reserved slot's state may change. Other slots occur once.
-        checkpoint_slots: ``[N]`` int32 or None: a slot that receives both states after this token as well; -1 for none.
         out: ``[N, HV * V]`` to write to, optional.
         keep_padding: leave the padding rows of ``out`` as they are.
 
@@ -111,16 +97,13 @@ def gdn_decode(
         "num_v_heads": num_v_heads,
         "head_k_dim": head_k_dim,
         "head_v_dim": head_v_dim,
-        "checkpoint_slots": checkpoint_slots,
         "out": out,
         "keep_padding": keep_padding,
     }
-    weights = (conv_weight, conv_bias, A_log, dt_bias, norm_weight, eps)
+    weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
     states = (conv_state, state, state_slots)
     if backend is Backend.TORCH:
         return gdn_decode_reference(projected, *weights, *states, **options)
-    if backend is Backend.TRITON:
-        from weft.ops.triton.gdn_decode import gdn_decode_triton
+    from weft.ops.triton.gdn_decode import gdn_decode_triton
 
-        return gdn_decode_triton(projected, *weights, *states, **options)
-    raise missing_kernel("gdn_decode", backend)
+    return gdn_decode_triton(projected, *weights, *states, **options)

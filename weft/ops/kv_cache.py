@@ -10,29 +10,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from weft.ops.backend import Backend
 
-
-def store_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Torch reference of ``store_kv``."""
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
-
-
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, backend: Backend) -> None:
-    """Write one key and one value per token, in place.
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write one key and one value per token, in place, as torch operations. Part of ``qk_norm_rope``.
 
     Args:
         k, v: ``[T, Hkv, D]``.
         k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``, contiguous.
         slot_mapping: ``[T]`` int64. Only slots of page 0 may occur more than once.
     """
-    if backend is Backend.TORCH:
-        store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
-        return
-    from weft.ops.triton.pages import store_kv_triton
-
-    store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
 
 
 def copy_pages(caches: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import overload
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend, missing_kernel
+from weft.ops.backend import Backend
 from weft.ops.traced import traced_op
 
 
@@ -93,8 +93,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, backe
     """
     if backend is Backend.TORCH:
         return gated_rms_norm_reference(x, gate, weight, eps)
-    if backend is Backend.TRITON:
-        from weft.ops.triton.gated_norm import gated_rms_norm_triton
+    from weft.ops.triton.gated_norm import gated_rms_norm_triton
 
-        return gated_rms_norm_triton(x, gate, weight, eps)
-    raise missing_kernel("gated_rms_norm", backend)
+    return gated_rms_norm_triton(x, gate, weight, eps)

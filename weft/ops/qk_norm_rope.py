@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.ops.backend import Backend
-from weft.ops.kv_cache import store_kv_reference
+from weft.ops.kv_cache import store_kv
 from weft.ops.norm import rms_norm_reference
 from weft.ops.qkv_split import split_qkv
-from weft.ops.rotary import apply_rotary_reference
+from weft.ops.rotary import apply_rotary
 
 
 def qk_norm_rope_reference(
@@ -39,8 +39,8 @@ def qk_norm_rope_reference(
         q = rms_norm_reference(q, q_norm, eps, zero_centered=zero_centered)
         k = rms_norm_reference(k, k_norm, eps, zero_centered=zero_centered)
         assert isinstance(q, Tensor) and isinstance(k, Tensor)
-    q, k = apply_rotary_reference(q, k, positions, cos_sin)
-    store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+    q, k = apply_rotary(q, k, positions, cos_sin)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, gate
 
 

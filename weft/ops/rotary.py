@@ -14,7 +14,6 @@ from torch import Tensor
 
 from weft.config.model import RopeConfig
 from weft.errors import UnsupportedModelError
-from weft.ops.backend import Backend, missing_kernel
 
 
 def inverse_frequencies(rope: RopeConfig, max_position_embeddings: int) -> tuple[Tensor, float]:
@@ -104,8 +103,20 @@ def rotary_table(rope: RopeConfig, max_position_embeddings: int, max_len: int, d
     return table.to(device)
 
 
-def apply_rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``apply_rotary``."""
+def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the first ``rotary_dim`` dimensions of every head, as torch operations; the others pass through. Part of
+    ``qk_norm_rope``.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k: ``[T, Hkv, D]``, same dtype.
+        positions: ``[T]`` int64, each below ``cos_sin``'s length.
+        cos_sin: ``[max_len, rotary_dim]`` float32 from ``rotary_table``; ``rotary_dim`` is at most D.
+
+    Returns:
+        The rotated ``(q, k)``, computed in float32 and rounded once to q's dtype. The inputs are not modified; the
+        results need not be contiguous.
+    """
     rotary_dim = cos_sin.shape[-1]
     num_q_heads = q.shape[1]
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
@@ -119,23 +130,3 @@ def apply_rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Ten
     if rotary_dim < x.shape[-1]:
         out[..., rotary_dim:] = x[..., rotary_dim:]
     return out[:, :num_q_heads], out[:, num_q_heads:]
-
-
-def apply_rotary(
-    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, *, backend: Backend
-) -> tuple[Tensor, Tensor]:
-    """Rotate the first ``rotary_dim`` dimensions of every head; the others pass through.
-
-    Args:
-        q: ``[T, Hq, D]``.
-        k: ``[T, Hkv, D]``, same dtype.
-        positions: ``[T]`` int64, each below ``cos_sin``'s length.
-        cos_sin: ``[max_len, rotary_dim]`` float32 from ``rotary_table``; ``rotary_dim`` is at most D.
-
-    Returns:
-        The rotated ``(q, k)``, computed in float32 and rounded once to q's dtype. The inputs are not modified; the
-        results need not be contiguous.
-    """
-    if backend is Backend.TORCH:
-        return apply_rotary_reference(q, k, positions, cos_sin)
-    raise missing_kernel("apply_rotary", backend)

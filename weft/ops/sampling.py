@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow long before it changed a draw."""
+from weft.sampling_params import GREEDY_BELOW
 
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
 _KEY_1, _KEY_2 = 0x243F6A88, 0x85A308D3  # the first digits of pi's fraction

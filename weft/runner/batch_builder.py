@@ -163,7 +163,7 @@ class BatchBuilder:
         requests = orders.requests
         self._host = self._buffers.begin()
         self._num_updates = self._fill_page_updates(requests)
-        num_decodes = _count_decodes(requests)
+        num_decodes = sum(r.is_decode for r in requests)  # they come first
         starts = self._fill_tokens(requests)
         self._fill_sequences(requests, starts)
         num_samples = self._fill_samples(requests, starts)
@@ -393,11 +393,3 @@ def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int]) -> list[in
     end = start + num_tokens
     grid = range((start // CHUNK + 1) * CHUNK, end, CHUNK)
     return sorted({start, end, *grid, *checkpoints})
-
-
-def _count_decodes(requests: list[ScheduledRequest]) -> int:
-    """Leading orders that bring one token to an existing state and store no checkpoint."""
-    for i, r in enumerate(requests):
-        if r.num_tokens != 1 or r.start == 0 or r.checkpoints:
-            return i
-    return len(requests)

@@ -15,8 +15,8 @@ itself the last. Nothing is admitted in a step in which something was preempted,
 its known tokens fit, those of every running request too, and each can still grow by a page: otherwise it would soon be
 preempted again. The first running request is never preempted: alone it always finds pages.
 
-A waiting request that shares a long prefix with a prefill on its way lets others pass until that is done, and then
-reuses it (``TWIN_TOKENS``): prompts that arrive together are computed once.
+A waiting request that shares a long prefix with a prefill in flight lets others pass until that is done, and then
+reuses it (``MIN_IN_FLIGHT_MATCH``): prompts that arrive together are computed once.
 
 Results may be up to some steps late (``num_pending``): what a launched step uses is given back only after its results
 are in, so nothing that a running step reads or writes changes owner.
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 LPM_WINDOW = 32
 """Waiting requests among which ``lpm`` looks for the longest cached prefix."""
 
-TWIN_TOKENS = 64
-"""Tokens that a waiting request must save to wait for a prefill on its way instead of computing them itself."""
+MIN_IN_FLIGHT_MATCH = 64
+"""Tokens that a waiting request must save to wait for a prefill in flight instead of computing them itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,10 +60,10 @@ class Running:
 
 @dataclass(slots=True)
 class Lookup:
-    """What is remembered of a waiting request between steps: its tokens as an array, and whose prefill it waits for."""
+    """What is remembered of a waiting request between steps: its tokens as an array, and whose prefill it awaits."""
 
     tokens: Tokens
-    twin: Running | None = None
+    awaited: Running | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a request waits, runs, or has a step in flight."""
         return bool(self._waiting or self._running or self._launched)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Launched steps whose results have not been taken in."""
-        return len(self._launched)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -248,10 +243,11 @@ class Scheduler:
     def _plan_waiting(self, planned: list[tuple[Running, int]], budget: int) -> None:
         """Admit waiting requests in order while everything they need is there; stop at the first that does not fit."""
         for request in self._candidates() if self._free_rows else ():
-            if self._has_twin(request):
+            if self._awaits_prefill(request):
                 continue
             match = self._match(request)
-            if self._finds_twin(request, match):
+            self._await_in_flight_match(request, match)
+            if self._awaits_prefill(request):
                 continue
             if not self._free_rows or budget <= 0:
                 break
@@ -296,20 +292,19 @@ class Scheduler:
         wants_all = request.sampling.prompt_logprobs is not None
         return self.manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
 
-    def _has_twin(self, request: Request) -> bool:
-        """Does the request wait for a prefill that is still on its way? One that was ended files what it has soon."""
+    def _awaits_prefill(self, request: Request) -> bool:
+        """Does the request wait for a prefill that is still in flight? One that was aborted soon leaves what it has."""
         lookup = self._lookups.get(request)
-        twin = lookup.twin if lookup is not None else None
-        return twin is not None and not self.manager.is_prefilled(twin.lease)
+        awaited = lookup.awaited if lookup is not None else None
+        return awaited is not None and not self.manager.is_prefilled(awaited.lease)
 
-    def _finds_twin(self, request: Request, match: Match) -> bool:
-        """Is a prefill on its way that makes much more of this prompt reusable? Then wait, and tell that prefill."""
+    def _await_in_flight_match(self, request: Request, match: Match) -> None:
+        """If a prefill in flight will make much more of this prompt reusable, wait for it, and tell that prefill."""
         for running in self._running:
-            if self.manager.shareable(match, running.lease) - match.num_tokens >= TWIN_TOKENS:
+            if self.manager.shareable(match, running.lease) - match.num_tokens >= MIN_IN_FLIGHT_MATCH:
                 self.manager.share(match, running.lease)
-                self._lookups[request].twin = running
-                return True
-        return False
+                self._lookups[request].awaited = running
+                return
 
     def _admit(self, request: Request, lease: Lease) -> Running:
         running = Running(request, self._free_rows.pop(), lease)
@@ -329,7 +324,7 @@ class Scheduler:
         self._step += 1
         starting = [running for running, _ in planned if not running.announced]
         orders = [(running, self._order(running, num_tokens)) for running, num_tokens in planned]
-        orders.sort(key=lambda entry: not _is_decode(entry[1]))
+        orders.sort(key=lambda entry: not entry[1].is_decode)
         self._launched[self._step] = [Launched(r, order.samples, order.start + order.num_tokens) for r, order in orders]
         finished_rows, self._finished_rows = self._finished_rows, []
         return SchedulerOutput(
@@ -434,7 +429,3 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens <= request.num_tokens
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
-
-
-def _is_decode(order: ScheduledRequest) -> bool:
-    return order.num_tokens == 1 and order.start > 0 and not order.checkpoints

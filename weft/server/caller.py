@@ -44,9 +44,6 @@ class Caller:
         return self.identity if given is None else f"{self.identity}:{given}"
 
 
-ANYONE = Caller()
-
-
 def identity_of(key: bytes) -> str:
     return hashlib.blake2b(key, digest_size=16, person=b"weft cache salt").hexdigest()
 

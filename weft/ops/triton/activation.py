@@ -55,5 +55,5 @@ def silu_and_mul_triton(x: Tensor) -> Tensor:
 
 
 def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
-    """``sigmoid_mul`` of ``weft/ops/gating.py``."""
+    """``sigmoid_mul`` of ``weft/ops/activation.py``."""
     return _gate(x, gate, silu=False)

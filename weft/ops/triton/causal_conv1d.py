@@ -1,9 +1,9 @@
-"""Kernels of the short causal convolution: chunks of prefill sequences, and one step for decoding rows.
+"""The short causal convolution of prefill sequences.
 
-Job: ``causal_conv1d`` and ``causal_conv1d_update`` on the GPU, one launch each. Owns: who reads and who writes a state.
-Does not know: what the channels mean.
+Job: ``causal_conv1d`` on the GPU, one launch. Owns: who reads and who writes a state. Does not know: what the channels
+mean.
 
-Prefill has two kinds of programs, each for a block of channels. Those of a *piece* (a few tokens of one chunk of the
+There are two kinds of programs, each for a block of channels. Those of a *piece* (a few tokens of one chunk of the
 chunk table) convolve the tokens whose whole window lies in this step, and store the checkpoints that do. A window
 slides over the rows: each is read and converted once. Those of a *sequence* do everything that sees its old state: the
 first ``W - 1`` tokens, checkpoints among them, and the final state, written over the old one. So no two programs race
@@ -29,7 +29,6 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
 CHUNK_SIZE = 64
-_UPDATE_BLOCK_C = 256
 
 
 class Tile(NamedTuple):
@@ -253,51 +252,4 @@ def causal_conv1d_triton(
         C=num_channels, HISTORY=kernel - 1, BLOCK_C=block, TOKENS=tile.tokens, STEP=tile.step, CHUNK=CHUNK_SIZE,
         HAS_BIAS=bias is not None, num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip
-    return out
-
-
-@jit(do_not_specialize_on_alignment=["state_slots"])
-def _update_kernel(
-    x, weight, bias, out, conv_state, state_slots, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One row and block of channels."""
-    enter(EARLY)
-    i_row = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = channels < C
-    slot = tl.load(state_slots + i_row).to(tl.int64)
-    p_state = conv_state + (slot * C + channels) * HISTORY
-    newest = tl.load(x + i_row * stride_x + channels, mask=mask, other=0.0)
-    p_weight = weight + channels * (HISTORY + 1)
-    total = newest.to(tl.float32) * tl.load(p_weight + HISTORY, mask=mask, other=0.0).to(tl.float32)
-    for j in tl.static_range(HISTORY):
-        value = tl.load(p_state + j, mask=mask, other=0.0).to(tl.float32)
-        total += value * tl.load(p_weight + j, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
-    total *= tl.sigmoid(total)
-    tl.store(out + i_row * C + channels, total.to(out.dtype.element_ty), mask=mask)
-    for j in tl.static_range(HISTORY):
-        if j < HISTORY - 1:
-            value = tl.load(p_state + j + 1, mask=mask)
-        else:
-            value = newest.to(conv_state.dtype.element_ty)
-        tl.debug_barrier()  # every thread has loaded what another one overwrites
-        tl.store(p_state + j, value, mask=mask)
-
-
-def causal_conv1d_update_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_slots: Tensor
-) -> Tensor:
-    """Triton kernel of ``causal_conv1d_update``."""
-    num_rows, num_channels = x.shape
-    assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous() and state_slots.is_contiguous()
-    out = x.new_empty(x.shape)
-    if num_rows:
-        _update_kernel[(num_rows, cdiv(num_channels, _UPDATE_BLOCK_C))](
-            x, weight, bias, out, conv_state, state_slots, x.stride(0),
-            C=num_channels, HISTORY=weight.shape[1] - 1, BLOCK_C=_UPDATE_BLOCK_C, HAS_BIAS=bias is not None,
-            num_warps=4, **early_launch(x.device),
-        )  # fmt: skip
     return out

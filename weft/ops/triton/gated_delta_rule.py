@@ -1,7 +1,7 @@
-"""Gated delta rule kernels: chunked for prefill, one step for decode.
+"""The gated delta rule in chunks, for prefill, and one step of it, for the kernel of the decode step.
 
-Job: ``chunk_gated_delta_rule`` and ``recurrent_gated_delta_rule`` on the GPU. Owns: the split of the chunked form into
-two launches and their tile shapes. Does not know: projections, convolution, norms.
+Job: ``chunk_gated_delta_rule`` on the GPU. Owns: its split into two launches and their tile shapes. Does not know:
+projections, convolution, norms.
 
 The chunked form (WY representation, arXiv 2406.06484, with the decay of arXiv 2412.06464). Inside a chunk, with G the
 running sum of g, S the state before the chunk, and rows scaled by vectors written as diagonals::
@@ -232,53 +232,6 @@ def delta_rule_step(b_state, b_q, b_k, b_v, decay, beta):
 def l2_normalize(x):
     """``x / sqrt(sum(x^2) + eps)`` of a float32 vector."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + _L2_EPS)
-
-
-@jit(do_not_specialize_on_alignment=["state_slots"])
-def _recurrent_kernel(
-    q, k, v, g, beta, out, state, state_slots, stride_q, stride_k, stride_v,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One row, value head and slice of V."""
-    enter(EARLY)
-    i_v, i_head, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_mask, v_mask = o_k < K, o_v < V
-    slot = tl.load(state_slots + i_row).to(tl.int64)
-    p_state = state + (slot * HV + i_head) * K * V + o_k[:, None] * V + o_v[None, :]
-    mask = k_mask[:, None] & v_mask[None, :]
-    b_state = tl.load(p_state, mask=mask, other=0.0).to(tl.float32)
-    key_head = i_head // (HV // HK)
-    b_q = tl.load(q + i_row * stride_q + key_head * K + o_k, mask=k_mask, other=0.0).to(tl.float32)
-    b_k = tl.load(k + i_row * stride_k + key_head * K + o_k, mask=k_mask, other=0.0).to(tl.float32)
-    b_v = tl.load(v + i_row * stride_v + i_head * V + o_v, mask=v_mask, other=0.0).to(tl.float32)
-    decay = tl.exp(tl.load(g + i_row * HV + i_head))
-    strength = tl.load(beta + i_row * HV + i_head)
-    b_out, b_state = delta_rule_step(
-        b_state, l2_normalize(b_q) * (K**-0.5), l2_normalize(b_k), b_v, decay, strength
-    )  # fmt: skip
-    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
-    tl.store(out + (i_row * HV + i_head) * V + o_v, b_out.to(out.dtype.element_ty), mask=v_mask)
-
-
-def recurrent_gated_delta_rule_triton(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_slots: Tensor
-) -> Tensor:
-    """Triton kernel of ``recurrent_gated_delta_rule``."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, x)
-    assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
-    num_rows, num_heads, head_v_dim = v.shape
-    out = v.new_empty(v.shape)
-    if num_rows:
-        block_v = min(64, next_power_of_2(head_v_dim))
-        _recurrent_kernel[(cdiv(head_v_dim, block_v), num_heads, num_rows)](
-            q, k, v, g, beta, out, state, state_slots, q.stride(0), k.stride(0), v.stride(0),
-            HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
-            BLOCK_K=next_power_of_2(k.shape[2]), BLOCK_V=block_v, num_warps=4, **early_launch(q.device),
-        )  # fmt: skip
-    return out
 
 
 def _check_rows(name: str, x: Tensor) -> None:

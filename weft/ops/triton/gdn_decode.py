@@ -48,9 +48,7 @@ def choose_shape(num_programs: int) -> Shape:
 
 
 @triton.jit
-def _convolve(
-    row, weight, bias, p_state, channels, mask, W: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
+def _convolve(row, weight, p_state, channels, mask, W: tl.constexpr):
     """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their next states, oldest input first.
 
     ``p_state``: the row's states ``[C, W - 1]``.
@@ -64,28 +62,22 @@ def _convolve(
         if j > 0:
             kept = kept + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
     kept = kept + (newest.to(p_state.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
-    if HAS_BIAS:
-        y += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
     return y * tl.sigmoid(y), kept
 
 
 @triton.jit
-def _store_inputs(p_state, p_checkpoint, checkpoint, kept, channels, mask, W: tl.constexpr, CHECKPOINT: tl.constexpr):
-    """Write some channels' states, and copy them to the checkpoint's slot."""
+def _store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
+    """Write some channels' states."""
     for j in tl.static_range(W - 1):
         tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
-        if CHECKPOINT:
-            tl.store(p_checkpoint + channels * (W - 1) + j, kept[j], mask=mask & (checkpoint >= 0))
 
 
-@jit(do_not_specialize_on_alignment=["state_slots", "checkpoint_slots"])
+@jit(do_not_specialize_on_alignment=["state_slots"])
 def _gdn_decode_kernel(
-    projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, state_slots, checkpoint_slots,
-    vectors, out, stride_row, eps,
+    projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out, stride_row, eps,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, KEEP_PADDING: tl.constexpr,
-    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_H: tl.constexpr, KEEP_PADDING: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and key head."""
     enter(EARLY, 0)  # its programs fill multiprocessors unevenly; whatever started beside them would be spread badly
@@ -108,10 +100,6 @@ def _gdn_decode_kernel(
                 zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
                 tl.store(p_out + i * V + j * BLOCK_V, zeros, mask=j * BLOCK_V + o_v < V)
         return
-    checkpoint = slot
-    if HAS_CHECKPOINTS:
-        checkpoint = tl.load(checkpoint_slots + i_row).to(tl.int64)
-
     inside = (i_key_head * GROUP) * K * V + o_k[:, None] * V + o_v[None, :]
     p_state = state + slot * HV * K * V + inside
     b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)  # under way during all of this
@@ -122,9 +110,9 @@ def _gdn_decode_kernel(
     q_channels = i_key_head * K + o_k
     k_channels = KEY_DIM + q_channels
     v_channels = 2 * KEY_DIM + i_key_head * GROUP * V + o_g
-    b_q, q_kept = _convolve(row, conv_weight, conv_bias, p_conv, q_channels, k_mask, W, HAS_BIAS)
-    b_k, k_kept = _convolve(row, conv_weight, conv_bias, p_conv, k_channels, k_mask, W, HAS_BIAS)
-    b_v, v_kept = _convolve(row, conv_weight, conv_bias, p_conv, v_channels, g_mask, W, HAS_BIAS)
+    b_q, q_kept = _convolve(row, conv_weight, p_conv, q_channels, k_mask, W)
+    b_k, k_kept = _convolve(row, conv_weight, p_conv, k_channels, k_mask, W)
+    b_v, v_kept = _convolve(row, conv_weight, p_conv, v_channels, g_mask, W)
     heads = i_key_head * GROUP + o_h
     b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
     b_a = tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
@@ -141,10 +129,9 @@ def _gdn_decode_kernel(
     tl.store(p_vectors + 2 * K + 2 * GROUP * V + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
     tl.store(p_vectors + 2 * K + 2 * GROUP * V + GROUP + o_h, tl.sigmoid(b_beta), mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
-    p_copy = conv_state + checkpoint * C * (W - 1)
-    _store_inputs(p_conv, p_copy, checkpoint, q_kept, q_channels, k_mask, W, HAS_CHECKPOINTS)
-    _store_inputs(p_conv, p_copy, checkpoint, k_kept, k_channels, k_mask, W, HAS_CHECKPOINTS)
-    _store_inputs(p_conv, p_copy, checkpoint, v_kept, v_channels, g_mask, W, HAS_CHECKPOINTS)
+    _store_inputs(p_conv, q_kept, q_channels, k_mask, W)
+    _store_inputs(p_conv, k_kept, k_channels, k_mask, W)
+    _store_inputs(p_conv, v_kept, v_channels, g_mask, W)
 
     b_q = tl.load(p_vectors + o_k, mask=k_mask, other=0.0)
     b_k = tl.load(p_vectors + K + o_k, mask=k_mask, other=0.0)
@@ -170,9 +157,6 @@ def _gdn_decode_kernel(
             b_out, new_state = delta_rule_step(b_state.to(tl.float32), b_q, b_k, b_v, decay, beta)
             stored = new_state.to(state.dtype.element_ty)
             tl.store(p_state + tile, stored, mask=state_mask)
-            if HAS_CHECKPOINTS:
-                p_checkpoint = state + checkpoint * HV * K * V + inside + tile
-                tl.store(p_checkpoint, stored, mask=state_mask & (checkpoint >= 0))
             square_sum += tl.sum(b_out * b_out, 0)
             outputs = outputs + (b_out,)  # type: ignore[assignment]  # noqa: RUF005
         scale = tl.rsqrt(square_sum / V + eps)
@@ -186,7 +170,6 @@ def _gdn_decode_kernel(
 def gdn_decode_triton(
     projected: Tensor,
     conv_weight: Tensor,
-    conv_bias: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
     norm_weight: Tensor,
@@ -199,7 +182,6 @@ def gdn_decode_triton(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
-    checkpoint_slots: Tensor | None = None,
     out: Tensor | None = None,
     keep_padding: bool = False,
     shape: Shape | None = None,
@@ -219,13 +201,12 @@ def gdn_decode_triton(
     vectors = torch.empty(num_rows, num_k_heads, width, dtype=torch.float32, device=projected.device)
     if num_rows:
         _gdn_decode_kernel[(num_k_heads, num_rows)](
-            projected, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state, state_slots,
-            checkpoint_slots, vectors, out, projected.stride(0), eps,
+            projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
+            projected.stride(0), eps,
             HK=num_k_heads, HV=num_v_heads, K=head_k_dim, V=head_v_dim, W=kernel,
             BLOCK_K=next_power_of_2(head_k_dim), BLOCK_V=min(shape.block_v, next_power_of_2(head_v_dim)),
             BLOCK_G=next_power_of_2(group * head_v_dim), BLOCK_H=next_power_of_2(group),
-            HAS_BIAS=conv_bias is not None, HAS_CHECKPOINTS=checkpoint_slots is not None, KEEP_PADDING=keep_padding,
-            PREFETCH=shape.prefetch, num_warps=shape.warps, maxnreg=shape.max_registers,
+            KEEP_PADDING=keep_padding, PREFETCH=shape.prefetch, num_warps=shape.warps, maxnreg=shape.max_registers,
             **early_launch(projected.device),
         )  # fmt: skip
     return out

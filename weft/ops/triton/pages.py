@@ -1,7 +1,4 @@
-"""Writes to the paged KV cache: this step's keys and values, and copies of pages over all layers at once.
-
-Job: ``store_kv`` and ``copy_pages`` on the GPU. Owns: nothing. Does not know: who owns a page.
-"""
+"""Copies of pages, or of states, over all layers at once: ``copy_pages`` on the GPU."""
 
 from __future__ import annotations
 
@@ -13,37 +10,9 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv
 
 _WORDS = 2048
-
-
-@jit(do_not_specialize_on_alignment=["slot_mapping"])
-def _store_kernel(
-    k, v, k_cache, v_cache, slot_mapping, stride_k, stride_v, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr
-):  # fmt: skip
-    enter(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    place = tl.load(slot_mapping + token) * WIDTH + columns
-    keys = tl.load(k + token * stride_k + columns, mask=mask, other=0.0)
-    values = tl.load(v + token * stride_v + columns, mask=mask, other=0.0)
-    tl.store(k_cache + place, keys.to(k_cache.dtype.element_ty), mask=mask)
-    tl.store(v_cache + place, values.to(v_cache.dtype.element_ty), mask=mask)
-
-
-def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """``store_kv`` of ``weft/ops/kv_cache.py``."""
-    num_tokens, num_kv_heads, head_dim = k.shape
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert k.stride(1) == v.stride(1) == head_dim and k.stride(2) == v.stride(2) == 1
-    width = num_kv_heads * head_dim
-    _store_kernel[(num_tokens,)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
-        WIDTH=width, BLOCK=next_power_of_2(width), num_warps=4, **early_launch(k.device),
-    )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["src", "dst"])

@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.sampling import GREEDY_BELOW
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.sampling_params import GREEDY_BELOW
 
 _DRAW_BLOCK = 2048
 _GROUP = 32
