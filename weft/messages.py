@@ -122,8 +122,9 @@ class ModelOutput(msgspec.Struct, frozen=True):
     """One step's results: a token for every request that had ``samples`` set, in batch order.
 
     ``rows`` and ``token_ids`` run side by side; ``logprobs`` and ``prompt_logprobs`` hold an entry for a row only if it
-    asked. ``prompt_logprobs[row]`` covers the prompt tokens whose *predecessor* ran in this step. ``failed_rows`` had
-    NaN logits: their token is meaningless and the request must fail alone. ``mode`` says how the step ran (NONE,
+    asked. ``prompt_logprobs[row]`` covers the prompt tokens whose *predecessor* ran in this step. ``failed_rows``
+    computed NaN: their token, if they sampled one, and all that the step stored for them are worthless, and the request
+    must fail alone. ``mode`` says how the step ran (NONE,
     PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody.
     """
 

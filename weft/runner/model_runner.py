@@ -51,7 +51,7 @@ from weft.runner.memory import (
     gpu_cache_budget,
 )
 from weft.runner.moves import CacheMover
-from weft.runner.results import PendingStep, pending_step, prompt_logprobs_of
+from weft.runner.results import PendingStep, failed_prefills, pending_step, prompt_logprobs_of
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.startup import StartupTimes
@@ -291,7 +291,7 @@ class ModelRunner:
         self._builder.pad_decodes(shape, size)
         self._builder.send()
         result = self._drawn(self.graphs.decode.replay(size, shape.num_seqs), shape, sampled)
-        pending = pending_step(orders.step, sampled, result, self._rows)
+        pending = pending_step(orders, result, self._rows)
         pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
         return pending
 
@@ -308,18 +308,17 @@ class ModelRunner:
         self._builder.send()
         hidden_states = self._forward(shape, choice)
         prompt_logprobs = prompt_logprobs_of(orders, hidden_states, self.model.compute_logits, self._rows)
-        if not sampled:
-            pending = PendingStep(orders.step, [], prompt_logprobs=prompt_logprobs)
-        else:
-            if sample_size is not None and self.graphs.samples is not None:
-                if choice.mode is not GraphMode.FULL:
-                    self._functions.keep(hidden_states)
-                result = self._drawn(self.graphs.samples.replay(sample_size, shape.num_samples), shape, sampled)
-            else:
-                rows = self._builder.sample_rows(shape.num_samples)
-                logits = self.model.compute_logits(hidden_states.index_select(0, rows.indices))
-                result = self._draw(logits, rows, sampled)
-            pending = pending_step(orders.step, sampled, result, self._rows, prompt_logprobs)
+        failed = failed_prefills(orders, hidden_states)
+        result = None
+        if sample_size is not None and self.graphs.samples is not None:
+            if choice.mode is not GraphMode.FULL:
+                self._functions.keep(hidden_states)
+            result = self._drawn(self.graphs.samples.replay(sample_size, shape.num_samples), shape, sampled)
+        elif sampled:
+            rows = self._builder.sample_rows(shape.num_samples)
+            logits = self.model.compute_logits(hidden_states.index_select(0, rows.indices))
+            result = self._draw(logits, rows, sampled)
+        pending = pending_step(orders, result, self._rows, prompt_logprobs, failed)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
 

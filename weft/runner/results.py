@@ -6,14 +6,16 @@ that says when they are complete. Does not know: how tokens were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from weft.layers.sampler import Logprobs, SamplerOutput, logprobs_of
-from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from weft.messages import ModelOutput, SchedulerOutput, TokenLogprobs
+from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 
 
@@ -57,6 +59,8 @@ class PendingStep:
         logprobs: of the sampled tokens, if any row asked.
         num_logprobs: row -> how many alternatives it asked for.
         prompt_logprobs: row -> those of its prompt tokens.
+        prefill_rows: rows that did not sample.
+        prefill_failed: ``[len(prefill_rows)]`` on the host: what they computed is NaN or infinite; None without rows.
         mode: how the step runs (NONE, PIECEWISE, FULL).
         num_padding_tokens: rows that it computes for nobody.
     """
@@ -68,12 +72,14 @@ class PendingStep:
     logprobs: HostLogprobs | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
+    prefill_rows: list[int] = field(default_factory=list)
+    prefill_failed: Tensor | None = None
     mode: str = "NONE"
     num_padding_tokens: int = 0
     _done: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        copies = [self.token_ids, *(values.ranks for values in self.prompt_logprobs.values())]
+        copies = [self.token_ids, self.prefill_failed, *(values.ranks for values in self.prompt_logprobs.values())]
         if any(copy is not None and copy.is_pinned() for copy in copies):
             self._done = torch.cuda.Event()
             self._done.record()
@@ -83,14 +89,13 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         prompt_logprobs = {row: values.entries() for row, values in self.prompt_logprobs.items()}
-        failed = self.failed.tolist() if self.failed is not None else []
         return ModelOutput(
             self.step,
             self.rows,
             self.token_ids.tolist() if self.token_ids is not None else [],
             self._logprobs(),
             prompt_logprobs,
-            [row for row, bad in zip(self.rows, failed, strict=True) if bad],
+            _where(self.failed, self.rows) + _where(self.prefill_failed, self.prefill_rows),
             self.mode,
             self.num_padding_tokens,
         )
@@ -102,29 +107,63 @@ class PendingStep:
         return {row: _first(entries[row], count) for row, count in self.num_logprobs.items()}
 
 
+def _where(flags: Tensor | None, rows: list[int]) -> list[int]:
+    """The rows whose flag is set; none if there are no flags."""
+    return [row for row, flag in zip(rows, flags.tolist(), strict=True) if flag] if flags is not None else []
+
+
 def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
     """The entry with only ``top_n`` alternatives (the batch may have computed more for another row)."""
     return TokenLogprobs(entry.token_ids[: top_n + 1], entry.logprobs[: top_n + 1], entry.rank)
 
 
 def pending_step(
-    number: int,
-    sampled: Sequence[ScheduledRequest],
-    result: SamplerOutput,
+    orders: SchedulerOutput,
+    result: SamplerOutput | None,
     rows: RowTable,
     prompt_logprobs: Mapping[int, HostLogprobs] | None = None,
+    prefill_failed: Tensor | None = None,
 ) -> PendingStep:
-    """Start the copies of what ``sampled`` drew to the host."""
-    wanted = {r.row: n for r in sampled if (n := rows.sampling(r.row).logprobs) is not None}
+    """Start the copies of a step's results to the host.
+
+    Args:
+        result: what was sampled; None if no row does.
+        prompt_logprobs: see ``prompt_logprobs_of``.
+        prefill_failed: see ``failed_prefills``.
+    """
+    sampled = [r.row for r in orders.requests if r.samples]
     return PendingStep(
-        number,
-        [r.row for r in sampled],
-        token_ids=to_host(result.token_ids),
-        failed=to_host(result.nan_rows),
-        logprobs=HostLogprobs.fetch(result.logprobs) if result.logprobs is not None else None,
-        num_logprobs=wanted,
+        orders.step,
+        sampled,
+        token_ids=to_host(result.token_ids) if result is not None else None,
+        failed=to_host(result.nan_rows) if result is not None else None,
+        logprobs=HostLogprobs.fetch(result.logprobs) if result is not None and result.logprobs is not None else None,
+        num_logprobs={row: n for row in sampled if (n := rows.sampling(row).logprobs) is not None},
         prompt_logprobs=dict(prompt_logprobs or {}),
+        prefill_rows=[r.row for r in orders.requests if not r.samples],
+        prefill_failed=to_host(prefill_failed) if prefill_failed is not None else None,
     )
+
+
+def failed_prefills(orders: SchedulerOutput, hidden_states: Tensor) -> Tensor | None:
+    """``[N] bool``: is the hidden state of the last token NaN or infinite, for each row that does not sample?
+
+    The last token reads all KV and every state of its sequence: if one of them is NaN, so is what it computes. A NaN
+    token spoils what comes before it in its step too (a weight of zero times NaN), so all that the step stored for the
+    row is worthless. Rows that sample are judged by their logits.
+
+    Args:
+        hidden_states: ``[T, hidden_size]`` of the step's tokens.
+
+    Returns:
+        None if every row samples.
+    """
+    ends = itertools.accumulate(order.num_tokens for order in orders.requests)
+    last = [end - 1 for end, order in zip(ends, orders.requests, strict=True) if not order.samples]
+    if not last:
+        return None
+    indices = to_device(torch.tensor(last), hidden_states.device)
+    return hidden_states.index_select(0, indices).isfinite().all(-1).logical_not()
 
 
 def prompt_logprobs_of(
