@@ -20,11 +20,14 @@ import pytest
 import torch
 
 from tests.engine.simulator import greedy
+from tests.ranks import fork_ranks
 from tests.tiny import make_model
 from weft import LLM, SamplingParams
+from weft.executor.multi_process import MultiProcessExecutor
 from weft.forward_context import KVCache
 from weft.messages import SchedulerOutput
 from weft.request import Request, RequestStatus
+from weft.runner.model_runner import ModelRunner
 
 ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"]
 MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
@@ -83,7 +86,7 @@ class Poisoned:
     def poison(self) -> None:
         manager = self.llm._core.manager
         pages, slots = torch.tensor([0, *manager.pages._free]), torch.tensor([0, *manager.slots._free])
-        for cache in self.llm._core._executor._runner.caches.values():
+        for cache in runner_of(self.llm).caches.values():
             if isinstance(cache, KVCache):
                 tensors, unowned = (cache.k, cache.v), pages
             else:
@@ -168,9 +171,23 @@ def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
         yield engine
 
 
+@pytest.fixture(scope="module", params=["NONE", "PIECEWISE", "FULL"])
+def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    """On two ranks. The second one's padding page and slot are NaN whenever a step starts."""
+    with fork_ranks(poisoned=True):
+        column = ("Qwen3NextForCausalLM", request.param, "overlap", "capture")
+        with open_engine(*column, references, tensor_parallel_size=2) as engine:
+            yield engine
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    executor = llm._core._executor
+    return executor._rank.runner if isinstance(executor, MultiProcessExecutor) else executor._runner
+
+
 @contextmanager
 def open_engine(
-    arch: str, mode: str, overlap: str, source: str, references: dict[str, Reference]
+    arch: str, mode: str, overlap: str, source: str, references: dict[str, Reference], **more: Any
 ) -> Iterator[Poisoned]:
     reference = references[arch]
     settings: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap == "overlap"}
@@ -178,6 +195,7 @@ def open_engine(
         settings["cuda_graph_bs"] = [1, 2, 4]
     if source != "capture":
         settings["piecewise_cuda_graph_compiler"] = source
+    settings |= more
     with LLM(
         str(reference.folder),
         skip_tokenizer_init=True,
@@ -189,7 +207,7 @@ def open_engine(
     ) as llm:
         engine = Poisoned(llm, reference)
         yield engine
-        runner = llm._core._executor._runner
+        runner = runner_of(llm)
         graphs, mixed, pieces = runner.graphs.decode, runner.graphs.forward, runner.graphs.pieces
         assert (graphs is not None) == ("cuda_graph_bs" in settings) and (mixed is not None) == (mode == "FULL")
         assert (pieces is not None) == ("PIECEWISE" in mode)
@@ -282,6 +300,13 @@ def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: st
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(compiled_engine, path, phase, length)
+
+
+@pytest.mark.parametrize("length", [1, 65, 210])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, length: int) -> None:
+    check(sharded_engine, path, phase, length)
 
 
 def check(engine: Poisoned, path: str, phase: str, length: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
+from weft.ops.moe import topk_router_reference
 from weft.ops.triton import moe_sum
 from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
 from weft.ops.triton.router import topk_router_triton
@@ -133,6 +134,18 @@ def test_router(shape: tuple[int, int, int], renormalize: bool, on_device: bool)
     assert torch.equal(ids[:num_tokens].long(), want_ids)
     torch.testing.assert_close(weights[:num_tokens].double(), want, rtol=1e-5, atol=1e-8)
     assert (ids[num_tokens:] == -1).all() and (weights[num_tokens:] == 0).all()
+
+
+def test_router_of_a_rank_with_whole_experts() -> None:
+    """Ids count from the rank's first expert; those of other ranks are -1. Weights are those of all experts."""
+    logits = torch.randn(5, 12, device=DEVICE)
+    whole = topk_router_triton(logits, 4, renormalize=True, num_tokens=4)
+    here = topk_router_triton(logits, 4, renormalize=True, num_tokens=4, first_expert=4, num_experts=4)
+    local = whole[1] - 4
+    assert torch.equal(here[1], local.masked_fill((local < 0) | (local >= 4), -1)) and torch.equal(here[0], whole[0])
+    reference = topk_router_reference(logits, 4, renormalize=True, num_tokens=4, first_expert=4, num_experts=4)
+    assert torch.equal(reference[1], here[1])
+    torch.testing.assert_close(reference[0], here[0])
 
 
 def test_router_takes_the_lower_id_of_equals() -> None:

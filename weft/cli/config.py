@@ -50,7 +50,7 @@ def config_json(config: EngineConfig) -> dict[str, Any]:
 
 
 def capacity(config: EngineConfig) -> dict[str, Any]:
-    """What the caches will hold, in bytes, tokens and requests; on a GPU only what each page and slot costs.
+    """What the caches of a rank will hold, in bytes, tokens and requests; on a GPU only what each page and slot costs.
 
     ``reasons`` says why a number is what it is; ``error`` why nothing fits.
     """
@@ -58,7 +58,11 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
     from weft.cache.spec import CacheSpec
 
     spec = CacheSpec.from_model(
-        config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
+        config.model_config,
+        page_size=config.page_size,
+        dtype=config.dtype,
+        state_dtype=config.mamba_ssm_dtype,
+        tp_size=config.tensor_parallel_size,
     )
     costs: dict[str, Any] = {"kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes}
     if config.device != "cpu":
@@ -111,7 +115,8 @@ def _print_tables(config: EngineConfig, given: dict[str, Any]) -> None:
     for name, value in _found(config).items():
         found.add_row(name, value)
     console.print(found)
-    caches = Table("caches", "", "why", title_justify="left")
+    ranks = config.tensor_parallel_size
+    caches = Table("caches" if ranks == 1 else f"caches of each of {ranks} ranks", "", "why", title_justify="left")
     for row in _capacity_rows(capacity(config)):
         caches.add_row(*row)
     console.print(caches)

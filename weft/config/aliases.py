@@ -22,6 +22,7 @@ class Alias:
 ALIASES: Mapping[str, Alias] = {
     "--tp": Alias("tensor_parallel_size"),
     "--tp-size": Alias("tensor_parallel_size"),
+    "-tp": Alias("tensor_parallel_size"),
     "--mem-fraction-static": Alias("gpu_memory_utilization"),
     "--max-running-requests": Alias("max_num_seqs"),
     "--chunked-prefill-size": Alias("max_num_batched_tokens"),

@@ -82,7 +82,14 @@ class EngineConfig:
         "text", "auto", "implementation of the operations; auto: Triton kernels on a GPU, torch on the CPU",
         choices=("auto", "torch", "triton"),
     )  # fmt: skip
-    tensor_parallel_size: int = _option("int", 1, "GPUs that share one model", low=1, later="tensor parallelism", off=1)
+    tensor_parallel_size: int = _option("int", 1, "GPUs (or processes, on the CPU) that share one model", low=1)
+    enable_expert_parallel: bool = _option(
+        "bool", False, "split a mixture of experts by whole experts, not by their width"
+    )
+    distributed_executor_backend: Literal["uni", "mp"] = _option(
+        "text", None, "who runs the ranks: uni (this process, one rank) or mp (a process for each further rank); "
+        "default: mp if there are several", choices=("uni", "mp"),
+    )  # fmt: skip
     # memory
     gpu_memory_utilization: float = _option(
         "float", 0.9, "share of GPU memory for weights, activations and caches", above=0.0, high=1.0

@@ -20,6 +20,7 @@ from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import differences, empty_profile, find_profile, read_profile
 from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
+from weft.config.parallelism import choose_parallelism
 from weft.config.validate import check_names, check_value
 from weft.errors import ConfigError
 
@@ -57,6 +58,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
     _choose_names(values, reasons)
     _choose_device(values, reasons)
+    choose_parallelism(values, reasons, model)
     _choose_dtypes(values, reasons, model)
     _choose_context(values, reasons, model)
     _choose_batch_limits(values, reasons)

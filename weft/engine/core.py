@@ -17,6 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from msgspec.structs import replace
 
@@ -30,8 +32,9 @@ from weft.engine.grammars import Grammars
 from weft.engine.inspection import Inspection
 from weft.engine.logits_processors import processors_of
 from weft.engine.views import Snapshot, StepCounts
+from weft.errors import EngineDeadError
 from weft.executor.executor import Executor
-from weft.executor.in_process import InProcessExecutor
+from weft.executor.make import make_executor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
 from weft.scheduler.scheduler import Scheduler, SchedulerStats
@@ -43,7 +46,7 @@ class EngineCore:
     """Requests in, tokens out."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._executor: Executor = InProcessExecutor(config)
+        self._executor: Executor = make_executor(config)
         self.plan: CachePlan = self._executor.plan
         self.startup: dict[str, float] = dict(self._executor.startup)
         for name, reason in self.plan.reasons.items():
@@ -73,7 +76,12 @@ class EngineCore:
 
         Returns:
             The requests that got a token or ended; with overlap, by the step before.
+
+        Raises:
+            EngineDeadError: a rank has died or hangs. All requests end with ``"error"``; the next call returns them.
         """
+        if self._failures.fatal is not None:
+            return self._failures.take()
         self._admit_compiled()
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
@@ -94,7 +102,7 @@ class EngineCore:
 
     def _launch(self, scheduler_output: SchedulerOutput) -> None:
         launched = time.monotonic()
-        with self._failures.ending(scheduler_output):
+        with self._ending(scheduler_output):
             sampling = self.scheduler.sampling_requests(scheduler_output.step)
             masks = self._grammars.masks(sampling)
             if masks:
@@ -107,10 +115,26 @@ class EngineCore:
         if len(self._in_flight) <= max_in_flight:
             return None
         scheduler_output, launched = self._in_flight.popleft()
-        with self._failures.ending(scheduler_output):
+        with self._ending(scheduler_output):
             output = self._executor.result()
         self._inspection.steps.ended(scheduler_output, launched, output.mode, output.num_padding_tokens)
         return output
+
+    @contextmanager
+    def _ending(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
+        """An error in the body ends the requests of this step; all requests if no step can run any more."""
+        try:
+            with self._failures.ending(scheduler_output):
+                yield
+        finally:
+            if self._failures.fatal is not None:
+                self._failures.end_all([output for output, _ in self._in_flight], self._grammars.drop())
+                self._in_flight.clear()
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why no step can run any more; None if steps can run."""
+        return self._failures.fatal
 
     def add(self, request: Request) -> None:
         """A new request joins the waiting queue, if need be as soon as its grammar is compiled."""
@@ -156,7 +180,11 @@ class EngineCore:
 def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
     """The cache manager over pools of the planned sizes."""
     spec = CacheSpec.from_model(
-        config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
+        config.model_config,
+        page_size=config.page_size,
+        dtype=config.dtype,
+        state_dtype=config.mamba_ssm_dtype,
+        tp_size=config.tensor_parallel_size,
     )
     manager = Manager(
         spec,

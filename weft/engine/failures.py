@@ -1,35 +1,56 @@
 """Requests that end because something broke.
 
-Job: end the requests of a step that raised, and keep what ended outside a step until the loop returns it.
-Owns: the ended requests that nobody was told of yet. Does not know: what went wrong.
+Job: end the requests of a step that raised, all of them if the executor is dead, and keep what ended outside a step
+until the loop returns it. Owns: the ended requests that nobody was told of yet. Does not know: what went wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from weft.errors import EngineDeadError
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import Request
 from weft.scheduler.scheduler import Scheduler
 
 
 class Failures:
-    """Requests with finish reason ``"error"`` that the next step returns."""
+    """Requests with finish reason ``"error"`` that the next step returns.
+
+    Attributes:
+        fatal: why no step can run any more.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._requests: list[Request] = []
+        self.fatal: EngineDeadError | None = None
 
     @contextmanager
     def ending(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
         """Whatever the body raises ends the requests of this step, and is passed on."""
         try:
             yield
-        except BaseException:
-            rows = [scheduled.row for scheduled in scheduler_output.requests]
-            self._requests += self._scheduler.update(ModelOutput(scheduler_output.step, [], [], failed_rows=rows))
+        except BaseException as error:
+            self._end_step(scheduler_output)
+            if isinstance(error, EngineDeadError):
+                self.fatal = error
             raise
+
+    def _end_step(self, scheduler_output: SchedulerOutput) -> None:
+        rows = [scheduled.row for scheduled in scheduler_output.requests]
+        self._requests += self._scheduler.update(ModelOutput(scheduler_output.step, [], [], failed_rows=rows))
+
+    def end_all(self, in_flight: Iterable[SchedulerOutput], held_back: Iterable[Request]) -> None:
+        """The executor is dead: steps in flight have no results, and no request can go on."""
+        for scheduler_output in in_flight:
+            self._end_step(scheduler_output)
+        for request in self._scheduler.requests:
+            self._scheduler.finish(request.request_id, "error")
+            self._requests.append(request)
+        for request in held_back:
+            self.end(request)
 
     def end(self, request: Request) -> None:
         """``request`` could not be given to the scheduler."""

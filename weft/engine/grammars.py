@@ -63,6 +63,13 @@ class Grammars:
                 self._matchers[request.request_id] = (future.result().deep_copy(), 0)
         return [(request, future.exception()) for request, future in done]
 
+    def drop(self) -> list[Request]:
+        """Forget everything. Returns the requests that were waiting for their grammar."""
+        waiting = [request for request, _ in self._compiling.values()]
+        self._compiling.clear()
+        self._matchers.clear()
+        return waiting
+
     def forget(self, request_id: str) -> Request | None:
         """A request has ended from outside. Returns it if it was still waiting for its grammar."""
         self._matchers.pop(request_id, None)

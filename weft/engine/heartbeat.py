@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from weft.executor.liveness import processor_s, waits_for_processor
+
 BEAT_S = 0.25
 """Seconds between two beats."""
 
@@ -85,7 +87,7 @@ class Pulse:
         try:
             used = processor_s(pid)
             is_quiet = time.monotonic() - self._read()[0] > 4 * BEAT_S  # else there is no need to ask every thread
-            moves = used != self._processor_s or (is_quiet and _waits_for_processor(pid))
+            moves = used != self._processor_s or (is_quiet and waits_for_processor(pid))
         except OSError:  # it has ended, which is for others to notice
             return
         if moves:
@@ -103,22 +105,6 @@ class Pulse:
 
     def _read(self) -> tuple[float, int, float]:
         return _LAYOUT.unpack(self._memory[: _LAYOUT.size])
-
-
-def processor_s(pid: int) -> float:
-    """Seconds of processor time that a process has used, all threads. Raises OSError if there is no such process."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _waits_for_processor(pid: int) -> bool:
-    """True if a thread of the process could run, had it a processor."""
-    return any(_stat(task / "stat")[0] == "R" for task in Path(f"/proc/{pid}/task").iterdir())
-
-
-def _stat(path: Path) -> list[str]:
-    """The fields of proc(5)'s ``stat`` from the third, the state, on; a name with spaces stands before them."""
-    return path.read_text().rpartition(")")[2].split()
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -250,6 +250,8 @@ class LLM:
     def _check_alive(self) -> None:
         if self._is_shut_down:
             raise EngineDeadError("this engine was shut down; make a new LLM")
+        if self._core.failure is not None:
+            raise EngineDeadError(f"this engine is dead, make a new LLM: {self._core.failure}")
 
     def _check_id(self, request_id: str | None) -> str:
         """The id given, or one that is free."""

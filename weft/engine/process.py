@@ -25,7 +25,7 @@ from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.heartbeat import Heartbeat
 from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import configure_logging
-from weft.errors import WeftError
+from weft.errors import EngineDeadError, WeftError
 from weft.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class EngineLoop:
         self._broken_steps = 0
 
     def run(self) -> None:
-        """Until ``Shutdown``. Raises what a step raised if ``MAX_BROKEN_STEPS`` of them broke in a row."""
+        """Until ``Shutdown``. Raises what a step raised if ``MAX_BROKEN_STEPS`` of them broke in a row, or if no step
+        can run any more."""
         while True:
             for message in self._channel.receive(0 if self._core.has_work else _IDLE_MS):
                 if isinstance(message, wire.Shutdown):
@@ -105,6 +106,8 @@ class EngineLoop:
         try:
             with self._heartbeat.step():
                 changed = self._core.step()
+        except EngineDeadError:
+            raise
         except Exception:
             self._broken_steps += 1
             logger.exception("a step broke; its requests end with an error")

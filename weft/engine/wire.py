@@ -11,13 +11,10 @@ which all processes of a machine share on Linux.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
 from weft.config import EngineConfig
+from weft.config.transport import decode_other, encode_other
 from weft.engine.views import Snapshot, StepCounts
 from weft.errors import ConfigError, WeftError
 from weft.messages import RowSampling, TokenLogprobs
@@ -191,23 +188,9 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 FromEngine = Configured | Stage | Ready | Failed | Outputs | Snapshot
 
 
-def _encode_other(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} does not cross the process border")
-
-
-def _decode_other(kind: type, value: Any) -> Any:
-    if kind is Path:
-        return Path(value)
-    raise NotImplementedError(f"{kind.__name__} does not cross the process border")
-
-
-encode = msgspec.msgpack.Encoder(enc_hook=_encode_other).encode
-decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=_decode_other).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other).decode
+encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
+decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=decode_other).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=decode_other).decode
 
 
 def failure(error: BaseException) -> Failed:

@@ -135,25 +135,27 @@ def known_split_ops() -> tuple[str, ...]:
     return tuple(sorted(_OPS))
 
 
-def select_split_ops(given: Iterable[str] | None = None) -> frozenset[str]:
+def select_split_ops(given: Iterable[str] | None = None, also: Iterable[str] = ()) -> frozenset[str]:
     """The ops that break a pass.
 
     Args:
         given: names of ops, as ``attention`` or ``weft::attention_with_output``. They replace the default list; if the
             first one starts with ``+``, they extend it. None: the default list.
+        also: what the default list has beside ``DEFAULT_SPLIT_OPS``.
 
     Raises:
         ConfigError: a name that is no split op, or a list without an op that has to break.
     """
+    defaults = frozenset(DEFAULT_SPLIT_OPS) | frozenset(also)
     if given is None:
-        return frozenset(DEFAULT_SPLIT_OPS)
+        return defaults
     names = list(given)
     extends = bool(names) and names[0].startswith("+")
     short = [n.removeprefix("+").removeprefix("weft::").removesuffix(OUTPUT_SUFFIX) for n in names]
     for name in short:
         if name not in _OPS:
             raise ConfigError(f"splitting_ops names {name!r}, which is no split op; there are {', '.join(_OPS)}")
-    chosen = frozenset(short) | frozenset(DEFAULT_SPLIT_OPS if extends else ())
+    chosen = frozenset(short) | (defaults if extends else frozenset())
     if missing := [name for name in REQUIRED_SPLIT_OPS if name not in chosen]:
         raise ConfigError(
             f"splitting_ops={' '.join(names)} leaves out {', '.join(missing)}, which pieces cannot hold; name it too, "

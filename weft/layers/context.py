@@ -25,6 +25,7 @@ class ModelContext:
         tp: the tensor-parallel group.
         backend: which implementation of the operations runs.
         layers: filled while the model is built.
+        expert_parallel: ranks hold whole experts, not a share of each.
         max_model_len: longest sequence that will be run, in tokens (length of the rotary table).
     """
 
@@ -34,3 +35,4 @@ class ModelContext:
     backend: Backend
     layers: LayerTable
     max_model_len: int
+    expert_parallel: bool = False

@@ -29,7 +29,7 @@ def _allocate(vocab_size: int, hidden_size: int, rows: RowMap, context: ModelCon
 
 
 class VocabParallelEmbedding(WeightModule):
-    """``[T] int64 -> [T, hidden_size]``. Each rank looks up the ids in its shard; the others count as zero."""
+    """``[T] int64 -> [T, hidden_size]``, this rank's part of the sum: ids of other shards give zeros."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class VocabParallelEmbedding(WeightModule):
         local = ids - run.source
         foreign = (local < 0) | (local >= run.count)
         vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._tp.all_reduce(vectors.masked_fill(foreign.unsqueeze(-1), 0.0))
+        return vectors.masked_fill(foreign.unsqueeze(-1), 0.0)
 
     def layouts(self) -> tuple[Layout, ...]:
         return ({"weight": self._rows.piece(self.weight)},)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.config.model import LinearAttentionConfig, ModelConfig
+from weft.config.sharding import divide
 from weft.forward_context import Batch, StateCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
@@ -24,7 +25,6 @@ from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_param
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
 from weft.ops.gdn_decode import gdn_decode
-from weft.parallel.sharding import divide
 from weft.parallel.tensor_parallel import TensorParallel
 
 

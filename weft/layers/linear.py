@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from weft.config.sharding import divide, head_range
 from weft.layers.context import ModelContext
 from weft.layers.quant_method import LinearMethod
-from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, empty_parameter
-from weft.parallel.sharding import divide, head_range
+from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter
 
 
 class LinearBase(WeightModule):
@@ -139,29 +139,23 @@ def _query_rows(heads: range, num_heads: int, head_dim: int, gate: bool) -> RowM
 
 
 class RowParallelLinear(LinearBase):
-    """Inputs split over ranks: ``[..., in_features / tp] -> [..., out_features]``, summed over the ranks.
+    """Inputs split over ranks: ``[..., in_features / tp] -> [..., out_features]``, this rank's part of the sum.
 
-    Args:
-        reduce: False leaves the partial sum to the caller, who adds several and reduces once (then without bias).
+    The next ``ResidualRMSNorm`` sums over the ranks. Rank 0 alone adds the bias.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str, reduce: bool = True
-    ) -> None:
-        assert reduce or not bias, "a bias must be added after the reduction"
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str) -> None:
         local = divide(in_features, context.tp.size, what)
         parts = {"": RowMap(out_features, (RowRun(0, 0, out_features),))}
-        super().__init__(MatrixShard(out_features, local, parts, context.tp.rank * local, in_features), bias, context)
-        self._reduce = reduce
+        shard = MatrixShard(out_features, local, parts, context.tp.rank * local, in_features)
+        super().__init__(shard, bias and context.tp.rank == 0, context)
+        self._bias_elsewhere = bias and context.tp.rank > 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._tp.size == 1:
-            return self.quant_method.apply(self, x, self.bias)
-        y = self.quant_method.apply(self, x, None)
-        if not self._reduce:
-            return y
-        y = self._tp.all_reduce(y)
-        return y if self.bias is None else y + self.bias
+        return self.quant_method.apply(self, x, self.bias)
+
+    def _bias_layout(self) -> Layout:
+        return {"bias": WeightPiece((self.shard.rows,), ())} if self._bias_elsewhere else super()._bias_layout()
 
 
 class MergedReplicatedLinear(ColumnParallelLinear):

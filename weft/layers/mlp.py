@@ -12,27 +12,15 @@ from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
 class MLP(nn.Module):
-    """``[T, hidden_size] -> [T, hidden_size]``.
+    """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
 
-    Args:
-        reduce: False returns this rank's partial sum (a shared expert, reduced together with the routed ones).
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        context: ModelContext,
-        *,
-        bias: bool = False,
-        reduce: bool = True,
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, context: ModelContext, *, bias: bool = False) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, bias=bias, context=context, what="intermediate_size"
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size, hidden_size, bias=bias, context=context, what="intermediate_size", reduce=reduce
+            intermediate_size, hidden_size, bias=bias, context=context, what="intermediate_size"
         )
 
     def forward(self, x: Tensor) -> Tensor:

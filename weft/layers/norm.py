@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, WeightModule, empty_parameter, whole
 from weft.ops.norm import gated_rms_norm, rms_norm
@@ -26,8 +27,26 @@ class RMSNorm(WeightModule):
         assert isinstance(y, Tensor)
         return y
 
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": whole(self.weight)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        centre = 0.0 if self._zero_centered else 1.0
+        return centre - 0.1, centre + 0.1
+
+
+class ResidualRMSNorm(RMSNorm):
+    """The norm of the residual stream. It sums what the block before it left on each rank, adds and normalises."""
+
+    def __init__(self, size: int, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
+        super().__init__(size, eps, context, zero_centered=zero_centered)
+        self._all_reduce = (AllReduce.shared(size, context),) if context.tp.size > 1 else ()
+
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)`` in one pass; no residual at the first layer counts as zero."""
+        """``(norm(x + residual), x + residual)``, where ``x [T, size]`` is this rank's part of a sum and must not be
+        used afterwards; no residual at the first layer counts as zero."""
+        for all_reduce in self._all_reduce:
+            x = all_reduce(x)
         if residual is None:
             return self(x), x
         y = rms_norm(
@@ -35,13 +54,6 @@ class RMSNorm(WeightModule):
         )
         assert isinstance(y, tuple)
         return y
-
-    def layouts(self) -> tuple[Layout, ...]:
-        return ({"weight": whole(self.weight)},)
-
-    def initial_range(self, name: str) -> tuple[float, float]:
-        centre = 0.0 if self._zero_centered else 1.0
-        return centre - 0.1, centre + 0.1
 
 
 class GatedRMSNorm(WeightModule):

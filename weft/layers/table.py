@@ -29,10 +29,20 @@ class LayerTable:
 
     def __init__(self) -> None:
         self._entries: dict[str, LayerEntry] = {}
+        self._others: dict[str, nn.Module] = {}
 
     def register(self, name: str, kind: LayerType, layer: nn.Module) -> None:
         assert name not in self._entries, f"layer {name} registered twice"
         self._entries[name] = LayerEntry(name, kind, layer)
+
+    def register_other(self, name: str, layer: nn.Module) -> None:
+        """A layer without a cache, which the forward context must find by name (see ``graph/split_ops.py``)."""
+        assert name not in self._others, f"layer {name} registered twice"
+        self._others[name] = layer
+
+    def other(self, name: str) -> nn.Module | None:
+        """The layer without a cache that is registered under ``name``."""
+        return self._others.get(name)
 
     def __iter__(self) -> Iterator[LayerEntry]:
         return iter(self._entries.values())
@@ -49,4 +59,4 @@ class LayerTable:
 
     def by_name(self) -> dict[str, Any]:
         """Name -> layer, as the forward context carries it."""
-        return {entry.name: entry.layer for entry in self}
+        return {entry.name: entry.layer for entry in self} | self._others

@@ -19,7 +19,7 @@ from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from weft.layers.gated_delta_net import GatedDeltaNet, InProjLayout
 from weft.layers.mlp import MLP
 from weft.layers.moe import SparseMoe
-from weft.layers.norm import RMSNorm
+from weft.layers.norm import ResidualRMSNorm
 from weft.layers.rotary import RotaryEmbedding
 from weft.layers.weight import LoadableModel
 
@@ -36,8 +36,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, context: ModelContext, index: int) -> None:
         super().__init__()
         eps, centred = config.rms_norm_eps, config.zero_centered_norm
-        self.input_layernorm = RMSNorm(config.hidden_size, eps, context, zero_centered=centred)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps, context, zero_centered=centred)
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, eps, context, zero_centered=centred)
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, eps, context, zero_centered=centred)
         self.mlp: nn.Module
         if config.moe is not None and index in config.moe.sparse_layers:
             self.mlp = SparseMoe(config, context)
@@ -46,7 +46,7 @@ class DecoderLayer(nn.Module):
 
     @abstractmethod
     def mix(self, hidden_states: Tensor) -> Tensor:
-        """The token mixer: ``[T, hidden_size] -> [T, hidden_size]``."""
+        """The token mixer: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
@@ -89,7 +89,9 @@ class Decoder(nn.Module):
             else LinearDecoderLayer(config, context, i, layout)
             for i, kind in enumerate(config.layer_types)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)
+        self.norm = ResidualRMSNorm(
+            config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None

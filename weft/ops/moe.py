@@ -18,13 +18,21 @@ from weft.ops.traced import traced_op
 
 
 def topk_router_reference(
-    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int | Tensor
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Torch reference of ``topk_router``."""
     weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
-    ids = ids.int()
+    ids = ids.int() - first_expert
+    if num_experts is not None:
+        ids.masked_fill_((ids < 0) | (ids >= num_experts), -1)
     if isinstance(num_tokens, Tensor):
         padding = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens)[:, None]
         return weights.masked_fill_(padding, 0.0), ids.masked_fill_(padding, -1)
@@ -36,7 +44,14 @@ def topk_router_reference(
 
 @traced_op(topk_router_reference)
 def topk_router(
-    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int | Tensor, backend: Backend
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """The ``top_k`` likeliest experts of each token, by a float32 softmax over all experts.
 
@@ -45,15 +60,24 @@ def topk_router(
         top_k: experts per token.
         renormalize: make the chosen weights sum to one (``norm_topk_prob``).
         num_tokens: real tokens; the rows from there on are padding. A ``[1]`` int32 tensor is read on the device.
+        first_expert, num_experts: the experts that are here (``num_experts`` None: all from ``first_expert`` on). Ids
+            count from the first of them; experts that are elsewhere get id -1.
 
     Returns:
         ``(weights [T, top_k] float32, ids [T, top_k] int32)``; padding rows have weight 0 and id -1.
     """
     if backend is Backend.TORCH:
-        return topk_router_reference(logits, top_k, renormalize=renormalize, num_tokens=num_tokens)
-    from weft.ops.triton.router import topk_router_triton
-
-    return topk_router_triton(logits, top_k, renormalize=renormalize, num_tokens=num_tokens)
+        function = topk_router_reference
+    else:
+        from weft.ops.triton.router import topk_router_triton as function
+    return function(
+        logits,
+        top_k,
+        renormalize=renormalize,
+        num_tokens=num_tokens,
+        first_expert=first_expert,
+        num_experts=num_experts,
+    )
 
 
 def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
-"""The tensor-parallel group as layers see it: who am I, how many are we, and two collectives.
+"""The tensor-parallel group as layers see it: who am I, how many are we, and the collectives.
 
-Job: the interface that layers are written against, and the group of one. Owns: nothing but rank and size.
-Does not know: process launching, devices, or which layers are sharded.
+Job: the interface that layers and the runner are written against, and the group of one. Owns: nothing but rank and
+size. Does not know: process launching, devices, or which layers are sharded.
+
+Every rank must compute bitwise the same replicated values (residual stream, router, logits): ranks that choose other
+experts or other tokens compute another model. They do, because a sum is formed once and copied, or formed by every rank
+in rank order, and because the same kernels run on the same values everywhere else.
 """
 
 from __future__ import annotations
@@ -21,16 +25,21 @@ class TensorParallel(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's ``x``; may be written in place, so the argument must not be used afterwards."""
+        """The sum of every rank's ``x``, bitwise the same on every rank; may be written in place, so the argument must
+        not be used afterwards."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's ``x``, concatenated along the last dimension in rank order."""
         ...
 
+    def least(self, value: int) -> int:
+        """The least of every rank's ``value``, on the host. For the start: it waits for the device."""
+        ...
+
 
 class SingleRank:
-    """The group of one: both collectives return their argument."""
+    """The group of one: collectives return their argument."""
 
     rank = 0
     size = 1
@@ -40,3 +49,6 @@ class SingleRank:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def least(self, value: int) -> int:
+        return value

@@ -47,7 +47,7 @@ class UnquantizedExperts(ExpertsMethod):
 
     def create(self, layer: Experts) -> None:
         for name, shard in (("gate_up", layer.gate_up_shard), ("down", layer.down_shard)):
-            shape = (layer.num_experts, shard.rows, shard.columns)
+            shape = (len(layer.local_experts), shard.rows, shard.columns)
             parameter = empty_parameter(*shape, dtype=self._context.dtype, device=self._context.device)
             layer.register_parameter(name, parameter)
 
@@ -55,9 +55,11 @@ class UnquantizedExperts(ExpertsMethod):
         """One by one (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``, ``down_proj``)."""
         gate_up, down = layer.get_parameter("gate_up"), layer.get_parameter("down")
         one_by_one: Layout = {}
-        for expert, matrices in enumerate(zip(gate_up, down, strict=True)):
-            for shard, matrix in zip((layer.gate_up_shard, layer.down_shard), matrices, strict=True):
-                for part, rows in shard.parts.items():
+        for shard, parameter in ((layer.gate_up_shard, gate_up), (layer.down_shard, down)):
+            for part, rows in shard.parts.items():
+                for expert in range(layer.num_experts):  # those of other ranks are in the checkpoint too
+                    one_by_one[f"{expert}.{part}weight"] = WeightPiece((rows.total, shard.total_columns), ())
+                for expert, matrix in zip(layer.local_experts, parameter, strict=True):
                     one_by_one[f"{expert}.{part}weight"] = shard.piece(rows, matrix)
         return one_by_one, fused_layout(layer, gate_up, down)
 
@@ -84,6 +86,7 @@ class IndexableTarget(Protocol):
 def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget) -> Layout:
     """Tensors of all experts: ``gate_up_proj [E, 2 * I, H]`` (gate rows, then up rows) and ``down_proj [E, H, I]``."""
     layout: Layout = {}
+    experts = slice(layer.local_experts.start, layer.local_experts.stop)
     for name, shard, parameter in (
         ("gate_up_proj", layer.gate_up_shard, gate_up),
         ("down_proj", layer.down_shard, down),
@@ -94,7 +97,7 @@ def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget
         for rows in shard.parts.values():
             for run in rows.runs:
                 source = slice(total + run.source, total + run.source + run.count)
-                copies.append(((slice(None), source, columns), parameter[:, run.target : run.target + run.count]))
+                copies.append(((experts, source, columns), parameter[:, run.target : run.target + run.count]))
             total += rows.total
         layout[name] = WeightPiece((layer.num_experts, total, shard.total_columns), tuple(copies))
     return layout

@@ -52,7 +52,8 @@ class ModelCompiler:
     """
 
     def __init__(self, config: EngineConfig, model: Callable[..., Tensor]) -> None:
-        self.split_ops = select_split_ops(config.splitting_ops)
+        gloo = config.tensor_parallel_size > 1 and config.device == "cpu"  # it works on the host: no graph can hold it
+        self.split_ops = select_split_ops(config.splitting_ops, also=("all_reduce",) if gloo else ())
         self._model, device = model, torch.device(config.device)
         self._pieces_source = config.piecewise_cuda_graph_compiler
         self._decodes_source = "inductor" if config.enable_torch_compile else "capture"

@@ -26,6 +26,7 @@ from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import read_profile
+from weft.errors import ConfigError
 from weft.forward_context import Batch, ForwardContext, KVCache, StateCache, forward_context
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.dispatcher import Choice
@@ -39,7 +40,7 @@ from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import Backend, resolve_backend
-from weft.parallel.tensor_parallel import SingleRank
+from weft.parallel.tensor_parallel import SingleRank, TensorParallel
 from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
 from weft.runner.buffers import to_device
 from weft.runner.compilation import ModelCompiler
@@ -69,6 +70,7 @@ class ModelRunner:
     Args:
         config: resolved settings.
         pool_maker: where graphs come from, for a device.
+        tp: the ranks that share the model; by default this one alone.
 
     Attributes:
         config, spec, plan: settings; the caches' geometry; their sizes.
@@ -80,8 +82,19 @@ class ModelRunner:
         WeightsError, UnsupportedModelError, CapacityError: the model cannot be loaded, and why.
     """
 
-    def __init__(self, config: EngineConfig, pool_maker: Callable[[torch.device], GraphPool] = make_pool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool_maker: Callable[[torch.device], GraphPool] = make_pool,
+        tp: TensorParallel | None = None,
+    ) -> None:
         self.config = config
+        self._tp = tp if tp is not None else SingleRank()
+        if self._tp.size != config.tensor_parallel_size:
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size}: this command looks into a model on one rank; "
+                "leave it out"
+            )
         self.device = torch.device(config.device)
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
@@ -92,7 +105,11 @@ class ModelRunner:
         self.graphs = StepGraphs()
         self.caches: dict[str, KVCache | StateCache] = {}
         self.spec = CacheSpec.from_model(
-            config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
+            config.model_config,
+            page_size=config.page_size,
+            dtype=config.dtype,
+            state_dtype=config.mamba_ssm_dtype,
+            tp_size=self._tp.size,
         )
         self.startup = StartupTimes()
         stage = self.startup.stage
@@ -119,7 +136,8 @@ class ModelRunner:
         context = ModelContext(
             dtype=getattr(torch, config.dtype),
             device=self.device,
-            tp=SingleRank(),
+            tp=self._tp,
+            expert_parallel=config.enable_expert_parallel,
             backend=self._backend,
             layers=self._layers,
             max_model_len=config.max_model_len,
@@ -160,7 +178,7 @@ class ModelRunner:
         config = self.config
         return plan_caches(
             self.spec,
-            budget_bytes=self._cache_budget(),
+            budget_bytes=self._tp.least(self._cache_budget()),
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             num_kv_pages=config.num_kv_pages,

@@ -84,6 +84,11 @@ class PendingStep:
             self._done = torch.cuda.Event()
             self._done.record()
 
+    @property
+    def is_done(self) -> bool:
+        """True if ``result`` does not have to wait."""
+        return self._done is None or self._done.query()
+
     def result(self) -> ModelOutput:
         """Wait until the results are on the host."""
         if self._done is not None:

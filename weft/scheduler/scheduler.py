@@ -143,6 +143,11 @@ class Scheduler:
         return True
 
     @property
+    def requests(self) -> list[Request]:
+        """The requests that have not ended."""
+        return list(self._by_id.values())
+
+    @property
     def has_work(self) -> bool:
         """True while a request waits, runs, or has a step in flight."""
         return bool(self._waiting or self._running or self._launched)

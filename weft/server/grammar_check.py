@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from weft.engine.heartbeat import processor_s
 from weft.errors import RequestError
+from weft.executor.liveness import processor_s
 from weft.server.errors import ApiError
 
 TIMEOUT_S = 2.0

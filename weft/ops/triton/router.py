@@ -17,6 +17,7 @@ from weft.ops.triton.sizes import next_power_of_2
 @jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
     logits, weights, ids, num_tokens_ptr, num_tokens, stride_logits,
+    FIRST: tl.constexpr, COUNT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -44,22 +45,30 @@ def _router_kernel(
         if RENORMALIZE:
             chosen = chosen / tl.sum(chosen, 0)
     tl.store(weights + row * TOP_K + places, chosen, mask=places < TOP_K)
-    tl.store(ids + row * TOP_K + places, chosen_ids, mask=places < TOP_K)
+    local = chosen_ids - FIRST
+    tl.store(ids + row * TOP_K + places, tl.where((local >= 0) & (local < COUNT), local, -1), mask=places < TOP_K)
 
 
 def topk_router_triton(
-    logits: Tensor, top_k: int, *, renormalize: bool, num_tokens: int | Tensor
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``topk_router`` of ``weft/ops/moe.py``."""
-    num_rows, num_experts = logits.shape
-    assert logits.stride(1) == 1 and top_k <= num_experts
+    num_rows, all_experts = logits.shape
+    assert logits.stride(1) == 1 and top_k <= all_experts
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
     on_device = isinstance(num_tokens, Tensor)
     _router_kernel[(num_rows,)](
         logits, weights, ids, num_tokens if on_device else ids, 0 if on_device else num_tokens, logits.stride(0),
-        NUM_EXPERTS=num_experts, TOP_K=top_k, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
-        BLOCK_E=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k), num_warps=1,
+        FIRST=first_expert, COUNT=all_experts - first_expert if num_experts is None else num_experts,
+        NUM_EXPERTS=all_experts, TOP_K=top_k, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
+        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(top_k), num_warps=1,
         **early_launch(logits.device),
     )  # fmt: skip
     return weights, ids

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.config.sharding import divide, head_range
 from weft.errors import ConfigError
-from weft.parallel.sharding import divide, head_range
 from weft.parallel.tensor_parallel import SingleRank
 
 

@@ -1,0 +1,216 @@
+"""Several ranks generate what one generates, in float32: every model, every way a step can run, and what breaks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import fork_ranks
+from tests.tiny import make_checkpoint
+from weft import LLM, SamplingParams
+from weft.engine.core import EngineCore
+from weft.errors import ConfigError, EngineDeadError, WeightsError
+from weft.executor.multi_process import MultiProcessExecutor
+
+MODELS = (
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+HYBRID = "Qwen3NextForCausalLM"
+ODD = {
+    "vocab_size": 211,  # padded to 212
+    "num_attention_heads": 12,  # three on each of four ranks
+    "num_key_value_heads": 2,  # replicated over four ranks
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "num_experts": 8,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+CRAMPED: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "page_size": 4, "num_kv_pages": 40}
+
+
+@pytest.fixture(autouse=True)
+def _forks() -> Iterator[None]:
+    with fork_ranks():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Architecture -> checkpoint with odd numbers."""
+    return {
+        arch: make_checkpoint(
+            arch, tmp_path_factory.mktemp(arch), **ODD, **(BIASES if arch.startswith("Llama") else {})
+        )
+        for arch in MODELS
+    }
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    shared = [rng.randrange(3, 211) for _ in range(70)]
+    alone = [[rng.randrange(3, 211) for _ in range(n)] for n in (1, 5, 65)]
+    return [*alone, shared, [*shared, 9, 8, 7], [*shared[:40], 5]]
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=8, ignore_eos=True),
+] * 3
+
+
+def generate(folder: Path, size: int, **settings: Any) -> tuple[list[list[int]], list[float]]:
+    """Tokens of all prompts, and log probabilities of the greedy ones. The prompts run a second time: prefix hits."""
+    settings = {"max_num_seqs": 8, "num_kv_pages": 200, "num_state_slots": 40} | settings
+    with LLM(str(folder), skip_tokenizer_init=True, tensor_parallel_size=size, **settings) as llm:
+        outputs = [o for _ in range(2) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)]
+    tokens = [o.outputs[0].token_ids for o in outputs]
+    greedy = [o.outputs[0] for o in outputs if o.outputs[0].logprobs]
+    return tokens, [lp[t].logprob for o in greedy for lp, t in zip(o.logprobs or (), o.token_ids, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path]) -> dict[str, tuple[list[list[int]], list[float]]]:
+    """What one rank generates."""
+    return {arch: generate(folder, 1) for arch, folder in folders.items()}
+
+
+Alone = dict[str, tuple[list[list[int]], list[float]]]
+
+
+@pytest.mark.parametrize("arch", MODELS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_generate_what_one_generates(arch: str, size: int, folders: dict[str, Path], alone: Alone) -> None:
+    tokens, logprobs = generate(folders[arch], size)
+    assert tokens == alone[arch][0]
+    torch.testing.assert_close(logprobs, alone[arch][1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_expert_parallel": True},
+        {"cuda_graph_mode": "FULL", "enable_overlap": True},
+        {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [16, 64]},
+        {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64], "splitting_ops": ["attention"]},
+        {
+            "cuda_graph_mode": "PIECEWISE",
+            "piecewise_cuda_graph_tokens": [64],
+            "piecewise_cuda_graph_compiler": "eager",
+        },
+        CRAMPED | {"enable_prefix_caching": False, "num_state_slots": 4},
+    ],
+    ids=["experts", "full", "pieces", "all-reduce-inside", "traced", "preempted"],
+)
+def test_every_way_a_step_can_run(settings: dict[str, Any], folders: dict[str, Path], alone: Alone) -> None:
+    tokens, _ = generate(folders[HYBRID], 2, **settings)
+    assert tokens == alone[HYBRID][0]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "message"),
+    [
+        (HYBRID, {"tensor_parallel_size": 3}, "num_key_value_heads=2 cannot be replicated evenly over .*size=3"),
+        (HYBRID, {"tensor_parallel_size": 5}, "num_attention_heads=12 is not divisible by tensor_parallel_size=5"),
+        (HYBRID, {"tensor_parallel_size": 6}, "linear_num_key_heads=4 is not divisible by tensor_parallel_size=6"),
+        ("Qwen3MoeForCausalLM", {"tensor_parallel_size": 12, "enable_expert_parallel": True}, "num_experts=8 is not"),
+        ("Qwen3ForCausalLM", {"tensor_parallel_size": 6}, "intermediate_size=56 is not divisible"),
+        ("Qwen3ForCausalLM", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, "which has no experts"),
+        (HYBRID, {"enable_expert_parallel": True}, "has no effect with tensor_parallel_size=1"),
+        (HYBRID, {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "runs one rank.*use mp"),
+        (HYBRID, {"distributed_executor_backend": "mp"}, "has no effect with tensor_parallel_size=1"),
+    ],
+)
+def test_refusals_name_numbers(arch: str, settings: dict[str, Any], message: str, folders: dict[str, Path]) -> None:
+    from weft.config import resolve
+
+    with pytest.raises(ConfigError, match=message):
+        resolve(model=str(folders[arch]), **settings)
+
+
+def test_the_vocabulary_is_padded_and_says_so(folders: dict[str, Path]) -> None:
+    from weft.config import resolve
+
+    config = resolve(model=str(folders[HYBRID]), tensor_parallel_size=4)
+    assert "211 is padded to 212, 53 tokens a rank" in config.reasons["tensor_parallel_size"]
+    assert config.distributed_executor_backend == "mp"
+
+
+def test_a_rank_that_cannot_start_says_why(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The weights are gone when the ranks look for them."""
+    (tmp_path / "config.json").write_bytes((folders[HYBRID] / "config.json").read_bytes())
+    with pytest.raises((WeightsError, EngineDeadError), match=r"no \*.safetensors"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, tensor_parallel_size=2)
+    assert not living_ranks()
+
+
+# -- a rank goes -------------------------------------------------------------------------------------------------------
+
+
+def living_ranks() -> list[int]:
+    """Process ids of ranks that were forked and have not ended."""
+    from multiprocessing import active_children
+
+    return [child.pid for child in active_children() if child.pid is not None]
+
+
+def ranks_of(core: EngineCore) -> list[int]:
+    executor = core._executor
+    assert isinstance(executor, MultiProcessExecutor)
+    return [worker.process.pid for worker in executor._workers.workers]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, r"rank 1 of the model \(process \d+\) was killed by SIGKILL; it printed nothing"),
+        (signal.SIGSTOP, r"rank 1 of the model \(process \d+\) has given no sign of life for \d s"),
+    ],
+)
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_rank_that_dies_or_hangs(number: int, message: str, idle: bool, folders: dict[str, Path]) -> None:
+    """It is noticed and named, every request gets an error, no process is left, and the engine says that it is dead."""
+    llm = LLM(str(folders[HYBRID]), skip_tokenizer_init=True, tensor_parallel_size=2, num_kv_pages=100, max_num_seqs=2)
+    (pid,) = ranks_of(llm._core)
+    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    ids = [llm.add_request([1, 2, 3], params) for _ in range(4)]  # two of them wait
+    for _ in range(3):
+        llm.step()
+    os.kill(pid, number)
+    began = time.monotonic()
+    if idle:
+        time.sleep(0.5 if number == signal.SIGKILL else 6.5)
+    with pytest.raises(EngineDeadError, match=message):
+        while True:
+            llm.step()
+    assert time.monotonic() - began < 10
+    ended = {}
+    while not llm.is_finished():
+        ended |= {o.request_id: o.outputs[0].finish_reason for o in llm.step()}
+    assert ended == dict.fromkeys(ids, "error")
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        llm.add_request([1], params)
+    llm.shutdown()
+    assert not living_ranks()
+
+
+def test_shutdown_ends_the_ranks(folders: dict[str, Path]) -> None:
+    with LLM(str(folders[HYBRID]), skip_tokenizer_init=True, tensor_parallel_size=4) as llm:
+        assert len(ranks_of(llm._core)) == len(living_ranks()) == 3
+        assert {f"rank {r} weights" for r in (1, 2, 3)} <= set(llm.startup)
+    assert not living_ranks()

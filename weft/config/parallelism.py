@@ -1,0 +1,95 @@
+"""How a model is split over ranks, and who starts them.
+
+Job: check that the model's numbers can be shared, and choose the executor. Owns: those rules and their wording.
+Does not know: how layers shard, how ranks are started.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from weft.config.model import ModelConfig
+from weft.config.sharding import divide, head_range
+from weft.errors import ConfigError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for the processes that it starts."""
+
+
+def check_shares(model: ModelConfig, size: int, *, expert_parallel: bool) -> None:
+    """Every number of the model that ranks share can be shared by ``size`` of them.
+
+    Raises:
+        ConfigError: naming the number.
+    """
+    divide(model.num_attention_heads, size, "num_attention_heads")
+    head_range(model.num_key_value_heads, 0, size, "num_key_value_heads")
+    if model.linear is not None:
+        divide(model.linear.num_k_heads, size, "linear_num_key_heads")
+        divide(model.linear.num_v_heads, size, "linear_num_value_heads")
+    moe = model.moe
+    if moe is None or len(moe.sparse_layers) < model.num_hidden_layers:
+        divide(model.intermediate_size, size, "intermediate_size")
+    if moe is None:
+        return
+    if expert_parallel:
+        divide(moe.num_experts, size, "num_experts")
+    else:
+        divide(moe.intermediate_size, size, "moe_intermediate_size")
+    if moe.shared_expert_intermediate_size is not None:
+        divide(moe.shared_expert_intermediate_size, size, "shared_expert_intermediate_size")
+
+
+def choose_parallelism(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+    """Check ``tensor_parallel_size`` and ``enable_expert_parallel``; choose ``distributed_executor_backend``."""
+    size, experts = values["tensor_parallel_size"], values["enable_expert_parallel"]
+    if experts and (size == 1 or model.moe is None):
+        why = "tensor_parallel_size=1" if size == 1 else f"{model.architecture}, which has no experts"
+        raise ConfigError(f"enable_expert_parallel=True has no effect with {why}; leave it out")
+    check_shares(model, size, expert_parallel=experts)
+    if size > 1:
+        _check_devices(values["device"], size)
+        if model.vocab_size % size:
+            share = -(-model.vocab_size // size)
+            reasons["tensor_parallel_size"] = (
+                f"given; the vocabulary of {model.vocab_size} is padded to {share * size}, {share} tokens a rank"
+            )
+    _choose_backend(values, reasons, size)
+
+
+def _check_devices(device: str, size: int) -> None:
+    if device != "cuda":
+        return
+    import torch  # a GPU was found, so it is loaded
+
+    if torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs {size} GPUs, torch sees {torch.cuda.device_count()}; lower it"
+        )
+
+
+def _choose_backend(values: dict[str, Any], reasons: dict[str, str], size: int) -> None:
+    name = "distributed_executor_backend"
+    given, launched = values[name], all(variable in os.environ for variable in TORCHRUN)
+    if given is None:
+        values[name], reasons[name] = _default_backend(size, launched)
+        return
+    if given == "uni" and size > 1:
+        raise ConfigError(f"{name}='uni' runs one rank, but tensor_parallel_size={size}; use mp")
+    if given != "uni" and size == 1:
+        raise ConfigError(f"{name}={given!r} has no effect with tensor_parallel_size=1; leave it out")
+    if given == "external_launcher" and not launched:
+        raise ConfigError(
+            f"{name}='external_launcher': torchrun has not started this process (of its variables, "
+            f"{', '.join(v for v in TORCHRUN if v not in os.environ)} are not set); start with "
+            f"`torchrun --nproc-per-node {size} …`, or use mp"
+        )
+
+
+def _default_backend(size: int, launched: bool) -> tuple[str, str]:
+    if size == 1:
+        return "uni", "one rank: in the engine's process"
+    if launched:
+        return "external_launcher", "torchrun has started this process"
+    return "mp", "one process per rank, on this machine"

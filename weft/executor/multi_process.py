@@ -1,0 +1,139 @@
+"""Several ranks on this machine: rank 0 in this process, each of the others in one of its own.
+
+Job: send every step to all ranks, read the results of rank 0, end together. Owns: rank 0, the ring and the processes of
+the other ranks. Does not know: what a step means, or how ranks talk during it.
+
+Every rank prepares its own inputs from the scheduler output, and samples the same tokens from the same gathered logits,
+so nothing has to come back from the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.cache.plan import CachePlan
+from weft.config import EngineConfig
+from weft.errors import WeftError
+from weft.executor.rank import Rank
+from weft.executor.ring import Writer
+from weft.executor.worker import STOP, encode_step
+from weft.executor.workers import Workers
+from weft.layers.sampler import LogitsProcessor
+from weft.messages import ModelOutput, SchedulerOutput
+from weft.runner.profiler import StepProfiler
+from weft.runner.results import PendingStep
+
+SPIN_S = 2e-3
+"""Seconds that a rank polls for the next step, where there are processors enough."""
+
+_POLL_S = 20e-6
+
+_EXPLAIN_S = 3.0
+"""Seconds in which it becomes known that an error on this rank came from another one."""
+
+
+class MultiProcessExecutor:
+    """``tensor_parallel_size`` ranks."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        self._pending: deque[PendingStep] = deque()
+        self._profiler = StepProfiler(Path(config.profile_dir)) if config.profile_dir else None
+        self._num_threads = torch.get_num_threads()
+        shared = max(1, self._num_threads // size) if config.device == "cpu" else self._num_threads
+        torch.set_num_threads(shared)
+        self._ring = Writer(size - 1)
+        spin_s = SPIN_S if (os.cpu_count() or 1) >= 2 * size else 0.0
+        self._workers = Workers(config, self._ring, num_threads=shared, spin_s=spin_s)
+        try:
+            self._workers.wait_until_loaded()
+            self._rank = Rank(config, 0, size, dist.FileStore(self._workers.store, size))
+            self._workers.wait_until_ready()
+        except WeftError:
+            self._workers.kill()
+            raise
+        except BaseException as error:
+            cause = self._workers.failure(wait_s=_EXPLAIN_S) if isinstance(error, Exception) else None
+            self._workers.kill()
+            raise (cause or error) from error
+
+    @property
+    def plan(self) -> CachePlan:
+        return self._rank.runner.plan
+
+    @property
+    def startup(self) -> dict[str, float]:
+        """Seconds of each stage: of rank 0, then of the others with their rank."""
+        others = {f"rank {w.rank} {name}": s for w in self._workers.workers for name, s in w.stages.items()}
+        return self._rank.runner.startup.seconds | others
+
+    def launch(
+        self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
+    ) -> None:
+        """As the interface says. Once the step is sent, the ranks are in step only if rank 0 runs it too: whatever goes
+        wrong from there on is the end of them all, and an interrupt waits until the launch is over.
+
+        Raises:
+            EngineDeadError: a rank has died or hangs, or this step broke on one.
+        """
+        assert not processors, "logits processors do not reach the other ranks; requests with some were refused"
+        self._workers.check()
+        with _interrupts_later():
+            self._ring.send(encode_step(scheduler_output), self._workers.check)
+            try:
+                self._pending.append(self._launch(scheduler_output))
+            except Exception as error:
+                self._workers.fail(f"a step broke on rank 0: {type(error).__name__}: {error}", wait_s=_EXPLAIN_S)
+                self._workers.check()
+
+    def _launch(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        if self._profiler is None:
+            return self._rank.runner.launch(scheduler_output)
+        with self._profiler.step(scheduler_output):
+            return self._rank.runner.launch(scheduler_output)
+
+    def result(self) -> ModelOutput:
+        pending = self._pending.popleft()
+        while not pending.is_done:
+            self._workers.check()
+            time.sleep(_POLL_S)
+        return pending.result()
+
+    def stop(self) -> None:
+        self._pending.clear()
+        if self._profiler is not None:
+            self._profiler.close()
+        failed = self._workers.failure() is not None
+        if not failed:
+            self._ring.send(STOP, self._workers.check)
+        self._rank.close(abort=failed)
+        self._workers.wait()
+        self._ring.close()
+        torch.set_num_threads(self._num_threads)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Python's handler of SIGINT runs after the body. (It only ever runs in the main thread.)"""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before):
+            before(*came[0])

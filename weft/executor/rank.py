@@ -1,0 +1,54 @@
+"""One rank of several: its place in the group, its device, its runner.
+
+Job: join the process group and build the runner on the rank's own device. Owns: both. Does not know: where steps come
+from.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+import torch
+from torch.distributed import Store
+
+from weft.config import EngineConfig
+from weft.parallel.process_group import ProcessGroup
+from weft.runner.memory import release_workspaces
+from weft.runner.model_runner import ModelRunner
+
+
+class Rank:
+    """Rank ``rank`` of ``size``, all on this machine. On GPUs, rank N takes device N.
+
+    The group is left when the body ends; without waiting for the others if by an exception.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, size: int, store: Store) -> None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")  # all ranks are here, and nobody else is to connect
+        device = torch.device("cpu")
+        if config.device == "cuda":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        self.group = ProcessGroup(rank, size, device, store)
+        try:
+            self.runner = ModelRunner(config, tp=self.group)
+            self.group.least(0)  # nobody serves before all can
+        except BaseException:
+            self.group.close(abort=True)
+            raise
+
+    def close(self, *, abort: bool = False) -> None:
+        """Let go of weights and caches, and leave the group."""
+        del self.runner
+        self.group.close(abort=abort)
+        release_workspaces()
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(abort=error is not None)

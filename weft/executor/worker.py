@@ -1,0 +1,156 @@
+"""A rank other than 0: ``python -m weft.executor.worker``, started by ``MultiProcessExecutor``.
+
+Job: join the group, build the rank's runner, then run every step that comes through the ring. Owns: this process's
+life. Does not know: requests, results (rank 0 reads its own copy of them).
+
+It ends when it is told to (an empty message), when the process of rank 0 has gone, or with the error that broke it,
+which it reports first. It ignores the signals that a terminal sends to the whole group: rank 0 hears them too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.collector import collector_off
+from weft.config import EngineConfig
+from weft.config.transport import decode_other, encode_other
+from weft.errors import ConfigError, WeftError
+from weft.executor.ring import Address, Reader
+from weft.messages import SchedulerOutput
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+"""Seconds between two beats."""
+
+FAILED_STATUS = 70
+"""Exit status of a rank that has reported why."""
+
+STOP = b""
+"""The message that ends a rank."""
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """What a rank is told on standard input.
+
+    Attributes:
+        rank, size: its place.
+        config: resolved by rank 0.
+        ring: where steps come from; the rank is reader ``rank - 1``.
+        store: file through which the ranks find each other.
+        report: file descriptor for ``Report`` lines.
+        num_threads: of torch on the CPU, the same on all ranks, so that they compute the same bits.
+        spin_s: seconds of polling before the rank sleeps.
+        verbose: log what it decides.
+    """
+
+    rank: int
+    size: int
+    config: EngineConfig
+    ring: Address
+    store: str
+    report: int
+    num_threads: int
+    spin_s: float
+    verbose: bool = False
+
+
+class Report(msgspec.Struct, frozen=True):
+    """News of a rank, a line of JSON.
+
+    Attributes:
+        kind: ``stage`` (``text``: name; ``seconds``), ``ready``, or ``failed`` (``text``: why; ``user_error``: the
+            settings are to blame).
+    """
+
+    kind: str
+    text: str = ""
+    seconds: float = 0.0
+    user_error: bool = False
+
+
+encode_start = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
+decode_start = msgspec.msgpack.Decoder(WorkerStart, dec_hook=decode_other).decode
+encode_step = msgspec.msgpack.Encoder().encode
+decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
+decode_report = msgspec.json.Decoder(Report).decode
+
+
+def run_steps(reader: Reader, config: EngineConfig, rank: int, size: int, store: Store, tell: _Tell) -> None:
+    """Build the rank and run what comes, until it is told to stop."""
+    from weft.executor.rank import Rank
+
+    with Rank(config, rank, size, store) as worker:
+        for name, seconds in worker.runner.startup.seconds.items():
+            tell(Report("stage", name, seconds))
+        tell(Report("ready"))
+        while (message := reader.receive()) != STOP:
+            worker.runner.launch(decode_step(message))
+
+
+class _Tell:
+    """Writes reports to a file descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
+
+    def __call__(self, report: Report) -> None:
+        self._file.write(msgspec.json.encode(report) + b"\n")
+
+
+def keep_beating(reader: Reader) -> None:
+    """Tell from a thread that this process is alive."""
+
+    def beat() -> None:
+        while True:
+            reader.beat()
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
+def main() -> int:
+    """Run one rank. Returns its exit status."""
+    start = decode_start(sys.stdin.buffer.read())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    level = logging.INFO if start.verbose else logging.WARNING
+    logging.basicConfig(level=level, format=f"rank {start.rank}: %(name)s: %(message)s")
+    tell = _Tell(start.report)
+    reader = Reader(start.ring, start.rank - 1, start.spin_s)
+    keep_beating(reader)
+    try:
+        began = time.monotonic()
+        with collector_off():
+            import torch
+            import torch.distributed as dist
+        torch.set_num_threads(start.num_threads)
+        tell(Report("stage", "libraries", time.monotonic() - began))
+        store = dist.FileStore(start.store, start.size)
+        run_steps(reader, start.config, start.rank, start.size, store, tell)
+    except EOFError:
+        return 1  # rank 0 has gone: nobody is left to tell
+    except Exception as error:
+        if not isinstance(error, WeftError):
+            logger.exception("rank %d ends", start.rank)
+        text = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+        tell(Report("failed", text, user_error=isinstance(error, ConfigError)))
+        return FAILED_STATUS
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # a device that waits for a rank that is gone would keep the interpreter from ending

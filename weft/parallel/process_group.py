@@ -1,0 +1,99 @@
+"""Ranks in processes of their own: collectives through torch.distributed.
+
+Job: ``TensorParallel`` over NCCL on GPUs and gloo on the CPU. Owns: the process group. Does not know: who started the
+processes, layers, graphs.
+
+A collective is one operator to the dispatcher (``weft::all_reduce_``, ``weft::all_gather``), so that the graph emulator
+records and replays it as a unit. NCCL's kernels are captured in CUDA graphs like any other; gloo works on the host.
+Both form a sum of a chunk once and copy it to the other ranks, so every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""A rank may compile kernels for minutes while others wait; one that died or hangs is noticed by its executor."""
+
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_GROUPS: dict[str, dist.ProcessGroup] = {}
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+
+
+class ProcessGroup:
+    """The ranks of one model, one per process. A process belongs to one such group at a time.
+
+    Args:
+        rank, size: of this process, and how many there are.
+        device: a CUDA device (NCCL) or the CPU (gloo).
+        store: where the ranks find each other.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
+        self.rank, self.size = rank, size
+        self._device = device
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if on_gpu else None,
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        self._name = group.group_name
+        _GROUPS[self._name] = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        torch.ops.weft.all_reduce_(x, self._name)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.ops.weft.all_gather(x, self.size, self._name)
+
+    def least(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=_GROUPS[self._name])
+        return int(tensor.item())
+
+    def close(self, *, abort: bool = False) -> None:
+        """Leave the group. ``abort``: a rank is gone, so do not wait for it."""
+        del _GROUPS[self._name]
+        if abort and self._device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+
+
+def abort_groups() -> None:
+    """A rank is gone: whoever waits for it in a collective of this process gets an error. From any thread. On gloo the
+    closed connection does that already."""
+    for group in _GROUPS.values():
+        if group.name() == "nccl":
+            group.abort()
+
+
+def _all_reduce_(x: Tensor, group: str) -> None:
+    dist.all_reduce(x, group=_GROUPS[group])
+
+
+def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    parts = x.new_empty(size * x.shape[0], *x.shape[1:])
+    _gather(parts, x.contiguous(), group=_GROUPS[group])
+    return torch.cat(parts.chunk(size), dim=-1)
+
+
+def _define(schema: str, function: Callable[..., object]) -> None:
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+
+
+_define("all_reduce_(Tensor(a!) x, str group) -> ()", _all_reduce_)
+_define("all_gather(Tensor x, int size, str group) -> Tensor", _all_gather)
