@@ -282,6 +282,12 @@ def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None
             "sliding_window=64 .*set use_sliding",
         ),
         (
+            "Qwen3MoeForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+            "sliding_window=64 from layer 0 on",
+        ),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": None}, "sliding_window=4096 from"),
+        (
             "Qwen3ForCausalLM",
             {"layer_types": ["full_attention", "sliding_attention"]},
             "'sliding_attention', which is not",

@@ -22,6 +22,7 @@ class _Family:
     """What an architecture's name alone decides.
 
     ``defaults`` are the reference implementation's values of keys that a ``config.json`` may leave out.
+    ``windows_everywhere``: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
     """
 
     qk_norm: bool = True
@@ -29,16 +30,18 @@ class _Family:
     moe: bool = False
     multimodal: bool = False
     always_renormalise: bool = False
+    windows_everywhere: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
 
 _LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
           "num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 _QWEN3 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}  # fmt: skip
+          "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+          "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
 _QWEN3_MOE = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
               "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
-              "num_experts_per_tok": 8, "norm_topk_prob": False}  # fmt: skip
+              "num_experts_per_tok": 8, "norm_topk_prob": False, "sliding_window": 4096}  # fmt: skip
 _LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}  # fmt: skip
 _QWEN3_NEXT = _LINEAR | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
@@ -55,7 +58,7 @@ _QWEN3_5_MOE = _LINEAR | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden
 _FAMILIES = {
     "LlamaForCausalLM": _Family(qk_norm=False, defaults=_LLAMA),
     "Qwen3ForCausalLM": _Family(defaults=_QWEN3),
-    "Qwen3MoeForCausalLM": _Family(moe=True, defaults=_QWEN3_MOE),
+    "Qwen3MoeForCausalLM": _Family(moe=True, windows_everywhere=True, defaults=_QWEN3_MOE),
     "Qwen3NextForCausalLM": _Family(hybrid=True, moe=True, defaults=_QWEN3_NEXT),
     "Qwen3_5ForCausalLM": _Family(hybrid=True, defaults=_QWEN3_5),
     "Qwen3_5MoeForCausalLM": _Family(hybrid=True, moe=True, always_renormalise=True, defaults=_QWEN3_5_MOE),
@@ -132,7 +135,7 @@ def _model_config(architecture: str, family: _Family, top: JsonObject, text: Jso
     head_dim = _head_dim(text, hidden_size, num_heads)
     layer_types = _layer_types(text, family)
     max_positions = text.integer("max_position_embeddings", 32768)
-    _refuse_sliding_window(text, len(layer_types))
+    _refuse_sliding_window(text, family, len(layer_types))
     return ModelConfig(
         architecture=architecture,
         model_type=text.text("model_type", ""),
@@ -211,10 +214,10 @@ def _layer_types(text: JsonObject, family: _Family) -> tuple[LayerType, ...]:
     return tuple(cast(list[LayerType], types))
 
 
-def _refuse_sliding_window(text: JsonObject, num_layers: int) -> None:
+def _refuse_sliding_window(text: JsonObject, family: _Family, num_layers: int) -> None:
     if not text.boolean("use_sliding_window", False) or not text.given("sliding_window"):
         return
-    first = text.integer("max_window_layers", 0, low=0)
+    first = 0 if family.windows_everywhere else text.integer("max_window_layers", 0, low=0)
     if first < num_layers:
         raise UnsupportedModelError(
             f"{text.where}: use_sliding_window=true with sliding_window={text.raw('sliding_window')} from layer "
