@@ -69,3 +69,10 @@ def test_capacity_of_a_gpu_is_measured_at_start(
     shown = json.loads(capsys.readouterr().out)["capacity"]
     assert shown["kv_page_bytes"] == 16_384 and "num_kv_pages" not in shown
     assert "measured" in shown["reasons"]["num_kv_pages"]
+
+
+def test_a_split_op_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["config", "--device", "cpu", "--cuda-graph-mode", "PIECEWISE", "--splitting-ops"]
+    assert main([*flags, "attention", "gated_delta_net"]) == 0
+    assert main([*flags, "attentoin"]) != 0
+    assert "'attentoin', which is no split op; there are" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 Job: resolve the settings as the engine would, plan the caches where that needs no measurement, and show both.
 Owns: the layout.
-Does not know: torch; no weights are read.
+Does not know: weights; torch is loaded only to check names of split ops.
 """
 
 from __future__ import annotations
@@ -30,11 +30,21 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = resolve_settings(engine_settings(args), weights=False)
+    _check_split_ops(config)
     if args.json:
         print(json.dumps(config_json(config) | {"capacity": capacity(config)}, indent=1, default=_plain))
     else:
         _print_tables(config, given=engine_settings(args))
     return 0
+
+
+def _check_split_ops(config: EngineConfig) -> None:
+    """Refuse names of split ops that no layer defines. Layers need torch: they are asked only if names are given."""
+    if config.splitting_ops is not None:
+        import weft.models.registry  # noqa: F401  the layers, which define them
+        from weft.graph.split_ops import select_split_ops
+
+        select_split_ops(config.splitting_ops)
 
 
 def config_json(config: EngineConfig) -> dict[str, Any]:
