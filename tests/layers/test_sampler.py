@@ -48,7 +48,6 @@ def test_greedy_without_extras() -> None:
     out = sampler(x.bfloat16(), batch(3))
     assert out.token_ids.dtype == torch.int64
     assert torch.equal(out.token_ids, x.bfloat16().float().argmax(-1))
-    assert out.logprobs is None
     assert not out.nan_rows.any()
 
 
@@ -61,7 +60,7 @@ def test_each_edit_reaches_its_row_alone() -> None:
     allowed[0, 40] = True
     parts = {
         "allowed": allowed,
-        "blocked": BlockedTokens(torch.tensor([1]), best[1:2]),
+        "blocked": BlockedTokens(torch.tensor([1]), best[1:2], torch.tensor([True])),
         "bias": LogitBias(torch.tensor([2, 2]), torch.tensor([7, int(best[2])]), torch.tensor([100.0, -1.0])),
         "penalties": replace(neutral_penalties(5), presence=torch.tensor([0.0, 0, 0, 2.0, 0])),
     }
@@ -100,8 +99,7 @@ def test_a_plain_row_gives_the_same_token_beside_rows_with_every_option() -> Non
         penalties=penalties,
         allowed=allowed,
         bias=LogitBias(torch.tensor([1]), torch.tensor([3]), torch.tensor([5.0])),
-        blocked=BlockedTokens(torch.tensor([1, 3]), torch.tensor([61, 9])),
-        num_logprobs=3,
+        blocked=BlockedTokens(torch.tensor([1, 3]), torch.tensor([61, 9]), torch.tensor([True, True])),
     )
     assert torch.equal(sampler(x, crowded).token_ids[::2], plain[::2])
 
@@ -129,14 +127,14 @@ def test_a_row_with_nothing_left_to_draw_is_named() -> None:
 def test_logprobs_are_of_the_raw_distribution() -> None:
     x = logits(3)
     best = x.argmax(-1)
-    out = sampler(x, batch(3, blocked=BlockedTokens(torch.arange(3), best), num_logprobs=4))
-    assert out.logprobs is not None
+    out = sampler(x, batch(3, blocked=BlockedTokens(torch.arange(3), best, torch.ones(3, dtype=torch.bool))))
     scores = x.log_softmax(-1)
     order = x.argsort(-1, descending=True)
     assert torch.equal(out.token_ids, order[:, 1])
-    assert torch.equal(out.logprobs.token_ids, torch.cat([order[:, 1:2], order[:, :4]], dim=1))
-    torch.testing.assert_close(out.logprobs.logprobs, scores.gather(1, out.logprobs.token_ids))
-    assert out.logprobs.ranks.tolist() == [2, 2, 2]
+    logprobs = logprobs_of(x, out.token_ids, 4)
+    assert torch.equal(logprobs.token_ids, torch.cat([order[:, 1:2], order[:, :4]], dim=1))
+    torch.testing.assert_close(logprobs.logprobs, scores.gather(1, logprobs.token_ids))
+    assert logprobs.ranks.tolist() == [2, 2, 2]
 
 
 def test_logprobs_of_given_tokens() -> None:

@@ -56,9 +56,9 @@ def test_rows_that_ask_for_nothing_cost_nothing() -> None:
     rig.fill(0, [1, 2])
     rig.fill(1, [3], temperature=0.0)
     batch = rig.build(0, 1)
-    assert not batch.edits_logits and batch.num_logprobs is None and not batch.all_greedy
+    assert not batch.edits_logits and not batch.all_greedy
     assert (batch.candidates, batch.uses_min_p) == (0, False)
-    assert not rig.inputs.needs_more(rig.orders(0, 1))
+    assert rig.inputs.edited(rig.orders(0, 1)) == [] and rig.inputs.num_logprobs(rig.orders(0, 1)) == {}
     assert rig.build(1).all_greedy
 
 
@@ -67,9 +67,10 @@ def test_flags_of_the_batch() -> None:
     rig.fill(0, [1], top_k=3, logprobs=2)
     rig.fill(1, [1], min_p=0.1, logprobs=0)
     rig.fill(2, [1], top_p=0.5)
-    assert (rig.build(0).candidates, rig.build(0).num_logprobs, rig.build(0).uses_min_p) == (3, 2, False)
-    assert (rig.build(1, 0).candidates, rig.build(1, 0).num_logprobs, rig.build(1, 0).uses_min_p) == (3, 2, True)
-    assert (rig.build(0, 2).candidates, rig.build(2).num_logprobs) == (VOCAB, None)
+    assert (rig.build(0).candidates, rig.build(0).uses_min_p) == (3, False)
+    assert (rig.build(1, 0).candidates, rig.build(1, 0).uses_min_p) == (3, True)
+    assert rig.build(0, 2).candidates == VOCAB
+    assert rig.inputs.num_logprobs(rig.orders(2, 1, 0)) == {1: 0, 0: 2} and not rig.inputs.edited(rig.orders(0, 1, 2))
 
 
 def test_counts_start_with_what_a_resumed_request_had_and_grow() -> None:
@@ -97,6 +98,7 @@ def test_a_row_s_next_owner_inherits_nothing() -> None:
     assert not rig.build(1).edits_logits
     rig.fill(1, [2], **everything)
     rig.inputs.forget(1)
+    assert not rig.inputs.edited(rig.orders(1))
     batch = rig.build(1)
     assert batch.penalties is None and batch.allowed is None and batch.blocked is None
 
@@ -121,7 +123,7 @@ def test_ends_are_blocked_before_min_tokens_only() -> None:
     rig = Rig()
     rig.fill(0, [1, 2], min_tokens=2, blocked_before_min=[10, 11])
     rig.fill(3, [1], bad_words=[[4]])
-    assert rig.inputs.needs_more(rig.orders(0))
+    assert rig.inputs.edited(rig.orders(3, 0)) == [0, 1] and rig.inputs.edited(rig.orders(0)) == [0]
     assert blocked(rig.build(3, 0)) == {(0, 4), (1, 10), (1, 11)}
     rig.sample({0: 5})
     assert blocked(rig.build(0)) == {(0, 10), (0, 11)}

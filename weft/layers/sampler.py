@@ -1,7 +1,7 @@
-"""From logits to tokens: masks, bias, penalties, the draw, and log probabilities.
+"""From logits to tokens: masks, bias, penalties, sampling, and log probabilities.
 
 Job: apply what the rows of a batch ask for, and nothing that no row asks for. Owns: the order of the steps (allowed
-ids, blocked ids, logit bias, penalties, then the draw of ``ops/sampling.py``) and the form of log probabilities. Does
+ids, blocked ids, logit bias, penalties, then ``ops/sampling.py``) and the form of log probabilities. Does
 not know: requests, rows' histories, or stop conditions; the runner hands in tensors.
 """
 
@@ -52,7 +52,7 @@ class BlockedTokens:
 
     rows: Tensor
     tokens: Tensor
-    active: Tensor | None = None
+    active: Tensor
 
 
 LogitsProcessor = Callable[[Tensor], Tensor]
@@ -74,7 +74,6 @@ class SamplingBatch:
         penalties, bias, blocked: see their classes.
         allowed: ``[N, V]`` bool, False where a token may not be drawn.
         processors: by index of the row; they see the model's logits, before every other edit.
-        num_logprobs: most alternatives that a row wants reported (0: the chosen token alone); None: no row wants any.
     """
 
     temperature: Tensor
@@ -91,7 +90,6 @@ class SamplingBatch:
     allowed: Tensor | None = None
     blocked: BlockedTokens | None = None
     processors: Mapping[int, LogitsProcessor] | None = None
-    num_logprobs: int | None = None
 
     @property
     def edits_logits(self) -> bool:
@@ -121,13 +119,11 @@ class SamplerOutput:
 
     Attributes:
         token_ids: ``[N]`` int64.
-        logprobs: None unless ``num_logprobs`` was set; of the model's own distribution, before any edit.
         nan_rows: ``[N]`` bool: the row's logits hold NaN or infinity, or nothing may be drawn; its token is
             meaningless.
     """
 
     token_ids: Tensor
-    logprobs: Logprobs | None
     nan_rows: Tensor
 
 
@@ -171,8 +167,7 @@ class Sampler:
             uses_min_p=batch.uses_min_p,
             backend=self._backend,
         )
-        logprobs = None if batch.num_logprobs is None else logprobs_of(logits, token_ids, batch.num_logprobs)
-        return SamplerOutput(token_ids, logprobs, ~edited.amax(-1).isfinite())
+        return SamplerOutput(token_ids, ~edited.amax(-1).isfinite())
 
 
 def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -192,8 +187,5 @@ def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _block_(logits: Tensor, blocked: BlockedTokens) -> None:
-    if blocked.active is None:
-        logits[blocked.rows, blocked.tokens] = -torch.inf
-        return
     values = torch.where(blocked.active, -torch.inf, 0.0).to(logits.dtype)
     logits.index_put_((blocked.rows, blocked.tokens), values, accumulate=True)

@@ -101,6 +101,10 @@ class SampleRows:
     seeds: Tensor
     positions: Tensor
 
+    def select(self, places: Tensor) -> SampleRows:
+        """Some of them: ``places [M]`` int64."""
+        return SampleRows(*(getattr(self, name).index_select(0, places) for name in self.__slots__))
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:

@@ -34,14 +34,14 @@ from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
 from weft.graph.profile import ModeTable
 from weft.layers.context import ModelContext
-from weft.layers.sampler import LogitsProcessor, Sampler, SamplerOutput
+from weft.layers.sampler import LogitsProcessor, Sampler
 from weft.layers.table import LayerTable
 from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import Backend, resolve_backend
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
-from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
+from weft.runner.batch_builder import BatchBuilder, StepShape
 from weft.runner.buffers import to_device
 from weft.runner.compilation import ModelCompiler
 from weft.runner.memory import (
@@ -56,8 +56,9 @@ from weft.runner.results import PendingStep, failed_prefills, pending_step, prom
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.startup import StartupTimes
-from weft.runner.step_functions import SampledLogits, StepFunctions
+from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs, capture_graphs
+from weft.runner.step_sampler import StepSampler
 from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, one_layer_of_each_kind, powers_of_two
 from weft.weights import load_weights
 
@@ -246,6 +247,7 @@ class ModelRunner:
             device=self.device,
         )
         self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
+        self._sample = StepSampler(self._sampler, self._sampling, self._builder, self._rows)
         self._functions = StepFunctions(
             self.model,
             self._builder,
@@ -308,8 +310,8 @@ class ModelRunner:
         assert self.graphs.decode is not None
         self._builder.pad_decodes(shape, size)
         self._builder.send()
-        result = self._drawn(self.graphs.decode.replay(size, shape.num_seqs), shape, sampled)
-        pending = pending_step(orders, result, self._rows)
+        logits, replayed = self.graphs.decode.replay(size, shape.num_seqs)
+        pending = pending_step(orders, self._sample(logits, sampled, replayed))
         pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
         return pending
 
@@ -331,22 +333,14 @@ class ModelRunner:
         if sample_size is not None and self.graphs.samples is not None:
             if choice.mode is not GraphMode.FULL:
                 self._functions.keep(hidden_states)
-            result = self._drawn(self.graphs.samples.replay(sample_size, shape.num_samples), shape, sampled)
+            logits, replayed = self.graphs.samples.replay(sample_size, shape.num_samples)
+            result = self._sample(logits, sampled, replayed)
         elif sampled:
-            rows = self._builder.sample_rows(shape.num_samples)
-            logits = self.model.compute_logits(hidden_states.index_select(0, rows.indices))
-            result = self._draw(logits, rows, sampled)
-        pending = pending_step(orders, result, self._rows, prompt_logprobs, failed)
+            indices = self._builder.sample_rows(shape.num_samples).indices
+            result = self._sample(self.model.compute_logits(hidden_states.index_select(0, indices)), sampled)
+        pending = pending_step(orders, result, prompt_logprobs, failed)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
-
-    def _drawn(self, replayed: SampledLogits, shape: StepShape, sampled: list[ScheduledRequest]) -> SamplerOutput:
-        """The real rows that a graph has drawn; drawn again where a row needs more than a graph's sampling offers."""
-        logits, result = replayed
-        count = shape.num_samples
-        if self._sampling.needs_more(sampled):
-            return self._draw(logits[:count], self._builder.sample_rows(count), sampled)
-        return SamplerOutput(result.token_ids[:count], None, result.nan_rows[:count])
 
     @torch.inference_mode()
     def decode_both_ways(self, orders: SchedulerOutput) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -388,13 +382,6 @@ class ModelRunner:
 
     def _context(self, batch: Batch, mode: GraphMode) -> ForwardContext:
         return ForwardContext(batch, self.caches, self._layer_modules, mode=mode)
-
-    def _draw(self, logits: Tensor, rows: SampleRows, sampled: list[ScheduledRequest]) -> SamplerOutput:
-        """Sample, and remember what was sampled."""
-        result = self._sampler(logits, self._sampling.build(sampled, rows))
-        self._rows.set_last_tokens(rows.rows, result.token_ids)
-        self._sampling.record(sampled, result.token_ids)
-        return result
 
     def _update_rows(self, orders: SchedulerOutput) -> None:
         self._sampling.set_step_masks(orders.token_masks)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.layers.sampler import Logprobs, SamplerOutput, logprobs_of
+from weft.layers.sampler import Logprobs, logprobs_of
 from weft.messages import ModelOutput, SchedulerOutput, TokenLogprobs
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
+from weft.runner.step_sampler import SampledTokens
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -56,8 +57,8 @@ class PendingStep:
         step: its number.
         rows: rows that sampled, in batch order.
         token_ids, failed: ``[len(rows)]`` on the host; None if nothing was sampled.
-        logprobs: of the sampled tokens, if any row asked.
-        num_logprobs: row -> how many alternatives it asked for.
+        num_logprobs: of the rows that want log probabilities: row -> how many alternatives.
+        logprobs: of their sampled tokens, in that order.
         prompt_logprobs: row -> those of its prompt tokens.
         prefill_rows: rows that did not sample.
         prefill_failed: ``[len(prefill_rows)]`` on the host: what they computed is NaN or infinite; None without rows.
@@ -69,8 +70,8 @@ class PendingStep:
     rows: list[int]
     token_ids: Tensor | None = None
     failed: Tensor | None = None
-    logprobs: HostLogprobs | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
+    logprobs: HostLogprobs | None = None
     prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
     prefill_rows: list[int] = field(default_factory=list)
     prefill_failed: Tensor | None = None
@@ -108,8 +109,8 @@ class PendingStep:
     def _logprobs(self) -> dict[int, TokenLogprobs]:
         if self.logprobs is None:
             return {}
-        entries = dict(zip(self.rows, self.logprobs.entries(), strict=True))
-        return {row: _first(entries[row], count) for row, count in self.num_logprobs.items()}
+        entries = zip(self.num_logprobs.items(), self.logprobs.entries(), strict=True)
+        return {row: _first(entry, count) for (row, count), entry in entries}
 
 
 def _where(flags: Tensor | None, rows: list[int]) -> list[int]:
@@ -124,26 +125,25 @@ def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
 
 def pending_step(
     orders: SchedulerOutput,
-    result: SamplerOutput | None,
-    rows: RowTable,
+    sampled: SampledTokens | None,
     prompt_logprobs: Mapping[int, HostLogprobs] | None = None,
     prefill_failed: Tensor | None = None,
 ) -> PendingStep:
     """Start the copies of a step's results to the host.
 
     Args:
-        result: what was sampled; None if no row does.
+        sampled: None if no row samples.
         prompt_logprobs: see ``prompt_logprobs_of``.
         prefill_failed: see ``failed_prefills``.
     """
-    sampled = [r.row for r in orders.requests if r.samples]
+    logprobs = sampled.logprobs if sampled is not None else None
     return PendingStep(
         orders.step,
-        sampled,
-        token_ids=to_host(result.token_ids) if result is not None else None,
-        failed=to_host(result.nan_rows) if result is not None else None,
-        logprobs=HostLogprobs.fetch(result.logprobs) if result is not None and result.logprobs is not None else None,
-        num_logprobs={row: n for row in sampled if (n := rows.sampling(row).logprobs) is not None},
+        [r.row for r in orders.requests if r.samples],
+        token_ids=to_host(sampled.token_ids) if sampled is not None else None,
+        failed=to_host(sampled.nan_rows) if sampled is not None else None,
+        num_logprobs=sampled.num_logprobs if sampled is not None else {},
+        logprobs=HostLogprobs.fetch(logprobs) if logprobs is not None else None,
         prompt_logprobs=dict(prompt_logprobs or {}),
         prefill_rows=[r.row for r in orders.requests if not r.samples],
         prefill_failed=to_host(prefill_failed) if prefill_failed is not None else None,
@@ -181,9 +181,11 @@ def prompt_logprobs_of(
         compute_logits: ``[N, hidden_size] -> [N, V]``.
     """
     result: dict[int, HostLogprobs] = {}
+    if not rows.prompt_logprobs:
+        return result
     start = 0
     for order in orders.requests:
-        wanted = rows.sampling(order.row).prompt_logprobs
+        wanted = rows.prompt_logprobs.get(order.row)
         stop = min(order.start + order.num_tokens + 1, rows.num_prompt_tokens(order.row))
         count = stop - order.start - 1
         if wanted is not None and count > 0:

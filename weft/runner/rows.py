@@ -27,6 +27,8 @@ class RowTable:
         device_page_table: the same on the device.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
+        prompt_logprobs: row -> how many alternatives it wants at every token of its prompt; rows that want none are not
+            in it.
     """
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
@@ -40,6 +42,7 @@ class RowTable:
         self.min_p = np.zeros(num_rows + 1, dtype=np.float32)
         self.top_k = np.zeros(num_rows + 1, dtype=np.int64)
         self.seed = np.zeros(num_rows + 1, dtype=np.int64)
+        self.prompt_logprobs: dict[int, int] = {}
         self._num_pages = [0] * num_rows
         self._token_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
         self._num_prompt_tokens = [0] * num_rows
@@ -52,6 +55,9 @@ class RowTable:
         self._token_ids[row] = np.asarray(new.token_ids, dtype=np.int32)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._sampling[row] = params
+        self.prompt_logprobs.pop(row, None)
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs[row] = params.prompt_logprobs
         self.temperature[row] = params.temperature
         self.top_p[row], self.min_p[row], self.top_k[row] = params.top_p, params.min_p, params.top_k
         self.seed[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed

@@ -8,7 +8,7 @@ need not visit the host. Does not know: logits, or how a token is drawn. A row t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,8 @@ class SamplingInputs:
         self._counts: dict[int, Counts] = {}
         self._bad_words: dict[int, BadWords] = {}
         self._allowed: dict[int, Tensor] = {}
+        self._editing: set[int] = set()
+        self._num_logprobs: dict[int, int] = {}
         self._step_masks: dict[int, Tensor] = {}
         self._processors: Mapping[int, LogitsProcessor] = {}
 
@@ -80,6 +82,11 @@ class SamplingInputs:
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
             allowed[params.allowed_token_ids] = True
             self._allowed[new.row] = to_device(allowed, self._device)
+        kept = any(new.row in table for table in (self._counts, self._bad_words, self._allowed))
+        if kept or params.logit_bias or params.min_tokens:
+            self._editing.add(new.row)
+        if params.logprobs is not None:
+            self._num_logprobs[new.row] = params.logprobs
 
     def set_step_masks(self, masks: dict[int, bytes]) -> None:
         """Masks of single rows for the coming step (see ``SchedulerOutput.token_masks``)."""
@@ -96,8 +103,9 @@ class SamplingInputs:
         return (packed[:, None] >> shifts & 1).bool().flatten()[: self._vocab_size]
 
     def forget(self, row: int) -> None:
-        for table in (self._counts, self._bad_words, self._allowed):
+        for table in (self._counts, self._bad_words, self._allowed, self._num_logprobs):
             table.pop(row, None)
+        self._editing.discard(row)
 
     def _start_counts(self, prompt: list[int], output: list[int]) -> Counts:
         mask = torch.zeros(self._vocab_size, dtype=torch.bool)
@@ -116,7 +124,7 @@ class SamplingInputs:
             self._ints(recent),
         )
 
-    def record(self, sampled: list[ScheduledRequest], token_ids: Tensor) -> None:
+    def record(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor) -> None:
         """Add the sampled ``token_ids [N]`` to the histories of their rows."""
         if not self._counts and not self._bad_words:
             return
@@ -133,41 +141,46 @@ class SamplingInputs:
         """The batch of rows whose parameters are known to the device only: every filter is applied."""
         return _core(rows, all_greedy=False, candidates=self._vocab_size, uses_min_p=True)
 
-    def needs_more(self, sampled: list[ScheduledRequest]) -> bool:
-        """True if a row asks for more than temperature, top-k, top-p and min-p, which every batch handles."""
-        for order in sampled:
-            p = self._rows.sampling(order.row)
-            if p.logprobs is not None or p.logit_bias or p.min_tokens or order.row in self._allowed:
-                return True
-            if order.row in self._counts or order.row in self._bad_words:
-                return True
-            if order.row in self._step_masks or order.row in self._processors:
-                return True
-        return False
+    def edited(self, sampled: Sequence[ScheduledRequest]) -> list[int]:
+        """Indices of the orders whose logits change before sampling: their rows ask for more than temperature, top-k,
+        top-p and min-p."""
+        if not (self._editing or self._step_masks or self._processors):
+            return []
+        edits = self._editing | self._step_masks.keys() | self._processors.keys()
+        return [i for i, order in enumerate(sampled) if order.row in edits]
 
-    def build(self, sampled: list[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
-        """The sampling batch of the orders that sample, in order; ``rows`` are their parameters on the device."""
+    def num_logprobs(self, sampled: Sequence[ScheduledRequest]) -> dict[int, int]:
+        """Of the rows that want log probabilities: row -> how many alternatives (0: of the sampled token alone)."""
+        if not self._num_logprobs:
+            return {}
+        return {order.row: n for order in sampled if (n := self._num_logprobs.get(order.row)) is not None}
+
+    def plain(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
+        """The sampling batch of the orders that sample, in order, without edits; ``rows`` are their parameters on the
+        device."""
         params = [self._rows.sampling(order.row) for order in sampled]
-        generated = [o.start + o.num_tokens - self._rows.num_prompt_tokens(o.row) for o in sampled]
-        processors = {i: self._processors[o.row] for i, o in enumerate(sampled) if o.row in self._processors}
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
-        core = _core(
+        return _core(
             rows,
             all_greedy=all(p.temperature == 0 for p in params),
             candidates=filter_candidates([p.top_k for p in params], [p.top_p for p in params], self._vocab_size),
             uses_min_p=any(p.min_p > 0 for p in params),
         )
+
+    def build(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
+        """The same with edits."""
+        params = [self._rows.sampling(order.row) for order in sampled]
+        generated = [o.start + o.num_tokens - self._rows.num_prompt_tokens(o.row) for o in sampled]
+        processors = {i: self._processors[o.row] for i, o in enumerate(sampled) if o.row in self._processors}
         return dataclasses.replace(
-            core,
+            self.plain(sampled, rows),
             penalties=self._penalties(sampled, params),
             bias=self._bias(params),
             allowed=self._allowed_mask(sampled),
             blocked=self._blocked(sampled, params, generated),
             processors=processors or None,
-            num_logprobs=max(wanted) if wanted else None,
         )
 
-    def _penalties(self, sampled: list[ScheduledRequest], params: list[RowSampling]) -> Penalties | None:
+    def _penalties(self, sampled: Sequence[ScheduledRequest], params: list[RowSampling]) -> Penalties | None:
         rows = [self._counts.get(o.row) for o in sampled]
         if not any(rows):
             return None
@@ -191,7 +204,7 @@ class SamplingInputs:
         rows, tokens, values = zip(*entries, strict=True)
         return LogitBias(self._ints(list(rows)), self._ints(list(tokens)), self._floats(list(values)))
 
-    def _allowed_mask(self, sampled: list[ScheduledRequest]) -> Tensor | None:
+    def _allowed_mask(self, sampled: Sequence[ScheduledRequest]) -> Tensor | None:
         masks = [_both(self._allowed.get(o.row), self._step_masks.get(o.row)) for o in sampled]
         if all(mask is None for mask in masks):
             return None
@@ -199,7 +212,7 @@ class SamplingInputs:
         return torch.stack([everything if mask is None else mask for mask in masks])
 
     def _blocked(
-        self, sampled: list[ScheduledRequest], params: list[RowSampling], generated: list[int]
+        self, sampled: Sequence[ScheduledRequest], params: list[RowSampling], generated: list[int]
     ) -> BlockedTokens | None:
         """Ends before ``min_tokens``, and last tokens of bad words, active where their beginning was just generated."""
         rows: list[int] = []
