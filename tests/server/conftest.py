@@ -1,12 +1,18 @@
-"""One server over the fake engine for all tests that do not break it."""
+"""One server over the fake engine for all tests that do not break it, one over the bundled model, one browser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.server.running import RunningServer
+
+if TYPE_CHECKING:
+    from selenium.webdriver.remote.webdriver import WebDriver
+
+    from tests.server.browser import Browser
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +22,37 @@ def server() -> Iterator[RunningServer]:
         yield running.wait_ready()
     finally:
         running.close()
+
+
+@pytest.fixture(scope="session")
+def mini() -> Iterator[RunningServer]:
+    """The bundled model, with keys."""
+    from tests.server.browser import ADMIN, KEY
+
+    running = RunningServer(
+        "--cpu-cache-gib", "0.1", "--max-num-seqs", "16", "--api-key", KEY, "--admin-key", ADMIN, module="weft"
+    )
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
+    from tests.server.browser import start_chromium
+
+    driver = start_chromium(str(tmp_path_factory.mktemp("chromium")))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def browser(driver: WebDriver) -> Iterator[Browser]:
+    from tests.server.browser import Browser
+
+    browser = Browser(driver)
+    browser.complaints()
+    yield browser
+    browser.script("sessionStorage.clear(); localStorage.clear()")
+    driver.set_window_size(1200, 900)

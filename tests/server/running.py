@@ -24,7 +24,7 @@ class RunningServer:
     """A server process. ``module``: what ``python -m`` runs, with the flags of ``weft serve``."""
 
     def __init__(self, *flags: str, module: str = "tests.server.fake_server", **environment: str) -> None:
-        command = [sys.executable, "-m", module, *flags, "--port", "0"]
+        command = [sys.executable, "-m", module, "--port", "0", *flags]
         if module == "weft":
             command.insert(3, "serve")
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment

@@ -19,17 +19,20 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain; charset=utf-8",
 }
 
-_NAMES = ("index.html", "style.css", "icon.svg", "app.js", "chat.js", "inspect.js", "tree.js", "plots.js", "dom.js")
+_NAMES = sorted(str(p.relative_to(_FOLDER)) for p in _FOLDER.rglob("*") if p.suffix in _TYPES)
 
 PATHS = frozenset({"/", *(f"/{name}" for name in _NAMES)})
-"""Paths that are open to everyone: the page holds no secrets."""
+"""Paths that are open to everyone: the page holds no secrets. ``/vendor/`` has other people's code, unchanged, with its
+licences; ``vendor/versions.json`` says which, and the tests compare."""
 
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -37,7 +40,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-"""No other host, no inline script or style, no frame; text can become markup nowhere."""
+"""No other host, no inline script or style, no frame; text becomes markup through DOMPurify alone."""
 
 
 def media_types() -> dict[str, str]:

@@ -1,252 +1,262 @@
-// Chat: one conversation over /v1/chat/completions, streamed.
+// Chat: conversations over /v1/chat/completions, streamed.
 
-import { byId, call, el, integer, seconds } from "./dom.js";
+import { call, events } from "./connection.js";
+import { byId, copyButton, download, el } from "./dom.js";
+import { Answer } from "./answer.js";
 import { own } from "./inspect.js";
+import * as parameters from "./parameters.js";
+import { drawConversations } from "./conversations.js";
+import * as store from "./store.js";
+import { follow } from "./follow.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "priority"];
-
-let messages = [];
-let running = null; // AbortController of the answer on its way
+let current = null; // the conversation that is shown
+const running = new Map(); // id of a conversation -> {conversation, answer, controller} on its way
+const views = new WeakMap(); // message -> its Answer, so that folds stay open
 let showRequest = () => {};
+let log = null;
 
 /** The request's body. Throws an Error in words if the tools are not JSON. */
-function body() {
-  const system = byId("p-system").value.trim();
-  const result = {
-    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+function body(messages) {
+  const { system, fields } = parameters.request();
+  const sent = messages.map(({ role, content, tool_calls, tool_call_id }) => ({ role, content, tool_calls, tool_call_id }));
+  return {
+    messages: system ? [{ role: "system", content: system }, ...sent] : sent,
     stream: true,
     stream_options: { include_usage: true },
+    ...fields,
   };
-  for (const name of NUMBERS) {
-    const value = byId(`p-${name}`).value;
-    if (value !== "") result[name] = Number(value);
-  }
-  const thinking = byId("p-thinking").value;
-  if (thinking) result.chat_template_kwargs = { enable_thinking: thinking === "true" };
-  const tools = byId("p-tools").value.trim();
-  if (tools) {
-    try {
-      result.tools = JSON.parse(tools);
-    } catch (error) {
-      throw new Error(`Tools are not JSON: ${error.message}`);
-    }
-  }
-  return result;
-}
-
-/** The values of the `data:` events of a response. */
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (part === "data: [DONE]") return;
-      if (part.startsWith("data: ")) yield JSON.parse(part.slice(6));
-    }
-  }
-}
-
-/** An answer as it grows: reasoning fold, content, tool calls, a line of figures. */
-class Answer {
-  constructor() {
-    this.content = "";
-    this.reasoning = "";
-    this.calls = [];
-    this.began = performance.now();
-    this.firstToken = null;
-    this.usage = null;
-    this.cache = null;
-    this.id = null;
-    this.finish = null;
-    this.text = el("div", { class: "content" });
-    this.thought = el("div", { class: "content" });
-    this.fold = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.thought);
-    this.tools = el("div", { class: "tools" });
-    this.figures = el("p", { class: "figures muted" });
-    this.element = el("article", { class: "message assistant", "aria-label": "Answer" },
-      this.fold, this.text, this.tools, this.figures);
-  }
-
-  take(chunk) {
-    if (chunk.error) throw new Error(chunk.error.message);
-    this.id = chunk.id;
-    if (chunk.usage) this.usage = chunk.usage;
-    if (chunk.weft) this.cache = chunk.weft.prompts[0].cache;
-    for (const choice of chunk.choices) {
-      this.firstToken ??= performance.now();
-      this.finish = choice.finish_reason || this.finish;
-      this.add(choice.delta);
-    }
-  }
-
-  add(delta) {
-    if (delta.reasoning) {
-      this.reasoning += delta.reasoning;
-      this.thought.append(delta.reasoning);
-      this.fold.hidden = false;
-    }
-    if (delta.content) {
-      this.content += delta.content;
-      this.text.append(delta.content);
-    }
-    for (const part of delta.tool_calls || []) this.addCall(part);
-  }
-
-  addCall(part) {
-    const known = this.calls[part.index];
-    if (known) {
-      known.function.arguments += part.function.arguments || "";
-      known.output.textContent = known.function.arguments;
-      return;
-    }
-    const output = el("pre", {}, part.function.arguments || "");
-    this.calls[part.index] = { id: part.id, function: { ...part.function }, output };
-    this.tools.append(el("details", { class: "tool", open: true }, el("summary", {}, `Call of ${part.function.name}`), output));
-  }
-
-  /** The figures under an answer that has ended. */
-  close(note) {
-    const parts = [];
-    const now = performance.now();
-    if (this.usage) {
-      const { prompt_tokens, completion_tokens, prompt_tokens_details } = this.usage;
-      parts.push(`${integer(prompt_tokens)} prompt tokens, ${integer(prompt_tokens_details.cached_tokens)} reused`);
-      const time = (now - this.firstToken) / 1000;
-      parts.push(`${integer(completion_tokens)} new` + (time > 0.01 ? ` at ${integer(completion_tokens / time)} tok/s` : ""));
-    }
-    if (this.firstToken !== null) parts.push(`first after ${seconds((this.firstToken - this.began) / 1000)}`);
-    if (this.finish === "length") parts.push("cut at the token limit");
-    if (note) parts.push(note);
-    this.figures.textContent = parts.join(" · ");
-    if (this.cache) {
-      this.figures.append(el("br"), this.cache, " ",
-        el("button", { type: "button", class: "link", onclick: () => showRequest(this.id) }, "Show in Inspect"));
-    }
-  }
-
-  /** As a message of the conversation that goes on. */
-  message() {
-    const result = { role: "assistant", content: this.content };
-    if (this.calls.length) {
-      result.tool_calls = this.calls.map((c) => ({ id: c.id, type: "function", function: c.function }));
-    }
-    return result;
-  }
-}
-
-function addToLog(element) {
-  byId("hint")?.remove();
-  const log = byId("log");
-  const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-  log.append(element);
-  if (follows) log.scrollTop = log.scrollHeight;
-}
-
-function setRunning(controller) {
-  running = controller;
-  byId("send").hidden = controller !== null;
-  byId("stop").hidden = controller === null;
-  byId("log").setAttribute("aria-busy", String(controller !== null));
-}
-
-/** A question that was refused is no part of the conversation; it can be changed and sent again. */
-function takeBack() {
-  if (messages.at(-1)?.role === "user") byId("message").value ||= messages.pop().content;
 }
 
 /** Ask for an answer to the conversation as it stands. */
 async function respond() {
-  let request;
-  try {
-    request = body();
-  } catch (error) {
-    addToLog(el("p", { class: "message error" }, error.message));
-    takeBack();
-    return;
-  }
-  const mine = messages; // a new chat meanwhile must not get this answer
-  const answer = new Answer();
+  const conversation = current; // another may be shown before the answer has ended
+  const answer = new Answer(showRequest);
   const controller = new AbortController();
-  setRunning(controller);
-  addToLog(answer.element);
-  let note = "";
+  running.set(conversation.id, { conversation, answer, controller });
+  views.set(answer.message, answer);
+  keep(conversation);
+  draw();
+  log.toEnd();
+  let note = "", failure = "";
   try {
-    const options = { method: "POST", body: JSON.stringify(request), signal: controller.signal };
+    const options = { method: "POST", body: JSON.stringify(body(conversation.messages)), signal: controller.signal };
     options.headers = { "Content-Type": "application/json" };
-    const log = byId("log");
     for await (const chunk of events(await call("/v1/chat/completions", options))) {
-      const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
       answer.take(chunk);
-      own(answer.id);
-      if (follows) log.scrollTop = log.scrollHeight;
+      own(chunk.id);
     }
   } catch (error) {
     if (controller.signal.aborted) note = "stopped";
-    else answer.element.append(el("p", { class: "error" }, error.message));
-    if (messages === mine && !note && !answer.content) takeBack();
+    else failure = error.message;
   }
   answer.close(note);
-  if (answer.content || answer.calls.length) mine.push(answer.message());
-  if (running === controller) setRunning(null);
-  if (messages === mine && answer.calls.length && !note) askForResults(answer);
+  running.delete(conversation.id);
+  const { content, reasoning, tool_calls } = answer.message;
+  if (content || reasoning || tool_calls) conversation.messages.push(answer.message);
+  keep(conversation);
+  if (conversation === current) draw(failure || (conversation.messages.at(-1) !== answer.message && note));
 }
 
-/** Fields for what the called functions give. */
-function askForResults(answer) {
-  const fields = answer.calls.map((c) => el("textarea", { rows: 2, "aria-label": `Result of ${c.function.name}` }));
-  const labels = answer.calls.map((c, i) => el("label", {}, `Result of ${c.function.name}`, fields[i]));
-  const form = el("form", { class: "results" }, ...labels, el("button", {}, "Send results"));
+function keep(conversation) {
+  if (removed.has(conversation.id)) return;
+  const isKept = store.save(conversation);
+  byId("title").title = isKept ? "" : "This browser's storage is full: the conversation is not kept.";
+}
+
+const removed = new Set(); // while their answers were on the way
+
+// -- drawing ----------------------------------------------------------------------------------------------------------
+
+/** The shown conversation from its messages; `failure`: why the last one has no (whole) answer. */
+function draw(failure = "") {
+  const run = running.get(current.id);
+  const elements = current.messages.map((message, i) => drawMessage(message, i));
+  if (run) elements.push(run.answer.element);
+  else if (failure || unanswered()) elements.push(drawFailure(failure || "No answer yet."));
+  if (!elements.length) elements.push(el("p", { id: "hint", class: "muted" }, "Enter sends, Shift+Enter starts a line, Escape stops an answer."));
+  byId("messages").replaceChildren(...elements);
+  byId("title").textContent = current.title || "New chat";
+  byId("export-menu").hidden = current.messages.length === 0;
+  byId("send").hidden = Boolean(run);
+  byId("stop").hidden = !run;
+  byId("log").setAttribute("aria-busy", String(Boolean(run)));
+  drawList();
+}
+
+const unanswered = () => ["user", "tool"].includes(current.messages.at(-1)?.role);
+
+function drawMessage(message, i) {
+  if (message.role === "user") return drawQuestion(message, i);
+  if (message.role === "tool") return el("pre", { class: "result", "aria-label": "Result" }, message.content);
+  const answer = views.get(message) ?? new Answer(showRequest, message);
+  views.set(message, answer);
+  if (message.request) own(message.request);
+  const isLast = i === current.messages.length - 1;
+  answer.drawFoot(button("Regenerate", () => redo(i)));
+  answer.after.replaceChildren(...(message.tool_calls && isLast ? [resultsForm(message.tool_calls)] : []));
+  return answer.element;
+}
+
+const button = (name, onclick) => el("button", { type: "button", class: "ghost", onclick }, name);
+
+function drawQuestion(message, i) {
+  const element = el("article", { class: "message user", "aria-label": "You" },
+    el("div", { class: "content" }, message.content),
+    el("div", { class: "actions" }, copyButton(() => message.content), button("Edit", () => element.replaceWith(editor(message, i)))));
+  return element;
+}
+
+function drawFailure(words) {
+  return el("div", { class: "message failure" }, el("p", { class: "error" }, words), button("Try again", () => redo(current.messages.length - (unanswered() ? 0 : 1))));
+}
+
+/** A question that is being changed; sending it replaces what came after it. */
+function editor(message, i) {
+  const field = el("textarea", { "aria-label": "Your message", rows: Math.min(12, message.content.split("\n").length + 1) });
+  field.value = message.content;
+  const form = el("form", { class: "message editor" }, field,
+    el("div", { class: "row" }, el("button", { class: "primary" }, "Send"), button("Cancel", () => draw()),
+      el("span", { class: "muted" }, i < current.messages.length - 1 ? "What follows is replaced." : "")));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running) return;
-    answer.calls.forEach((c, i) => messages.push({ role: "tool", tool_call_id: c.id, content: fields[i].value }));
-    form.replaceWith(...answer.calls.map((c, i) => el("pre", { class: "result" }, fields[i].value)));
+    if (!field.value.trim() || running.has(current.id)) return;
+    current.messages.splice(i, Infinity, { role: "user", content: field.value });
     respond();
   });
-  answer.element.append(form);
-  fields[0].focus();
-  form.scrollIntoView({ block: "nearest" });
+  setTimeout(() => field.focus());
+  return form;
 }
 
-function send() {
-  const text = byId("message").value;
-  if (!text.trim() || running) return;
-  byId("message").value = "";
-  messages.push({ role: "user", content: text });
-  addToLog(el("article", { class: "message user", "aria-label": "You" }, el("div", { class: "content" }, text)));
-  byId("log").scrollTop = byId("log").scrollHeight;
+/** Answer anew from message `i` on; what came after it goes. */
+function redo(i) {
+  if (running.has(current.id)) return;
+  const later = current.messages.slice(i + 1).some((m) => m.role === "user");
+  if (later && !confirm("Regenerate this answer? What follows it is removed.")) return;
+  current.messages.splice(i);
   respond();
 }
 
-const stop = () => running?.abort();
+/** Fields for what the called functions give. */
+function resultsForm(calls) {
+  const fields = calls.map((c) => el("textarea", { rows: 2, "aria-label": `Result of ${c.function.name}` }));
+  const labels = calls.map((c, i) => el("label", {}, `Result of ${c.function.name}`, fields[i]));
+  const form = el("form", { class: "results" }, ...labels, el("button", {}, "Send results"));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running.has(current.id)) return;
+    calls.forEach((c, i) => current.messages.push({ role: "tool", tool_call_id: c.id, content: fields[i].value }));
+    respond();
+  });
+  setTimeout(() => fields[0].focus());
+  return form;
+}
 
-function clear() {
-  stop();
-  messages = [];
-  byId("log").replaceChildren();
+// -- conversations ----------------------------------------------------------------------------------------------------
+
+function drawList() {
+  drawConversations(store.all(), current, (id) => running.has(id), { open, remove });
+}
+
+function open(conversation) {
+  current = running.get(conversation.id)?.conversation ?? conversation;
+  parameters.show(current.parameters);
+  setListing(false);
+  draw();
+  log.toEnd();
+}
+
+/** On a phone the list covers the chat while it is open. */
+function setListing(isOpen) {
+  byId("chat").classList.toggle("listing", isOpen);
+  byId("show-conversations").setAttribute("aria-expanded", String(isOpen));
+}
+
+const openFresh = () => {
+  open(store.fresh({ ...current?.parameters }));
   byId("message").focus();
+};
+
+function remove(conversation) {
+  if (!confirm(`Delete “${conversation.title}”?`)) return;
+  removed.add(conversation.id);
+  running.get(conversation.id)?.controller.abort();
+  store.remove(conversation.id);
+  if (conversation.id === current.id) openFresh();
+  else drawList();
+}
+
+function removeAll() {
+  if (!confirm("Delete all conversations of this browser?")) return;
+  for (const conversation of store.all()) removed.add(conversation.id);
+  for (const { controller } of running.values()) controller.abort();
+  store.removeAll();
+  openFresh();
+}
+
+/** Another tab changed what is kept; an answer on its way here goes on and is kept when it ends. */
+function changedElsewhere() {
+  const kept = store.get(current.id);
+  if (!running.has(current.id) && kept && kept.updated > current.updated) open(kept);
+  else drawList();
+}
+
+const fileName = () => `weft-${new Date(current.created).toISOString().slice(0, 16).replaceAll(":", "")}`;
+
+// -- the composer -----------------------------------------------------------------------------------------------------
+
+function send() {
+  const text = byId("message").value;
+  if (!text.trim() || running.has(current.id)) return;
+  byId("message").value = "";
+  grow();
+  current.messages.push({ role: "user", content: text });
+  respond();
+}
+
+const stop = () => running.get(current.id)?.controller.abort();
+
+function grow() {
+  const field = byId("message");
+  field.style.height = "auto";
+  field.style.height = `${field.scrollHeight + 2}px`;
 }
 
 /** `show` is called with a request's id to look at it. */
 export function start(show) {
   showRequest = show;
-  byId("composer").addEventListener("submit", (event) => {
+  log = follow(byId("log"), byId("messages"), byId("to-latest"));
+  parameters.start((values) => {
+    current.parameters = values;
+    if (current.messages.length) keep(current);
+  });
+  const on = (id, event, action) => byId(id).addEventListener(event, action);
+  on("composer", "submit", (event) => {
     event.preventDefault();
     send();
   });
-  byId("message").addEventListener("keydown", (event) => {
+  on("message", "keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       send();
     }
   });
-  byId("chat").addEventListener("keydown", (event) => {
-    if (event.key === "Escape") stop();
+  on("message", "input", grow);
+  on("chat", "keydown", (event) => {
+    if (event.key !== "Escape") return;
+    if (byId("chat").classList.contains("listing")) setListing(false);
+    else stop();
   });
-  byId("stop").addEventListener("click", stop);
-  byId("clear").addEventListener("click", clear);
+  on("stop", "click", stop);
+  on("new-chat", "click", openFresh);
+  on("delete-all", "click", removeAll);
+  on("show-conversations", "click", (event) => {
+    event.stopPropagation();
+    setListing(true);
+  });
+  on("column", "click", () => setListing(false));
+  on("export-markdown", "click", () => download(`${fileName()}.md`, "text/markdown", store.asMarkdown(current)));
+  on("export-json", "click", () => download(`${fileName()}.json`, "application/json", JSON.stringify(current, null, 2)));
+  on("export-all", "click", () => download("weft-conversations.json", "application/json", JSON.stringify(store.all(), null, 2)));
+  store.listen(changedElsewhere);
+  open(store.all()[0] ?? store.fresh({}));
 }

@@ -1,6 +1,6 @@
-// Elements, and calls to the server.
+// Elements and figures in words.
 //
-// Texts become text nodes here and nowhere else: nothing that a model or a caller wrote is ever parsed as markup.
+// Texts become text nodes here. The one other way into the page is markdown.js, which sanitises.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -26,37 +26,73 @@ function fill(element, attributes, children) {
   return element;
 }
 
-const KEY = "weft-key";
-
-export const getKey = () => sessionStorage.getItem(KEY) || "";
-
-export function setKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
+/** Tabs with ids `tab-NAME`; `show(name, focus)` makes one current. Arrow keys walk. */
+export function tabs(names, show) {
+  const current = (name, focus) => {
+    for (const each of names) {
+      const button = byId(`tab-${each}`);
+      button.setAttribute("aria-selected", String(each === name));
+      button.tabIndex = each === name ? 0 : -1;
+      byId(button.getAttribute("aria-controls")).hidden = each !== name;
+      if (focus && each === name) button.focus();
+    }
+    show(name);
+  };
+  names.forEach((name, i) => {
+    byId(`tab-${name}`).addEventListener("click", () => current(name, false));
+    byId(`tab-${name}`).addEventListener("keydown", (event) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (by) current(names[(i + by + names.length) % names.length], true);
+    });
+  });
+  return current;
 }
 
-/** `fetch` with the key; an answer that is not 200 becomes an Error with the server's own words. */
-export async function call(path, options = {}) {
-  const headers = { ...options.headers };
-  if (getKey()) headers.Authorization = `Bearer ${getKey()}`;
-  const response = await fetch(path, { ...options, headers });
-  if (response.ok) return response;
-  let message = `status ${response.status}`;
+/** A button that copies what `text()` gives, and says so. */
+export function copyButton(text, className = "ghost") {
+  const button = el("button", { type: "button", class: className }, "Copy");
+  button.addEventListener("click", async () => {
+    button.textContent = (await copied(text())) ? "Copied" : "Not allowed";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
+  return button;
+}
+
+async function copied(text) {
   try {
-    message = (await response.json()).error.message;
-  } catch { /* not one of the server's own errors */ }
-  const error = new Error(message);
-  error.status = response.status;
-  throw error;
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch { /* no clipboard without TLS beyond localhost: the old way */ }
+  const field = el("textarea", { class: "hidden-label", readonly: true });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}
+
+/** Hand the browser a file. */
+export function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
 export const integer = (value) => Math.round(value).toLocaleString("en");
+
+/** A count in at most four characters and a letter, for axes. */
+export function compact(value) {
+  if (value >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
+  if (value >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  return value >= 100 || Number.isInteger(value) ? integer(value) : String(+value.toPrecision(2));
+}
 
 /** Seconds in words of sensible precision. */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
-  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
-  if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 2 : 1)} ms`;
-  return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  if (value < 0.0009995) return `${+(value * 1e6).toPrecision(3)} µs`;
+  if (value < 0.9995) return `${+(value * 1e3).toPrecision(3)} ms`;
+  return `${+value.toPrecision(3)} s`;
 }

@@ -1,171 +1,153 @@
 // Inspect: the engine as `/inspect` shows it, once a second while somebody looks.
 
-import { byId, call, el, integer, seconds } from "./dom.js";
-import { Steps, timePlot } from "./plots.js";
-import { Tree } from "./tree.js";
+import { call } from "./connection.js";
+import { byId, compact, el, integer, seconds, tabs } from "./dom.js";
+import { TimePlot } from "./plots.js";
+import { drawPools } from "./pools.js";
+import { drawRequests, explain, find } from "./requests.js";
+import { makeSteps } from "./steps.js";
+import { makeTree } from "./tree.js";
 
-const INTERVAL_MS = 1000, SPAN_S = 60, MAX_OWN = 32;
+const INTERVAL_MS = 1000, MAX_OWN = 64;
+const PARTS = ["throughput", "latency", "requests", "cache"];
 
-const ownIds = new Set(); // requests of this page: the server names them to us
-let chosen = null; // id of the chosen request, or its place in the list if the server does not name it
-let isVisible = false, isPaused = false, timer = null;
-let before = null; // totals of the look before
-let rates = []; // {t, prefill, decode} in tokens per second
-let tree, steps, latest = null;
+const ownIds = new Set(); // requests of this browser: the server names them to us
+let chosen = null; // key of the chosen request
+let part = PARTS[0];
+let isVisible = false, isPaused = false, timer = null, latest = null;
+let plots, steps, tree, showPart;
 
-/** A request of this page. */
+/** A request of this page. The latest ones are the last to go. */
 export function own(id) {
+  ownIds.delete(id);
   ownIds.add(id);
   if (ownIds.size > MAX_OWN) ownIds.delete(ownIds.values().next().value);
 }
 
 /** Look at this request. */
-export function choose(id) {
+export function choose(id, name = "cache") {
   chosen = id;
-  if (latest) draw(latest);
+  if (id !== null) own(id);
+  tree.reveal();
+  showPart(name);
+  look();
 }
 
 export function setVisible(visible) {
   isVisible = visible;
-  if (visible) look();
+  if (visible) showPart(part);
+  look();
 }
 
-async function look() {
+export async function look() {
   clearTimeout(timer);
   if (!isVisible || document.hidden || isPaused) return;
   try {
     const query = new URLSearchParams([...ownIds].map((id) => ["request", id]));
-    const view = await (await call(`/inspect?${query}`)).json();
-    remember(view);
-    draw(view);
+    query.set("history", byId("span").value);
+    latest = await (await call(`/inspect?${query}`)).json();
+    draw();
     byId("inspect-state").textContent = `live, ${new Date().toLocaleTimeString()}`;
   } catch (error) {
-    before = null;
     byId("inspect-state").textContent = error.message;
   }
+  clearTimeout(timer);
   timer = setTimeout(look, INTERVAL_MS);
 }
 
-/** Rates are differences between two looks; a restarted engine counts from zero again. */
-function remember(view) {
-  const { now, totals } = view;
-  if (!before) rates = ratesOf(view.steps);
-  if (before && now > before.now && totals.num_steps >= before.totals.num_steps) {
-    const per = (name) => (totals[name] - before.totals[name]) / (now - before.now);
-    rates.push({ t: now, prefill: per("num_prefill_tokens"), decode: per("num_decode_tokens") });
-    rates = rates.filter((rate) => rate.t > now - SPAN_S);
-  } else if (before && now !== before.now) {
-    rates = [];
+/** The history's points with zeros where nothing happened, and nulls where nothing was measured. */
+function frameOf({ now, history }) {
+  const { interval_s: interval, span_s: span, began } = history;
+  const measured = new Map(history.points.map((p) => [p.start, p]));
+  const points = [];
+  const first = Math.max(Math.floor(began / interval), Math.ceil((now - span) / interval)) * interval;
+  for (let start = first; start <= now - interval; start += interval) points.push(measured.get(start) ?? { start, ...NOTHING });
+  return { now, span, interval, began, points };
+}
+
+const NOTHING = { prefill: 0, decode: 0, running: 0, waiting: 0, responses: {}, first_token: null, inter_token: null };
+
+function draw() {
+  if (!latest) return;
+  const request = find(latest.requests, chosen);
+  const frame = frameOf(latest);
+  drawTiles(latest, frame);
+  drawChosen(request);
+  if (part === "throughput") {
+    plots.throughput.draw(frame);
+    plots.load.draw(frame);
+    steps.draw(latest.steps);
+  } else if (part === "latency") {
+    drawPercentiles(latest.history);
+    for (const name of ["firstToken", "interToken", "responses"]) plots[name].draw(frame);
+  } else if (part === "requests") {
+    drawRequests(byId("requests"), latest.requests, chosen, (key) => choose(key === chosen ? null : key, "requests"));
+  } else {
+    drawPools(byId("pools"), latest);
+    tree.draw(latest.nodes, latest.num_nodes, request ?? null);
   }
-  before = { now, totals };
 }
 
-/** What the latest steps tell of the time before the first look: sums over whole seconds. */
-function ratesOf(steps) {
-  const sums = new Map();
-  for (const { ended, num_prefill_tokens, num_decodes } of steps) {
-    const t = Math.ceil(ended);
-    const sum = sums.get(t) ?? { t, prefill: 0, decode: 0 };
-    sums.set(t, { t, prefill: sum.prefill + num_prefill_tokens, decode: sum.decode + num_decodes });
-  }
-  return [...sums.values()];
-}
-
-function draw(view) {
-  latest = view;
-  const request = find(view.requests);
-  drawTiles(view);
-  drawPools(view);
-  drawRequests(view.requests, request);
-  byId("explanation").textContent = request ? explain(request) : "";
-  tree.draw(view.nodes, view.num_nodes, request ?? null);
-  steps.draw(view.steps);
-  drawPlots(view);
-}
-
-const keyOf = (request) => request.request_id ?? `arrived ${request.arrived}`;
-
-const find = (requests) => requests.find((request) => keyOf(request) === chosen);
-
-function drawTiles({ totals, capacity }) {
-  const rate = rates.at(-1);
+function drawTiles({ totals, capacity, history }, frame) {
   const share = totals.num_query_tokens ? totals.num_hit_tokens / totals.num_query_tokens : null;
+  const { failed = 0, broken = 0, overloaded = 0 } = history.responses;
+  const now = frame.points.at(-1);
   const tiles = [
     ["running", `${integer(totals.num_running)} of ${integer(capacity.max_num_seqs)}`],
     ["waiting", integer(totals.num_waiting)],
-    ["new tokens per second", rate ? integer(rate.decode) : "–"],
-    ["prompt tokens reused", share === null ? "–" : `${(100 * share).toFixed(1)} %`],
-    ["steps", integer(totals.num_steps)],
+    ["output tok/s", now ? compact(now.decode) : "–"],
+    ["prompt tok/s", now ? compact(now.prefill) : "–"],
+    ["TTFT, median", seconds(history.first_token?.[0])],
+    ["ITL, median", seconds(history.inter_token?.[0])],
+    ["prompt reused", share === null ? "–" : `${(100 * share).toFixed(1)} %`],
     ["preemptions", integer(totals.num_preemptions)],
+    ["429, full", integer(overloaded), overloaded > 0],
+    ["errors", integer(failed + broken), failed + broken > 0],
   ];
-  byId("tiles").replaceChildren(...tiles.map(([name, value]) => el("div", { class: "tile" }, el("b", {}, value), name)));
+  byId("tiles").replaceChildren(...tiles.map(([name, value, isBad]) => el("div", { class: isBad ? "tile bad" : "tile" }, el("b", {}, value), name)));
 }
 
-function drawPools(view) {
-  const pools = [["KV pages", view.pages, `${view.capacity.page_size} tokens each`]];
-  if (view.slots.num_total > 0) pools.push(["State slots", view.slots, "one recurrent state each"]);
-  byId("pools").replaceChildren(...pools.map(([name, pool, unit]) => {
-    const used = pool.num_total - pool.num_free - pool.num_evictable;
-    const text = `${integer(used)} in use, ${integer(pool.num_evictable)} cached, ${integer(pool.num_free)} free; ` +
-      `${integer(pool.num_evicted)} evicted so far`;
-    const bar = el("div", { class: "pool", role: "img", "aria-label": text });
-    for (const [kind, count] of [["used", used], ["cached", pool.num_evictable], ["free", pool.num_free]]) {
-      const part = el("div", { class: kind });
-      part.style.flexGrow = String(count);
-      bar.append(part);
-    }
-    return el("div", {}, el("h3", {}, `${name} `, el("span", { class: "muted" }, `${integer(pool.num_total)}, ${unit}`)), bar,
-      el("p", { class: "muted" }, text));
-  }));
+function drawChosen(request) {
+  byId("chosen").hidden = chosen === null || !["requests", "cache"].includes(part);
+  byId("to-tree").hidden = part === "cache" || !request;
+  byId("explanation").textContent = request ? explain(request)
+    : "The engine does not know this request any more: it remembers the 32 latest ones.";
 }
 
-function drawRequests(requests, selected) {
-  const had = document.activeElement?.dataset?.request;
-  const rows = [...requests].reverse().map((request) => {
-    const key = keyOf(request);
-    const button = el("button", {
-      class: "request", "aria-pressed": String(request === selected), "data-request": key,
-      onclick: () => choose(key === chosen ? null : key),
-    },
-    el("b", {}, (request.is_own ? "Yours: " : "") + (request.request_id ? short(request.request_id) : "another caller's")),
-    ` ${integer(request.num_prompt_tokens)} prompt tokens, ${integer(request.num_cached_tokens)} reused, ` +
-      `${integer(request.num_output_tokens)} new; first after ${seconds(request.first_token_s)}; ${request.status}`);
-    return button;
-  });
-  byId("requests").replaceChildren(...rows);
-  if (!rows.length) byId("requests").append("No request has come yet.");
-  if (had) rows.find((row) => row.dataset.request === had)?.focus();
+function drawPercentiles({ first_token, inter_token, num_first_tokens, num_inter_tokens }) {
+  const row = (name, values, count) => el("tr", {}, el("th", { scope: "row" }, name),
+    ...[0, 1, 2].map((i) => el("td", {}, seconds(values?.[i]))), el("td", {}, integer(count)));
+  const head = ["", "p50", "p90", "p99", "measured"].map((name) => el("th", { scope: "col" }, name));
+  byId("percentiles").replaceChildren(el("table", { class: "figures-table" }, el("thead", {}, el("tr", {}, ...head)),
+    el("tbody", {}, row("Time to first token", first_token, num_first_tokens), row("Inter-token latency", inter_token, num_inter_tokens))));
 }
 
-const short = (id) => (id.length > 20 ? `${id.slice(0, 17)}…` : id);
-
-/** What the chosen request found, and why not more. */
-function explain(request) {
-  if (!request.report) return "It was not scheduled yet.";
-  const { num_prompt_tokens: prompt, num_reused_tokens: reused } = request.report;
-  const head = reused >= prompt - 1 ? "All that can be reused was." : `Reused ${integer(reused)} of ${integer(prompt)} tokens.`;
-  return `${head} ${request.words}.`;
-}
-
-function drawPlots(view) {
-  const now = view.now;
-  const line = (name, className, pick) => ({ name, className, points: rates.map((rate) => [rate.t, pick(rate)]) });
-  timePlot(byId("throughput"), [
-    line("new tokens/s", "a", (rate) => rate.decode), line("prompt tokens/s", "b", (rate) => rate.prefill),
-  ], { now, span: SPAN_S, format: integer, least: 10 });
-  const ended = view.requests.filter((r) => r.e2e_s !== null && r.first_token_s !== null);
-  const dots = (name, className, pick) => ({ name, className, dots: true, points: ended.map((r) => [r.arrived + r.e2e_s, pick(r)]).filter(([, y]) => y !== null) });
-  timePlot(byId("latency"), [
-    dots("first token", "a", (r) => r.first_token_s),
-    dots("each further token", "b", (r) => (r.num_output_tokens > 1 ? (r.e2e_s - r.first_token_s) / (r.num_output_tokens - 1) : null)),
-  ], { now, span: SPAN_S, format: seconds });
+function makePlots() {
+  const line = (name, className, pick) => ({ name, className, pick });
+  const percentiles = (field) => [["p50", "a", 0], ["p90", "b", 1], ["p99", "c", 2]]
+    .map(([name, className, i]) => line(name, className, (p) => p[field]?.[i] ?? null));
+  const count = (kind) => (p) => p.responses[kind] ?? 0;
+  plots = {
+    throughput: new TimePlot(byId("throughput"), [line("output", "a", (p) => p.decode), line("prompt", "b", (p) => p.prefill)], compact, 10),
+    load: new TimePlot(byId("load"), [line("running", "a", (p) => p.running), line("waiting", "c", (p) => p.waiting)], compact, 2),
+    firstToken: new TimePlot(byId("first-token"), percentiles("first_token"), seconds),
+    interToken: new TimePlot(byId("inter-token"), percentiles("inter_token"), seconds),
+    responses: new TimePlot(byId("responses"), [line("answered", "a", count("ok")), line("refused (4xx)", "b", count("refused")),
+      line("queue full (429)", "c", count("overloaded")), line("failed (5xx)", "d", count("failed")), line("broken", "e", count("broken"))], compact, 2),
+  };
 }
 
 export function start() {
-  tree = new Tree(byId("tree"), (text, content) => {
-    byId("node").replaceChildren(text, ...(content ? [el("pre", {}, content)] : []));
+  const fromHash = location.hash.replace("#inspect/", "");
+  if (PARTS.includes(fromHash)) part = fromHash;
+  makePlots();
+  steps = makeSteps();
+  tree = makeTree();
+  showPart = tabs(PARTS, (name) => {
+    part = name;
+    if (isVisible) history.replaceState(null, "", `#inspect/${name}`);
+    draw();
   });
-  steps = new Steps(byId("steps"), (text) => { byId("step").textContent = text; });
   byId("pause").addEventListener("click", () => {
     isPaused = !isPaused;
     byId("pause").setAttribute("aria-pressed", String(isPaused));
@@ -173,6 +155,10 @@ export function start() {
     if (isPaused) byId("inspect-state").textContent = "paused";
     look();
   });
+  byId("span").addEventListener("change", look);
+  byId("forget").addEventListener("click", () => choose(null, part));
+  byId("to-tree").addEventListener("click", () => choose(chosen, "cache"));
   document.addEventListener("visibilitychange", look);
-  addEventListener("resize", () => { if (latest && isVisible) draw(latest); });
+  addEventListener("resize", () => { if (isVisible) draw(); });
 }
+

@@ -1,108 +1,113 @@
-// Plots as SVG: lines and dots over time, and bars of steps.
+// Lines over time as SVG, with the values under the pointer.
 
-import { el, integer, seconds, svg } from "./dom.js";
+import { el, svg } from "./dom.js";
 
-const HEIGHT = 150, LEFT = 52, BOTTOM = 18, TOP = 8;
+const HEIGHT = 170, RIGHT = 8, BOTTOM = 20, TOP = 10, CHARACTER = 6.6;
 
 /** A round number at or above `value`. */
-function ceiling(value) {
+export function ceiling(value) {
   if (!(value > 0)) return 1;
   const unit = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].find((m) => m * unit >= value * 0.999) * unit;
 }
 
-/** Lines (or dots) of `series`: `{name, className, points: [[x, y]], dots}`, over the last `span` seconds up to `now`. */
-export function timePlot(container, series, { now, span, format, least = 0 }) {
-  const width = Math.max(240, container.clientWidth);
-  const inside = series.map((s) => ({ ...s, points: s.points.filter(([x]) => x > now - span) }));
-  const top = ceiling(Math.max(least, ...inside.flatMap((s) => s.points.map(([, y]) => y))));
-  const px = (x) => LEFT + ((x - now + span) / span) * (width - LEFT - 6);
-  const py = (y) => TOP + (1 - y / top) * (HEIGHT - TOP - BOTTOM);
-  const label = inside.map((s) => `${s.name} ${s.points.length ? format(s.points.at(-1)[1]) : "–"}`).join(", ");
-  const picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": label });
-  for (const y of [0, top / 2, top]) {
-    picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - 6, y1: py(y), y2: py(y) }));
-    picture.append(svg("text", { class: "axis", x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, format(y)));
+/** Room that labels need beside an axis. */
+export const room = (labels) => 10 + CHARACTER * Math.max(...labels.map((label) => label.length));
+
+export class TimePlot {
+  /** `series`: `{name, className, pick}`; `pick` gives a point's value or null. `format`: a value in words. */
+  constructor(container, series, format, least = 0) {
+    Object.assign(this, { container, series, format, least, pointer: null });
+    container.addEventListener("pointermove", (event) => {
+      this.pointer = event.clientX - container.getBoundingClientRect().left;
+      this.redraw();
+    });
+    container.addEventListener("pointerleave", () => {
+      this.pointer = null;
+      this.redraw();
+    });
   }
-  picture.append(svg("text", { class: "axis", x: LEFT, y: HEIGHT - 4 }, `${span} s ago`));
-  picture.append(svg("text", { class: "axis", x: width - 6, y: HEIGHT - 4, "text-anchor": "end" }, "now"));
-  for (const s of inside) {
-    if (s.dots) {
-      for (const [x, y] of s.points) picture.append(svg("circle", { class: `dot ${s.className}`, cx: px(x), cy: py(y), r: 3 }));
-    } else if (s.points.length) {
-      picture.append(svg("path", { class: `line ${s.className}`, d: "M" + s.points.map(([x, y]) => `${px(x)} ${py(y)}`).join("L") }));
+
+  redraw() {
+    if (this.frame) this.draw(this.frame);
+  }
+
+  /** `frame`: `{now, span, interval, began, points}`. `points` are intervals by `start`, ascending and without holes in
+   * what was measured; a line goes on only between neighbours that have a value. */
+  draw(frame) {
+    this.frame = frame;
+    const { now, span, interval, points } = frame;
+    const width = Math.max(240, this.container.clientWidth);
+    const values = points.flatMap((p) => this.series.map((s) => s.pick(p))).filter((v) => v !== null);
+    const top = ceiling(Math.max(this.least, ...values));
+    const ticks = [0, top / 2, top];
+    const left = room(ticks.map(this.format));
+    const px = (x) => left + ((x - now + span) / span) * (width - left - RIGHT);
+    const py = (y) => TOP + (1 - y / top) * (HEIGHT - TOP - BOTTOM);
+    const picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": this.words(points.at(-1)) });
+    this.drawAxes(picture, ticks, { left, width, px, py, now, span });
+    const began = px(frame.began);
+    if (began > left + 1) picture.append(svg("rect", { class: "unmeasured", x: left, y: TOP, width: Math.min(began, width - RIGHT) - left, height: HEIGHT - TOP - BOTTOM }));
+    for (const s of this.series) picture.append(...lines(s, points, interval, px, py));
+    const shown = this.under(points, px, interval) ?? points.at(-1);
+    if (this.pointer !== null && shown) picture.append(svg("line", { class: "crosshair", x1: px(shown.start), x2: px(shown.start), y1: TOP, y2: HEIGHT - BOTTOM }));
+    this.container.replaceChildren(this.legend(shown, now), picture);
+  }
+
+  drawAxes(picture, ticks, { left, width, px, py, now, span }) {
+    for (const y of ticks) {
+      picture.append(svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: py(y), y2: py(y) }));
+      picture.append(svg("text", { class: "axis", x: left - 6, y: py(y) + 4, "text-anchor": "end" }, this.format(y)));
+    }
+    const parts = width < 420 ? 2 : 4;
+    for (let i = 0; i <= parts; i += 1) {
+      const ago = span * (1 - i / parts);
+      const anchor = i === 0 ? "start" : i === parts ? "end" : "middle";
+      picture.append(svg("text", { class: "axis", x: px(now - ago), y: HEIGHT - 4, "text-anchor": anchor }, before(ago)));
     }
   }
-  container.replaceChildren(legend(inside, format), picture);
-}
 
-function legend(series, format) {
-  return el("ul", { class: "legend" }, ...series.map((s) => el("li", {},
-    svg("svg", { class: "swatch", viewBox: "0 0 12 12" }, svg("circle", { class: `dot ${s.className}`, cx: 6, cy: 6, r: 5 })),
-    ` ${s.name} `, el("b", {}, s.points.length ? format(s.points.at(-1)[1]) : "–"))));
-}
-
-/** The latest steps: tokens above (padding on top), time below, both on a root scale. Arrow keys choose one. */
-export class Steps {
-  constructor(container, describe) {
-    this.container = container;
-    this.describe = describe;
-    this.chosen = null; // number of a step; null: the latest
-    container.addEventListener("keydown", (event) => {
-      if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
-        event.preventDefault();
-        this.move(event.key === "ArrowRight" ? 1 : -1);
-      }
-    });
+  under(points, px, interval) {
+    if (this.pointer === null) return null;
+    const near = points.filter((p) => Math.abs(px(p.start) - this.pointer) <= Math.max(6, px(interval) - px(0)));
+    return near.sort((a, b) => Math.abs(px(a.start) - this.pointer) - Math.abs(px(b.start) - this.pointer))[0];
   }
 
-  move(by) {
-    const at = this.steps.findIndex((s) => s.step === this.chosen);
-    const to = (at < 0 ? this.steps.length - 1 : at) + by;
-    this.chosen = to >= this.steps.length - 1 ? null : this.steps[Math.max(0, to)].step;
-    this.draw(this.steps);
+  value(s, point) {
+    const value = point ? s.pick(point) : null;
+    return value === null ? "–" : this.format(value);
   }
 
-  draw(steps) {
-    this.steps = steps;
-    const width = Math.max(240, this.container.clientWidth);
-    const height = 170, middle = 100, bottom = height - 16;
-    const tokens = (s) => s.num_decodes + s.num_prefill_tokens;
-    const most = Math.max(1, ...steps.map((s) => tokens(s) + s.num_padding_tokens));
-    const longest = ceiling(Math.max(0, ...steps.map((s) => s.seconds)));
-    const tall = (n) => Math.sqrt(n / most) * (middle - 14);
-    const step = Math.min(16, (width - LEFT - 6) / Math.max(1, steps.length));
-    const picture = svg("svg", { width, height, role: "presentation" });
-    const chosen = steps.find((s) => s.step === this.chosen) ?? steps.at(-1);
-    steps.forEach((s, i) => {
-      const x = LEFT + i * step, w = Math.max(1, step - 1), y = middle - tall(tokens(s));
-      const padded = middle - tall(tokens(s) + s.num_padding_tokens);
-      const time = Math.max(1, Math.sqrt(s.seconds / longest) * (bottom - middle - 4));
-      picture.append(svg("g", { class: s === chosen ? "bar chosen" : "bar", onclick: () => { this.chosen = s.step; this.draw(this.steps); } },
-        svg("title", {}, stepWords(s)),
-        svg("rect", { class: "hit", x, y: 0, width: step, height: bottom }),
-        svg("rect", { class: "padding", x, y: padded, width: w, height: y - padded }),
-        svg("rect", { class: `mode-${s.mode}`, x, y, width: w, height: middle - y }),
-        svg("rect", { class: "time", x, y: middle + 4, width: w, height: time })));
-    });
-    picture.append(svg("text", { class: "axis", x: LEFT - 5, y: 20, "text-anchor": "end" }, integer(most)));
-    picture.append(svg("text", { class: "axis", x: LEFT - 5, y: middle, "text-anchor": "end" }, "tokens"));
-    picture.append(svg("text", { class: "axis", x: LEFT - 5, y: middle + 16, "text-anchor": "end" }, "time"));
-    picture.append(svg("text", { class: "axis", x: LEFT - 5, y: bottom, "text-anchor": "end" }, seconds(longest)));
-    this.container.setAttribute("tabindex", "0");
-    this.container.setAttribute("role", "group");
-    this.container.setAttribute("aria-label", "Steps; the arrow keys choose one");
-    this.container.replaceChildren(picture);
-    this.describe(chosen ? stepWords(chosen) : "No step has run yet.");
+  words(point) {
+    return this.series.map((s) => `${s.name} ${this.value(s, point)}`).join(", ");
+  }
+
+  legend(point, now) {
+    const items = this.series.map((s) => el("li", {},
+      svg("svg", { class: "swatch", viewBox: "0 0 12 12" }, svg("circle", { class: `dot ${s.className}`, cx: 6, cy: 6, r: 5 })),
+      ` ${s.name} `, el("b", {}, this.value(s, point))));
+    if (this.pointer !== null && point) items.push(el("li", {}, before(now - point.start)));
+    return el("ul", { class: "legend" }, ...items);
   }
 }
 
-const MODES = { NONE: "eager", PIECEWISE: "piecewise graphs", FULL: "one full graph" };
+/** A path for each run of neighbours with a value; one alone is a dot. */
+function lines(s, points, interval, px, py) {
+  const runs = [];
+  let last = null;
+  for (const point of points) {
+    const value = s.pick(point);
+    if (value === null) continue;
+    if (last === null || point.start - last > interval * 1.5) runs.push([]);
+    runs.at(-1).push([px(point.start), py(value)]);
+    last = point.start;
+  }
+  return runs.map((run) => (run.length === 1
+    ? svg("circle", { class: `dot ${s.className}`, cx: run[0][0], cy: run[0][1], r: 2.5 })
+    : svg("path", { class: `line ${s.className}`, d: `M${run.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}` })));
+}
 
-function stepWords(s) {
-  const parts = [];
-  if (s.num_prefill_tokens) parts.push(`${integer(s.num_prefill_tokens)} prompt tokens`);
-  if (s.num_decodes) parts.push(`${integer(s.num_decodes)} decoding`);
-  if (s.num_padding_tokens) parts.push(`${integer(s.num_padding_tokens)} of padding`);
-  return `Step ${integer(s.step)}: ${parts.join(", ")}; ${MODES[s.mode] ?? s.mode}; ${seconds(s.seconds)}.`;
+function before(ago) {
+  if (ago < 1) return "now";
+  return ago >= 120 && ago % 60 === 0 ? `${ago / 60} min ago` : ago >= 600 ? `${Math.round(ago / 60)} min ago` : `${Math.round(ago)} s ago`;
 }

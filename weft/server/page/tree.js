@@ -1,164 +1,217 @@
-// The prefix tree: position runs to the right, a row for each branch.
+// The prefix tree as rows that fold. Positions run to the right on one scale for all rows, so that a branch begins below
+// the place where it leaves its parent:
 //
-//   [ system prompt ◆ ]─┬─[ question A … ◆ ]
-//                       └─[ question B ]
+//   ▾ 0–210      [ system prompt ◆ ]
+//     ▸ 210–480                     [ question A … ◆ ]
+//       210–300                     [ question B ]
 //
-// A span's width grows with the square root of its length, so that a prompt of 10 tokens can be seen beside one of
-// 10,000. Marks inside a span stand at their positions.
+// The scale is a root of the position: a prompt of 10 tokens can be seen beside one of 10,000.
 
-import { integer, seconds, svg } from "./dom.js";
+import { byId, el, integer, seconds, svg } from "./dom.js";
 
-const ROW = 42, BAR = 16, GAP = 14, MARGIN = 8, LABEL = 12;
+const BAR = 14, LANE = 28, TOP = 5, INDENT = 14, DEEPEST_INDENT = 10;
 
 export class Tree {
-  /** `describe` is told in words about the node that has the focus. */
-  constructor(container, describe) {
-    this.container = container;
-    this.describe = describe;
-    this.focused = null;
-    this.drawn = "";
+  /** `describe` is told about the node that has the focus: words, and its text if there is one. `count` hears how many are shown. */
+  constructor(container, describe, count) {
+    Object.assign(this, { container, describe, count, nodes: [], folds: new Map(), query: "", focused: null, drawn: "", mustReveal: false });
     container.addEventListener("keydown", (event) => this.move(event));
+  }
+
+  /** Unfold the path of the chosen request at the next drawing. */
+  reveal() {
+    this.mustReveal = true;
+    this.drawn = "";
+  }
+
+  search(query) {
+    this.query = query.trim().toLowerCase();
+    this.redraw();
+  }
+
+  unfoldAll() {
+    for (const node of this.nodes) this.folds.set(node.number, false);
+    this.redraw();
+  }
+
+  /** As in the beginning: roots and what begins there. */
+  foldAll() {
+    this.folds.clear();
+    this.redraw();
+  }
+
+  fold(i, isFolded) {
+    this.folds.set(this.nodes[i].number, isFolded);
+    this.redraw();
+  }
+
+  redraw() {
+    this.drawn = "";
+    if (this.snapshot) this.draw(...this.snapshot);
   }
 
   /** Draw the nodes of a snapshot, and in it the path of `request` (null: none) with what it reused. */
   draw(nodes, numNodes, request) {
-    const path = request ? request.path : [];
-    this.report = request ? request.report : null;
+    this.snapshot = [nodes, numNodes, request];
+    const path = request ? request.path : [], report = request ? request.report : null;
     const width = this.container.clientWidth;
-    const state = JSON.stringify([nodes.map((n) => ({ ...n, idle_ticks: 0, lost_states: n.lost_states.map((l) => l[0]) })), path, this.report, width]);
-    this.nodes = nodes;
+    const state = JSON.stringify([nodes.map((n) => ({ ...n, idle_ticks: 0, lost_states: n.lost_states.map((l) => l[0]) })), path, report, width]);
     if (state === this.drawn) return;
     this.drawn = state;
-    const rows = layout(nodes, width);
-    this.order = rows.order;
-    const matched = new Set(path);
-    const picture = svg("svg", { width: rows.width, height: rows.height, role: "presentation" });
-    for (const i of rows.order) picture.append(...this.connector(rows.boxes, i));
-    this.groups = new Map();
-    for (const i of rows.order) {
-      const group = this.node(i, rows.boxes[i], matched.has(i));
-      this.groups.set(i, group);
-      picture.append(group);
+    Object.assign(this, { nodes, report, path: new Set(path) });
+    this.children = childrenOf(nodes);
+    if (this.mustReveal && path.length) {
+      for (const i of path.slice(0, -1)) this.folds.set(nodes[i].number, false);
+      this.mustReveal = false;
     }
+    this.matches = this.query ? new Set(nodes.flatMap((n, i) => (`${words(n)} ${n.text ?? ""}`.toLowerCase().includes(this.query) ? [i] : []))) : null;
+    this.order = this.visible();
+    this.drawRows(numNodes);
+  }
+
+  /** Indices of the rows to show, in the order of reading. A search shows what matches and the way to it. */
+  visible() {
+    const wanted = this.matches && new Set();
+    for (const match of this.matches ?? []) {
+      for (let i = match; i >= 0 && !wanted.has(i); i = this.nodes[i].parent) wanted.add(i);
+    }
+    const order = [], stack = [...this.children.roots].reverse();
+    while (stack.length) {
+      const i = stack.pop();
+      if (wanted && !wanted.has(i)) continue;
+      order.push(i);
+      if (wanted || !this.isFolded(i)) stack.push(...[...this.children.of[i]].reverse());
+    }
+    return order;
+  }
+
+  isFolded(i) {
+    return this.folds.get(this.nodes[i].number) ?? this.nodes[i].parent >= 0;
+  }
+
+  drawRows(numNodes) {
     const had = this.container.contains(document.activeElement);
-    this.container.replaceChildren(picture);
-    if (nodes.length === 0) this.container.append("The cache is empty.");
-    else if (numNodes > nodes.length) this.container.append(`The ${nodes.length} latest of ${integer(numNodes)} nodes.`);
-    const at = rows.order.find((i) => nodes[i].number === this.focused) ?? rows.order[0];
-    if (at !== undefined) this.groups.get(at).setAttribute("tabindex", "0");
-    if (had && at !== undefined) this.groups.get(at).focus();
+    this.rows = new Map(this.order.map((i) => [i, el("div", {})]));
+    this.container.replaceChildren(...this.rows.values()); // the lanes' width is known once a row is there
+    const last = Math.max(1, ...this.nodes.map((n) => n.end));
+    for (const i of this.order) this.fillRow(i, last);
+    if (!this.nodes.length) this.container.replaceChildren("The cache is empty.");
+    const total = integer(numNodes) + (numNodes > this.nodes.length ? `, of which the ${this.nodes.length} latest are listed` : "");
+    this.count(`${this.matches ? `${integer(this.matches.size)} found, ` : ""}${integer(this.order.length)} shown of ${total}.`);
+    const at = this.order.find((i) => this.nodes[i].number === this.focused) ?? this.order[0];
+    if (at !== undefined) this.rows.get(at).tabIndex = 0;
+    if (had && at !== undefined) this.rows.get(at).focus();
   }
 
-  connector(boxes, i) {
-    const box = boxes[i], parent = boxes[this.nodes[i].parent];
-    if (!parent) return [];
-    const x = parent.x + parent.width, y = parent.y + BAR / 2, mid = x + GAP / 2;
-    return [svg("path", { class: "edge", d: `M${x} ${y}H${mid}V${box.y + BAR / 2}H${box.x}` })];
-  }
-
-  node(i, box, isMatched) {
-    const node = this.nodes[i];
-    const group = svg("g", {
-      role: "treeitem", tabindex: "-1", "aria-label": words(node), "aria-level": box.level,
-      class: "node" + (isMatched ? " matched" : ""), onfocus: () => this.tell(i), onclick: () => this.groups.get(i).focus(),
-    });
-    const kind = "span" + (node.num_leases ? " leased" : "") + (isMatched ? " match" : "") + (node.parent < 0 ? " root" : "");
-    group.append(svg("title", {}, words(node)));
-    group.append(svg("rect", { class: kind, x: box.x, y: box.y, width: box.width, height: BAR, rx: 3 }));
-    if (isMatched && this.report) group.append(...this.strips(node, box));
-    const at = (position) => box.x + (box.width * (position - node.start)) / Math.max(1, node.end - node.start);
-    const y = box.y + BAR / 2;
-    for (const [position] of node.lost_states) {
-      const x = at(position);
-      group.append(svg("path", { class: "lost", d: `M${x - 4} ${y - 4}l8 8M${x + 4} ${y - 4}l-8 8` }));
-    }
-    for (const position of node.states) {
-      const x = at(position);
-      group.append(svg("path", { class: "state", d: `M${x} ${y - 6}l6 6l-6 6l-6 -6Z` }));
-    }
-    const label = node.parent < 0 ? "root" : `${integer(node.end - node.start)}`;
-    if (box.width > 7 * label.length) {
-      group.append(svg("text", { x: box.x + 2, y: box.y - 4, class: "label" }, label));
-    }
-    return group;
-  }
-
-  /** Below a matched span: what the request reused, and what it computed again although the KV was there. */
-  strips(node, box) {
-    const { num_reused_tokens: reused, num_kv_tokens: kv } = this.report;
-    const strip = (className, from, to) => {
-      const start = Math.max(node.start, from), end = Math.min(node.end, to);
-      if (end <= start) return null;
-      const unit = box.width / (node.end - node.start);
-      return svg("rect", { class: className, x: box.x + (start - node.start) * unit, y: box.y + BAR + 2, width: (end - start) * unit, height: 4 });
+  fillRow(i, last) {
+    const node = this.nodes[i], row = this.rows.get(i), level = levelOf(this.nodes, i);
+    const branches = this.children.of[i].length, isOpen = this.matches ? true : !this.isFolded(i);
+    const attributes = {
+      role: "treeitem", "aria-level": level + 1, "aria-label": words(node), tabindex: -1,
+      "aria-expanded": branches ? String(isOpen) : null,
+      class: `node${this.path.has(i) ? " matched" : ""}${this.matches?.has(i) ? " found" : ""}`,
     };
-    return [strip("reused", 0, reused), strip("recomputed", reused, kv)].filter((s) => s !== null);
+    for (const [name, value] of Object.entries(attributes)) if (value !== null) row.setAttribute(name, value);
+    row.addEventListener("focus", () => this.tell(i));
+    row.addEventListener("click", () => {
+      row.focus();
+      if (branches && !this.matches) this.fold(i, isOpen);
+    });
+    const name = el("span", { class: "name" }, el("span", { class: "twisty" }, branches ? (isOpen ? "▾" : "▸") : ""), title(node),
+      branches && !isOpen ? el("span", { class: "muted" }, ` +${integer(this.below(i))}`) : null);
+    name.style.paddingLeft = `${INDENT * Math.min(level, DEEPEST_INDENT)}px`;
+    const lane = el("span", { class: "lane" });
+    row.append(name, lane, node.text ? el("span", { class: "text" }, node.text) : "");
+    lane.append(this.lane(i, last, lane.clientWidth));
+  }
+
+  below(i) {
+    return this.children.of[i].reduce((sum, child) => sum + 1 + this.below(child), 0);
+  }
+
+  lane(i, last, width) {
+    const node = this.nodes[i];
+    const at = (position) => 6 + Math.sqrt(position / last) * (width - 12);
+    const picture = svg("svg", { width, height: LANE, role: "presentation" });
+    if (node.parent < 0) return picture;
+    const box = (className, from, to, y, height) => svg("rect", { class: className, x: at(from), y, width: Math.max(2, at(to) - at(from)), height, rx: 2 });
+    const kind = `span${node.num_leases ? " leased" : ""}${this.path.has(i) ? " match" : ""}`;
+    picture.append(box(kind, node.start, node.end, TOP, BAR));
+    if (this.path.has(i) && this.report) {
+      const { num_reused_tokens: reused, num_kv_tokens: kv } = this.report;
+      for (const [className, from, to] of [["reused", 0, reused], ["recomputed", reused, kv]]) {
+        const start = Math.max(node.start, from), end = Math.min(node.end, to);
+        if (end > start) picture.append(box(className, start, end, TOP + BAR + 2, 4));
+      }
+    }
+    const y = TOP + BAR / 2;
+    for (const [position] of node.lost_states) picture.append(svg("path", { class: "lost", d: `M${at(position) - 4} ${y - 4}l8 8m0 -8l-8 8` }));
+    for (const position of node.states) picture.append(svg("path", { class: "state", d: `M${at(position)} ${y - 6}l6 6l-6 6l-6 -6Z` }));
+    return picture;
   }
 
   tell(i) {
     this.focused = this.nodes[i].number;
-    for (const group of this.groups.values()) group.setAttribute("tabindex", "-1");
-    this.groups.get(i).setAttribute("tabindex", "0");
+    for (const row of this.rows.values()) row.tabIndex = -1;
+    this.rows.get(i).tabIndex = 0;
     this.describe(words(this.nodes[i]), this.nodes[i].text);
   }
 
-  /** Arrow keys walk: up and down by rows, left to the parent, right to the first child. */
+  /** Arrow keys: up and down by rows; right unfolds, then goes to the first child; left folds, then goes to the parent. */
   move(event) {
-    const at = this.order?.findIndex((i) => this.groups.get(i) === document.activeElement);
-    if (at === undefined || at < 0) return;
-    const i = this.order[at];
+    const at = this.order?.findIndex((i) => this.rows.get(i) === document.activeElement) ?? -1;
+    if (at < 0) return;
+    const i = this.order[at], branches = this.children.of[i];
+    const canFold = branches.length > 0 && !this.matches;
     const to = {
-      ArrowDown: this.order[at + 1],
-      ArrowUp: this.order[at - 1],
-      ArrowLeft: this.nodes[i].parent,
-      ArrowRight: this.order.find((j) => this.nodes[j].parent === i),
-      Home: this.order[0],
-      End: this.order.at(-1),
+      ArrowDown: () => this.order[at + 1],
+      ArrowUp: () => this.order[at - 1],
+      ArrowRight: () => (canFold && this.isFolded(i) ? this.fold(i, false) : branches[0]),
+      ArrowLeft: () => (canFold && !this.isFolded(i) ? this.fold(i, true) : this.nodes[i].parent),
+      Enter: () => canFold && this.fold(i, !this.isFolded(i)),
+      Home: () => this.order[0],
+      End: () => this.order.at(-1),
     }[event.key];
-    if (to === undefined) return;
+    if (!to) return;
     event.preventDefault();
-    this.groups.get(to)?.focus();
+    this.rows.get(to())?.focus();
   }
 }
 
-/** Boxes by node, and the order of reading: depth first, older siblings first. */
-function layout(nodes, available) {
-  const children = nodes.map(() => []);
-  const roots = [];
-  nodes.forEach((node, i) => (node.parent < 0 ? roots : children[node.parent]).push(i));
-  for (const list of [roots, ...children]) list.sort((a, b) => nodes[a].number - nodes[b].number);
-  const natural = nodes.map((node) => (node.parent < 0 ? 40 : 14 + 7 * Math.sqrt(node.end - node.start)));
-  const ends = [];
-  nodes.forEach((node, i) => { ends[i] = (node.parent < 0 ? MARGIN : ends[node.parent] + GAP) + natural[i]; });
-  const widest = Math.max(1, ...ends);
-  const scale = Math.min(1.6, Math.max(0.35, (available - 2 * MARGIN) / widest));
-  const boxes = [], order = [];
-  let row = 0;
-  const stack = roots.map((i) => [i, true]).reverse();
-  while (stack.length) {
-    const [i, isFirst] = stack.pop();
-    if (!isFirst) row += 1;
-    const parent = boxes[nodes[i].parent];
-    if (!parent && order.length) row += 1;
-    boxes[i] = {
-      x: parent ? parent.x + parent.width + GAP : MARGIN, y: MARGIN + LABEL + row * ROW,
-      width: natural[i] * scale, level: parent ? parent.level + 1 : 1,
-    };
-    order.push(i);
-    children[i].map((child, n) => [child, n === 0]).reverse().forEach((entry) => stack.push(entry));
-  }
-  const right = Math.max(0, ...boxes.map((box) => box.x + box.width));
-  return { boxes, order, width: Math.ceil(right + MARGIN), height: order.length ? (row + 1) * ROW + MARGIN : 0 };
+function childrenOf(nodes) {
+  const of = nodes.map(() => []), roots = [];
+  nodes.forEach((node, i) => (node.parent < 0 ? roots : of[node.parent]).push(i));
+  for (const list of [roots, ...of]) list.sort((a, b) => nodes[a].number - nodes[b].number);
+  return { of, roots };
 }
+
+function levelOf(nodes, i) {
+  let level = 0;
+  for (let at = nodes[i].parent; at >= 0; at = nodes[at].parent) level += 1;
+  return level;
+}
+
+const title = (node) => (node.parent < 0 ? "root" : `${integer(node.start)}–${integer(node.end)}`);
 
 /** A node in words. */
-export function words(node) {
-  if (node.parent < 0) return "Root: everything below shares nothing with other roots.";
+function words(node) {
+  if (node.parent < 0) return "Root: what is below shares nothing with other roots.";
   const parts = [`Tokens ${integer(node.start)} to ${integer(node.end)} in ${integer(node.num_pages)} pages`];
   if (node.num_leases) parts.push(`leased by ${node.num_leases} running`);
   if (node.states.length) parts.push(`states at ${node.states.map(integer).join(", ")}`);
   for (const [position, age] of node.lost_states) parts.push(`state at ${integer(position)} evicted ${seconds(age)} ago`);
   if (!node.states.length && node.lost_states.length) parts.push("a tombstone: KV without a state");
   parts.push(`last of use ${integer(node.idle_ticks)} lookups ago`);
-  return parts.join("; ") + ".";
+  return `${parts.join("; ")}.`;
+}
+
+/** The tree with its search, its buttons and the line below that tells of a node. */
+export function makeTree() {
+  const tree = new Tree(byId("tree"), (text, content) => {
+    byId("node").replaceChildren(text, ...(content ? [el("pre", {}, content)] : []));
+  }, (text) => { byId("tree-count").textContent = text; });
+  byId("tree-search").addEventListener("input", () => tree.search(byId("tree-search").value));
+  byId("unfold").addEventListener("click", () => tree.unfoldAll());
+  byId("fold").addEventListener("click", () => tree.foldAll());
+  return tree;
 }

@@ -1,0 +1,184 @@
+"""Inspect: what ``/inspect`` tells to whom, and every part of the view clicked through in Chromium."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.server.running import RunningServer, chat_body, wait_until
+
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed (pip install 'weft[test]')")
+from selenium.webdriver.common.keys import Keys
+
+from tests.server.browser import ADMIN, KEY, Browser, needs_chromium
+
+
+def look(server: RunningServer, key: str, **params: str) -> dict[str, object]:
+    response = server.client.get("/inspect", params=params, headers={"Authorization": f"Bearer {key}"})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def test_texts_and_ids_of_others_need_the_admin_key(mini: RunningServer) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = chat_body("Where is the zebra?", max_tokens=8, request_id="mine")
+    answer = mini.client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    for view, knows in ((look(mini, KEY), False), (look(mini, ADMIN), True)):
+        assert view["is_admin"] is knows
+        assert ("zebra" in str(view)) is knows and ("mine" in str(view["requests"])) is knows
+        assert view["nodes"] and view["steps"] and "token_ids" not in str(view["nodes"])
+    named = look(mini, KEY, request=answer.json()["id"])["requests"]
+    assert [r["request_id"] for r in named] == [answer.json()["id"]]  # type: ignore[attr-defined, index]
+    assert named[0]["is_own"] and "KV matched 0 of" in named[0]["words"]  # type: ignore[index]
+
+
+def test_looks_are_shared(server: RunningServer) -> None:
+    """However many callers ask, the engine is asked a few times a second."""
+    moments = {look(server, "none")["now"] for _ in range(20)}
+    assert len(moments) <= 3
+
+
+def test_inspect_has_history(server: RunningServer) -> None:
+    assert server.chat("one two three").status_code == 200 and server.chat("x", temperature=-1).status_code == 400
+    wait_until(lambda: look(server, "none")["history"]["responses"].get("refused"), 5)  # type: ignore[index]
+    history = dict(look(server, "none")["history"])  # type: ignore[call-overload]
+    assert history["num_first_tokens"] >= 1 and history["first_token"][0] > 0
+    assert (history["interval_s"], history["span_s"]) == (1, 120)
+    hour = dict(look(server, "none", history="hour")["history"])  # type: ignore[call-overload]
+    assert (hour["interval_s"], hour["span_s"]) == (10, 3600)
+
+
+@needs_chromium
+def test_inspect_follows_a_conversation(mini: RunningServer, browser: Browser) -> None:
+    browser.open(mini.url)
+    assert "wants an API key" in browser.text("#banner")
+    browser.give_key(KEY)
+    assert not [c for c in browser.complaints() if "401" not in c]
+    browser.set("temperature", 0)
+    browser.set("max_tokens", 40)
+    browser.ask("What is 12 + 30?")
+    assert "KV matched" in browser.text(".figures")
+    browser.ask("And 5 + 5?")
+    browser.open(mini.url)  # what is kept can still be shown
+    browser.all(".look")[-1].click()
+
+    browser.until(lambda: browser.all("#tree .matched"))
+    assert browser.one("#tab-inspect").get_attribute("aria-selected") == "true"
+    assert browser.one("#tab-cache").get_attribute("aria-selected") == "true"
+    assert browser.all("#tree .state") and browser.all("#tree .reused") and len(browser.all("#tree .matched")) > 2
+    assert re.search(r"Reused \d+ of \d+ tokens\. KV matched", browser.text("#explanation"))
+    assert len(browser.all(".pool")) == 2 and "cached, free when needed" in browser.text("#pools")
+    shares = "return [...document.querySelectorAll('.pool:last-of-type > div')].map((e) => e.clientWidth)"
+    assert max(browser.script(shares)) > 0  # type: ignore[type-var, arg-type]
+
+    browser.one("#tab-requests").click()
+    pressed = browser.all(".request[aria-pressed='true']")
+    assert len(pressed) == 1 and pressed[0].text.startswith("Yours: chatcmpl-")
+    browser.one("#to-tree").click()
+    browser.until(lambda: browser.all("#tree .matched"))
+    browser.one("#forget").click()
+    browser.until(lambda: not browser.all("#tree .matched") and not browser.one("#chosen").is_displayed())
+
+    browser.one("#tab-throughput").click()
+    browser.until(lambda: browser.all("#steps .bar") and browser.all("#throughput .line"))
+    assert "decoding; eager" in browser.text("#step")
+    browser.one("#tab-latency").click()
+    row = "#percentiles tbody tr:last-child td"
+    browser.until(lambda: re.search(r"\d+(\.\d+)? (ms|s)$", browser.text(row)))
+    assert browser.all("#first-token .dot") and browser.all("#inter-token .line, #inter-token .dot")
+    assert not browser.complaints()
+
+
+@needs_chromium
+def test_a_request_that_is_forgotten_is_told(mini: RunningServer, browser: Browser) -> None:
+    browser.open(mini.url)
+    browser.give_key(KEY)
+    answer = {"role": "assistant", "content": "y", "cache": "KV matched 0", "request": "chatcmpl-of-yesterday"}
+    browser.keep([{"role": "user", "content": "x"}, answer])
+    browser.open(mini.url)
+    browser.one(".look").click()
+    browser.until(lambda: "does not know this request any more" in browser.text("#explanation"))
+
+
+@needs_chromium
+def test_plots(server: RunningServer, browser: Browser) -> None:
+    """Labels lie inside the picture; nothing is drawn through time that was not measured."""
+    browser.open(server.url, "inspect")
+    browser.until(lambda: browser.all("#throughput svg"))
+    result = browser.driver.execute_async_script(
+        """
+        const done = arguments[0];
+        import("/plots.js").then(({ TimePlot }) => {
+          const box = document.getElementById("load");
+          const series = [{ name: "s", className: "a", pick: (p) => p.y }];
+          const plot = new TimePlot(box, series, (v) => `${v.toFixed(3)} long units`);
+          const points = [0, 1, 2, 5, 6, 9].map((start) => ({ start: 100 + start, y: start === 6 ? null : 12345.678 }));
+          plot.draw({ now: 110, span: 20, interval: 1, began: 100, points });
+          const left = box.querySelector(".grid").ownerSVGElement.getBoundingClientRect().left;
+          const count = (selector) => box.querySelectorAll(selector).length;
+          done([[...box.querySelectorAll(".axis")].map((t) => t.getBoundingClientRect().left - left),
+            count(".line"), count("svg > .dot") - count(".swatch > .dot"), count(".unmeasured")]);
+        });
+        """
+    )
+    lefts, num_lines, num_dots, num_unmeasured = result
+    assert min(lefts) >= 0, "the first digit of a label is cut"
+    assert (num_lines, num_dots, num_unmeasured) == (1, 2, 1)
+
+
+def walk(browser: Browser) -> str:
+    """What is told of each node on the way from the first one down."""
+    browser.press(Keys.HOME)
+    told = browser.text("#node")
+    for _ in range(len(browser.all("#tree .node"))):
+        browser.press(Keys.ARROW_DOWN)
+        told += browser.text("#node")
+    return told
+
+
+@needs_chromium
+def test_the_tree_folds_and_is_searched_by_keyboard(mini: RunningServer, browser: Browser) -> None:
+    for text in ("Tell me of the quetzal.", "Tell me of zebras.", "What is 3 + 4?"):
+        body = chat_body(text, max_tokens=4)
+        mini.client.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    browser.open(mini.url)
+    browser.give_key(ADMIN)
+    browser.one("#tab-chat").send_keys(Keys.ARROW_RIGHT)
+    assert browser.focused().get_attribute("id") == "tab-inspect" and browser.one("#inspect").is_displayed()
+    browser.one("#tab-throughput").send_keys(Keys.ARROW_LEFT)
+    assert browser.focused().get_attribute("id") == "tab-cache"
+    browser.until(lambda: browser.all("#tree .node"))
+    folded = len(browser.all("#tree .node"))
+    assert browser.all("#tree [aria-expanded='false']"), "folded in the beginning"
+    browser.script("document.querySelector('#tree [tabindex=\"0\"]').focus()")
+    assert browser.text("#node").startswith("Root")
+    browser.one("#unfold").click()
+    browser.until(lambda: len(browser.all("#tree .node")) > folded and not browser.all("#tree [aria-expanded='false']"))
+    browser.one("#fold").click()
+    browser.until(lambda: len(browser.all("#tree .node")) == folded)
+
+    # Looks are shared: the first one may be older than the question.
+    browser.one("#tree-search").send_keys("quetzal")
+    browser.until(lambda: browser.all("#tree .found"))
+    browser.one("#pause").send_keys(Keys.ENTER)
+    browser.until(lambda: browser.text("#inspect-state") == "paused")
+    assert re.match(r"1 found, \d+ shown of \d+", browser.text("#tree-count"))
+    browser.script("document.querySelector('#tree [tabindex=\"0\"]').focus()")
+    assert re.search(r"Tokens \d+ to \d+ in \d+ pages.*quetzal", walk(browser), re.DOTALL)
+    assert "zebras" not in browser.text("#tree")
+    browser.one("#tree-search").clear()
+    browser.one("#tree-search").send_keys("no such thing")
+    assert "0 found, 0 shown" in browser.text("#tree-count")
+
+
+@needs_chromium
+def test_steps_by_keyboard(mini: RunningServer, browser: Browser) -> None:
+    browser.open(mini.url, "inspect")
+    browser.give_key(KEY)
+    browser.until(lambda: browser.all("#steps .bar"))
+    browser.one("#steps").send_keys(Keys.ARROW_LEFT)
+    first = browser.text("#step")
+    browser.one("#steps").send_keys(Keys.ARROW_LEFT)
+    assert browser.text("#step") != first
