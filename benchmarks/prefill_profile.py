@@ -24,6 +24,7 @@ from benchmarks.decode_profile import CONFIGS, graph_ms, kernels_us
 from weft import report
 from weft.bench.roofline import Work, ceilings_of
 from weft.config import resolve
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.model_runner import ModelRunner
 
@@ -69,8 +70,9 @@ def rest_ms(runner: ModelRunner, length: int) -> dict[str, float]:
             ceilings
         )
     }
-    if model.linear is not None:
-        linear, layers = model.linear, len(model.linear_layers)
+    linear = model.mixers.get("linear_attention", {}).get("linear_attn")
+    if isinstance(linear, GatedDeltaNetConfig):
+        layers = model.layer_types.count("linear_attention")
         # Chunked form, 64 tokens a chunk: products with the state (3 of K x V) and inside the chunk.
         per_token = linear.num_v_heads * (
             6 * linear.head_k_dim * linear.head_v_dim + 64 * (4 * linear.head_k_dim + 2 * linear.head_v_dim)

@@ -28,6 +28,7 @@ from weft.cache.manager import Manager
 from weft.cache.replay import replay_request
 from weft.cache.spec import CacheSpec
 from weft.config.checkpoint import read_checkpoint_config
+from weft.config.layer_spec import CacheDtypes
 from weft.messages import ModelOutput, RowSampling
 from weft.request import Request
 from weft.scheduler.scheduler import Scheduler
@@ -43,7 +44,7 @@ REPEATS = 30
 def make_manager(num_nodes: int) -> Manager:
     """A cache whose tree has about ``num_nodes`` nodes: prompts of 24 tokens that branch from one another."""
     model = read_checkpoint_config(MODEL)
-    spec = CacheSpec.from_model(model, page_size=16, dtype="bfloat16", state_dtype="bfloat16")
+    spec = CacheSpec.from_model(model, page_size=16, dtypes=CacheDtypes("bfloat16", "bfloat16", "bfloat16"))
     manager = Manager(spec, num_pages=60_000, num_slots=30_000, enable_prefix_caching=True)
     rng = random.Random(num_nodes)
     prompts = [tokens(rng, 24)]

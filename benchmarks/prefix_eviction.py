@@ -22,6 +22,7 @@ from weft.bench.prefix import PrefixWorkload, replay
 from weft.bench.prefix_workloads import MAX_TOKEN_ID, WORKLOADS
 from weft.cache.spec import CacheSpec
 from weft.config.checkpoint import read_checkpoint_config
+from weft.config.layer_spec import CacheDtypes
 
 MODEL = Path(__file__).parent / "configs" / "qwen3-next-12l"
 SHARES = (1 / 3, 1 / 6, 1 / 12)
@@ -65,7 +66,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     args = parser.parse_args()
     target = report.open_json(args.json)
-    spec = CacheSpec.from_model(read_checkpoint_config(MODEL), page_size=16, dtype="bfloat16", state_dtype="bfloat16")
+    dtypes = CacheDtypes("bfloat16", "bfloat16", "bfloat16")
+    spec = CacheSpec.from_model(read_checkpoint_config(MODEL), page_size=16, dtypes=dtypes)
     rows = [row for name in args.workloads for seed in args.seeds for row in compare(spec, name, seed)]
     found = summary(rows)
     head = {"benchmark": "prefix-eviction"} | report.provenance("cpu") | {"model": MODEL.name}

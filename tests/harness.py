@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.config.checkpoint import read_checkpoint_config
+from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
-from weft.forward_context import Batch, ChunkTable, ForwardContext, KVCache, StateCache, forward_context
+from weft.forward_context import Batch, ChunkTable, ForwardContext, LayerCache, forward_context
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear
 from weft.layers.table import LayerTable
@@ -23,9 +25,8 @@ from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import Backend
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
+from weft.runner.memory import allocate_caches
 from weft.weights import load_weights
-
-CHUNK = 64
 
 
 def model_context(
@@ -88,20 +89,20 @@ class Harness:
         self.page_size = page_size
         self._free_pages = list(range(1, num_pages))
         self._free_slots = list(range(1, num_slots))
-        with self.context.device:
-            self.caches = self._make_caches(num_pages, num_slots, dtype)
+        self.caches = self._make_caches(num_pages, num_slots, dtype)
 
-    def _make_caches(self, num_pages: int, num_slots: int, dtype: torch.dtype) -> dict[str, KVCache | StateCache]:
-        spec = CacheSpec.from_model(
-            self.config, page_size=self.page_size, dtype="float32", state_dtype="float32", tp_size=self.context.tp.size
+    def _make_caches(self, num_pages: int, num_slots: int, dtype: torch.dtype) -> dict[str, LayerCache]:
+        name = str(dtype).removeprefix("torch.")
+        self.spec = CacheSpec.from_model(
+            self.config,
+            page_size=self.page_size,
+            dtypes=CacheDtypes(model=name, kv=name, state="float32"),
+            tp_size=self.context.tp.size,
         )
-        caches: dict[str, KVCache | StateCache] = {}
-        for name in self.context.layers.names("full_attention"):
-            shape = (num_pages, self.page_size, spec.num_kv_heads, spec.head_dim)
-            caches[name] = KVCache(*(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)))
-        for name in self.context.layers.names("linear_attention"):
-            conv = torch.full((num_slots, *spec.conv_shape), float("nan"), dtype=dtype)
-            caches[name] = StateCache(conv, torch.full((num_slots, *spec.recurrent_shape), float("nan")))
+        caches = allocate_caches(self.spec, CachePlan(num_pages, num_slots, 0, 0, 0, {}), self.context.device)
+        for cache in caches.values():
+            for tensor in cache.values():
+                tensor.fill_(float("nan"))
         return caches
 
     def sequence(self, tokens: list[int], capacity: int | None = None) -> Sequence:
@@ -116,7 +117,7 @@ class Harness:
         """The forward context of one step, for driving a single layer."""
         with self.context.device:
             batch, _ = self._batch(work, pad_tokens, pad_seqs)
-        return ForwardContext(batch, self.caches, self.context.layers.by_name())
+        return ForwardContext(batch, self.caches, self.context.layers)
 
     def run(self, work: list[tuple[Sequence, int]], *, pad_tokens: int = 0, pad_seqs: int = 0) -> list[Tensor]:
         """Run the next ``n`` tokens of every ``(sequence, n)`` in one forward; decodes are moved to the front.
@@ -132,7 +133,7 @@ class Harness:
         hook = self.model.model.embed_tokens.register_forward_hook(
             lambda _m, _i, out: _poison_rows(out, batch.num_tokens)
         )
-        with hook, torch.no_grad(), forward_context(ForwardContext(batch, self.caches, self.context.layers.by_name())):
+        with hook, torch.no_grad(), forward_context(ForwardContext(batch, self.caches, self.context.layers)):
             hidden = self.model(input_ids)
             logits = self.model.compute_logits(hidden[: batch.num_tokens]).cpu()
         results, start = {}, 0
@@ -175,7 +176,7 @@ class Harness:
         num_pages = max(len(sequence.pages) for sequence, _ in work)
         table = [sequence.pages + [0] * (num_pages - len(sequence.pages)) for sequence, _ in work]
         num_decodes = sum(self._decodes(*item) for item in work)
-        needs_chunks = self.config.is_hybrid and num_decodes < len(work)
+        sizes = self.spec.chunk_sizes if num_decodes < len(work) else ()
         batch = Batch(
             num_tokens=cu[-1],
             num_seqs=len(work),
@@ -188,12 +189,12 @@ class Harness:
             seq_lens=_int32(seq_lens + [0] * pad_seqs),
             page_table=_int32(table + [[0] * num_pages] * pad_seqs),
             state_slots=_int32(slots + [0] * pad_seqs),
-            chunks=_chunk_table(work, num_decodes, pad_seqs) if needs_chunks else None,
+            chunks={size: _chunk_table(work, num_decodes, pad_seqs, size) for size in sizes},
         )
         return batch, torch.tensor(ids + [0] * pad_tokens)
 
 
-def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: int) -> ChunkTable:
+def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: int, size: int) -> ChunkTable:
     rows: list[tuple[int, int, int, int]] = []
     first, flat = [], 0
     for i, (sequence, n) in enumerate(work):
@@ -201,7 +202,7 @@ def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: i
         borders = [p - sequence.num_computed for p in sorted(sequence.checkpoints)]
         start = 0
         while i >= num_decodes and start < n:
-            end = min([start + CHUNK, n, *(b for b in borders if b > start)])
+            end = min([start + size, n, *(b for b in borders if b > start)])
             slot = sequence.checkpoints.get(sequence.num_computed + end, -1)
             rows.append((i, flat + start, end - start, slot))
             start = end
@@ -209,7 +210,7 @@ def _chunk_table(work: list[tuple[Sequence, int]], num_decodes: int, pad_seqs: i
     first += [len(rows)] * (1 + pad_seqs)
     seq, starts, lengths, slots = zip(*rows, strict=True)
     columns = [_int32(column) for column in (seq, starts, lengths, slots, first)]
-    return ChunkTable(*columns, max_seqs=len(work) - num_decodes)
+    return ChunkTable(size, *columns, max_seqs=len(work) - num_decodes)
 
 
 def _poison_rows(vectors: Tensor, num_tokens: int) -> Tensor:

@@ -99,7 +99,6 @@ def fork_ranks(*, poisoned: bool = False) -> Iterator[None]:
 def _poison_padding() -> None:
     import torch
 
-    from weft.forward_context import KVCache
     from weft.runner.model_runner import ModelRunner
 
     launch = ModelRunner.launch
@@ -107,7 +106,7 @@ def _poison_padding() -> None:
     @torch.inference_mode()
     def poisoned(runner: ModelRunner, *args: Any) -> Any:
         for cache in runner.caches.values():
-            for tensor in (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.conv, cache.recurrent):
+            for tensor in cache.values():
                 tensor[0] = float("nan")
         return launch(runner, *args)
 

@@ -20,7 +20,8 @@ from tests.ops.oracles import make_batch
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.cache.radix_tree import Node
-from weft.forward_context import KVCache, StateCache
+from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.forward_context import LayerCache
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates_reference
@@ -92,7 +93,7 @@ def test_convolution_states_are_the_same_bits(seed: int) -> None:
     x, weight = torch.randn(LENGTH, 5, generator=gen), torch.randn(5, 4, generator=gen)
     state = torch.full((2 + len(POSITIONS), 5, 3), torch.nan)
     batch = make_batch([LENGTH], [0], checkpoints={0: {p: 1 + p for p in POSITIONS}})
-    causal_conv1d(x, weight, None, state, batch, backend=Backend.TORCH)
+    causal_conv1d(x, weight, None, state, batch, chunk_size=CHUNK_SIZE, backend=Backend.TORCH)
     for p in POSITIONS:
         inputs = torch.cat([torch.zeros(3, 5), x[:p]])[-3:]
         assert torch.equal(state[1 + p], inputs.T)
@@ -144,12 +145,13 @@ def stopped(folder: Path) -> Stopped:
     return run
 
 
-def states_in(caches: Mapping[str, KVCache | StateCache], slot: int) -> States:
-    found = {}
-    for name, cache in caches.items():
-        if isinstance(cache, StateCache):
-            found[name + ".conv"], found[name + ".recurrent"] = cache.conv[slot].clone(), cache.recurrent[slot].clone()
-    return found
+def states_in(caches: Mapping[str, LayerCache], slot: int) -> States:
+    return {
+        f"{name}.{role}": cache[role][slot].clone()
+        for name, cache in caches.items()
+        for role in ("conv", "recurrent")
+        if role in cache
+    }
 
 
 def make_engine(folder: Path, policy: str) -> LLM:

@@ -24,7 +24,6 @@ from tests.ranks import fork_ranks
 from tests.tiny import make_model
 from weft import LLM, SamplingParams
 from weft.executor.multi_process import MultiProcessExecutor
-from weft.forward_context import KVCache
 from weft.messages import SchedulerOutput
 from weft.request import Request, RequestStatus
 from weft.runner.model_runner import ModelRunner
@@ -86,13 +85,11 @@ class Poisoned:
     def poison(self) -> None:
         manager = self.llm._core.manager
         pages, slots = torch.tensor([0, *manager.pages._free]), torch.tensor([0, *manager.slots._free])
-        for cache in runner_of(self.llm).caches.values():
-            if isinstance(cache, KVCache):
-                tensors, unowned = (cache.k, cache.v), pages
-            else:
-                tensors, unowned = (cache.conv, cache.recurrent), slots
-            for tensor in tensors:
-                tensor.index_fill_(0, unowned, float("nan"))
+        runner = runner_of(self.llm)
+        for name, spec in runner.spec.layers.items():
+            for tensors, unowned in ((spec.paged, pages), (spec.states, slots)):
+                for tensor in tensors:
+                    runner.caches[name][tensor.name].index_fill_(0, unowned, float("nan"))
 
     def begin(self) -> str:
         """A new case. Returns its salt: nothing that other cases left can be hit."""

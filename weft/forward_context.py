@@ -1,14 +1,14 @@
 """The one ambient object of a forward pass: what the batch looks like and where each layer's cache lives.
 
-Job: carry the metadata of the running batch, and the layer table, to the layers that need them (attention and Gated
-DeltaNet) without threading them through every ``forward``.
+Job: carry the metadata of the running batch, the caches and the layer table to the layers that need them without
+threading them through every ``forward``: token mixers read all three, a mixture of experts how many rows are real.
 Owns: the scope (exactly one context at a time; nesting is refused). Does not know: how batches are built, what a
 scheduler or a graph is. torch is imported for type checking only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """How the prefill sequences of a batch are cut into chunks for the chunked gated delta rule.
+    """How the prefill sequences of a batch are cut into chunks of one length, for recurrent layers.
 
     All tensors are int32 on the batch's device. Chunks of one sequence are consecutive and in order; sequences appear
-    in batch order. A chunk boundary stands wherever a state has to be stored, so chunks may be shorter than 64.
+    in batch order. A chunk boundary stands at absolute multiples of ``size`` and wherever a state has to be stored, so
+    chunks may be shorter.
 
     Attributes:
+        size: longest chunk, in tokens: the ``chunk_size`` of the layers that read the table.
         seq: ``[num_chunks]`` index of the chunk's sequence in the batch (row of ``cu_seqlens_q``, ``state_slots``).
         start: ``[num_chunks]`` first token of the chunk, as an index into the batch's flat token axis.
-        length: ``[num_chunks]`` tokens in the chunk, 1 to 64; 0 for padding chunks.
+        length: ``[num_chunks]`` tokens in the chunk, 1 to ``size``; 0 for padding chunks.
         checkpoint_slot: ``[num_chunks]`` slot that receives the state *after* the chunk's last token, or -1.
         first: ``[num_seqs + 1]`` index of the first chunk of each sequence (a prefix sum; decode rows have none).
         max_seqs: most sequences that have chunks (a captured graph serves any number up to that).
     """
 
+    size: int
     seq: Tensor
     start: Tensor
     length: Tensor
@@ -63,8 +66,13 @@ class Batch:
     """One step's metadata. ``T`` and ``S`` are padded token and sequence counts; the real ones are host integers.
 
     Tokens of one sequence are contiguous; sequences that decode (one token, a state already there, no checkpoint to
-    store) come first, so token ``i`` belongs to sequence ``i`` for ``i < num_decodes``. Padding tokens write to page 0
-    and padding sequences use state slot 0; both are reserved.
+    store) come first, so token ``i`` belongs to sequence ``i`` for ``i < num_decodes``.
+
+    Padding comes in two forms. A batch padded for a decode graph has padding *sequences* that count as real: one token
+    each, state slot 0, position 0 of page 0 (both are reserved). A batch padded for any other graph has padding
+    *tokens*, which belong to no sequence, and padding sequences without tokens: attention writes their keys and values
+    to page 0; recurrent layers touch no slot for them and leave zeros in their output; a mixture of experts sends rows
+    from ``num_tokens`` (where it is set, ``token_count``) on to no expert; other layers compute whatever they hold.
 
     Attributes:
         num_tokens: real tokens in the batch, at most ``T``.
@@ -80,8 +88,8 @@ class Batch:
         state_slots: ``[S]`` int32, working slot of the recurrent state of each sequence. The state in the slot is
             that of the tokens before this step; where the sequence starts here (``seq_lens`` equals its query length)
             the slot's content is ignored and a zero state is used.
-        chunks: chunk table of the sequences from ``num_decodes`` on; None if the model has no recurrent layers or
-            every sequence decodes.
+        chunks: chunk length -> chunk table of the sequences from ``num_decodes`` on, for every length that a recurrent
+            layer of the model has; empty if there are no such layers or every sequence decodes.
         token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
             count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
         mixture: what the device alone knows where a captured graph serves any mixture of decodes and prefills; None
@@ -99,45 +107,34 @@ class Batch:
     seq_lens: Tensor
     page_table: Tensor
     state_slots: Tensor
-    chunks: ChunkTable | None = None
+    chunks: Mapping[int, ChunkTable] = field(default_factory=dict)
     token_count: Tensor | None = None
     mixture: Mixture | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """KV pages of one full-attention layer: two tensors ``[num_pages, page_size, num_kv_heads, head_dim]``."""
-
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StateCache:
-    """States of one linear layer: ``conv [num_slots, conv_dim, kernel - 1]``, ``recurrent [num_slots, HV, K, V]``."""
-
-    conv: Tensor
-    recurrent: Tensor
+LayerCache = Mapping[str, "Tensor"]
+"""A layer's cache tensors by the names in its ``LayerSpec``: paged ones ``[num_pages, page_size, *shape]``, states
+``[num_slots, *shape]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """What tells captured graphs apart.
+    """Sizes of a batch, for the choice of a graph; in a forward context, with ``num_tokens`` alone, of captured pieces.
 
     Attributes:
-        num_tokens: rows of the flat token axis, padding included.
-        num_seqs: sequences, padding included; None where any number will do (graphs of any mixture of sequences).
-        uniform_decode: every sequence brings one token to an existing state.
-        num_prefills, num_chunks: sequences that run through chunks of the gated delta rule, and their chunks; 0 where
-            the graph takes as many as its token count allows.
-        num_decodes: sequences that decode; 0 where the graph takes any number.
+        num_tokens: tokens of the batch; of captured pieces, rows of the flat token axis, padding included.
+        num_seqs: sequences; None of captured pieces, which serve any number.
+        uniform_decode: every sequence brings one token to an existing state and samples one.
+        num_prefills: sequences that do not decode.
+        num_chunks: ``(chunk length, chunks)`` of these sequences, for every chunk length of the model.
+        num_decodes: sequences that decode.
     """
 
     num_tokens: int
     num_seqs: int | None = None
     uniform_decode: bool = False
     num_prefills: int = 0
-    num_chunks: int = 0
+    num_chunks: tuple[tuple[int, int], ...] = ()
     num_decodes: int = 0
 
 
@@ -163,21 +160,11 @@ class ForwardContext:
     """
 
     batch: Batch
-    caches: dict[str, KVCache | StateCache]
-    layers: dict[str, Any] = field(default_factory=dict)
+    caches: Mapping[str, LayerCache]
+    layers: Mapping[str, Any] = field(default_factory=dict)
     mode: GraphMode = GraphMode.NONE
     descriptor: BatchDescriptor | None = None
     breaks: Breaks | None = None
-
-    def kv_cache(self, layer_name: str) -> KVCache:
-        cache = self.caches[layer_name]
-        assert isinstance(cache, KVCache), f"{layer_name} is not a full-attention layer"
-        return cache
-
-    def state_cache(self, layer_name: str) -> StateCache:
-        cache = self.caches[layer_name]
-        assert isinstance(cache, StateCache), f"{layer_name} is not a linear-attention layer"
-        return cache
 
 
 _current: ForwardContext | None = None

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from weft import report
+from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates_reference
 from weft.ops.gdn_decode import gdn_decode_reference
@@ -65,12 +66,12 @@ def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Ba
         return torch.tensor(x, dtype=torch.int32, device=DEVICE)
 
     columns = [ints(list(c)) for c in zip(*rows, strict=True)]
-    chunks = ChunkTable(*columns, ints(first + [first[-1]] * pad), max_seqs=len(lens))
+    chunks = ChunkTable(CHUNK_SIZE, *columns, ints(first + [first[-1]] * pad), max_seqs=len(lens))
     cu = [0, *itertools.accumulate(lens)]
     none = ints([0])
     return Batch(
         start, len(lens), 0, max(lens), max(lens), none, none, ints(cu + [start] * pad), ints(lens + [0] * pad), none,
-        ints([*range(1, len(lens) + 1)] + [0] * pad), chunks,
+        ints([*range(1, len(lens) + 1)] + [0] * pad), {CHUNK_SIZE: chunks},
     )  # fmt: skip
 
 
@@ -180,11 +181,10 @@ def time_us(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
 
 def time_chunk(lens: list[int], tiles: list[gdr.Tile]) -> dict[str, float]:
     batch = make_batch(lens)
-    assert batch.chunks is not None
     state = torch.zeros(len(lens) + 2, HV, K, V, device=DEVICE)
     sets = [make_inputs(batch.num_tokens, torch.bfloat16) for _ in range(3)]
     times = {}
-    calls = [lambda x=x: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks) for x in sets]
+    calls = [lambda x=x: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks[CHUNK_SIZE]) for x in sets]
     times["prepare"] = time_us(calls)
     for tile in tiles:
         calls = [lambda x=x, t=tile: gdr.chunk_gated_delta_rule_triton(*x, state, batch, tile=t) for x in sets]

@@ -22,6 +22,7 @@ if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
 
 from benchmarks.kernels.gdn import make_batch
+from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.ops.causal_conv1d import causal_conv1d_reference
 from weft.ops.qk_norm_rope import qk_norm_rope_reference
 from weft.ops.triton import causal_conv1d as conv
@@ -79,7 +80,7 @@ def projected_gate(num_tokens: int) -> Tensor:
 def conv_call(num_tokens: int) -> Call:
     state = torch.zeros(2, CHANNELS, 3, device=DEVICE, dtype=DTYPE)
     x, batch = randn(num_tokens, PROJECTED)[:, :CHANNELS], make_batch([num_tokens])
-    return partial(conv.causal_conv1d_triton, x, randn(CHANNELS, 4), None, state, batch)
+    return partial(conv.causal_conv1d_triton, x, randn(CHANNELS, 4), None, state, batch, chunk_size=CHUNK_SIZE)
 
 
 def check_conv(tile: conv.Tile) -> float:

@@ -13,6 +13,7 @@ from weft.bench.prefix_workloads import WORKLOADS, make_workload
 from weft.cache.spec import CacheSpec
 from weft.cli import main
 from weft.config.checkpoint import read_checkpoint_config
+from weft.config.layer_spec import CacheDtypes
 
 GEOMETRY = Path(__file__).parents[2] / "benchmarks/configs/qwen3-next-12l"
 
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def spec() -> CacheSpec:
     model = read_checkpoint_config(GEOMETRY)
-    return CacheSpec.from_model(model, page_size=16, dtype="bfloat16", state_dtype="bfloat16")
+    return CacheSpec.from_model(model, page_size=16, dtypes=CacheDtypes("bfloat16", "bfloat16", "bfloat16"))
 
 
 def rows_of(spec: CacheSpec, name: str, *shares: float) -> dict[tuple[str, str, float], dict[str, float]]:

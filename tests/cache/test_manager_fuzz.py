@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests import specs
 from tests.cache.fake_memory import FakeMemory, Running
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
@@ -14,16 +15,7 @@ TOKENS = st.integers(0, 1)
 
 
 def make_spec(*, hybrid: bool, page_size: int = 4) -> CacheSpec:
-    return CacheSpec(
-        page_size=page_size,
-        num_attention_layers=1,
-        num_kv_heads=1,
-        head_dim=4,
-        kv_dtype="float32",
-        num_linear_layers=3 if hybrid else 0,
-        flops_per_token=10.0,
-        flops_per_pair=0.1,
-    )
+    return specs.make_spec(page_size=page_size, linear=3 if hybrid else 0, flops_per_token=10.0, flops_per_pair=0.1)
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from tests import specs
 from tests.runner.test_memory import MIB, make_spec
 from weft.cache.plan import plan_caches
-from weft.cache.spec import CacheSpec
-from weft.config.model import LinearAttentionConfig
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.layer_spec import CacheDtypes
 from weft.errors import CapacityError
 
 
 def test_geometry_of_qwen3_next_80b() -> None:
     """The figures of the published model: 75.5 MB of recurrent state a slot in float32, 24,576 bytes of KV a token."""
-    linear = LinearAttentionConfig(16, 32, 128, 128, 4)
-    spec = CacheSpec(16, 12, 2, 256, "bfloat16", 36, linear, "bfloat16", "float32")
+    spec = specs.make_spec(
+        page_size=16,
+        attention=12,
+        linear=36,
+        kv_heads=2,
+        head_dim=256,
+        geometry=GatedDeltaNetConfig(16, 32, 128, 128, 4),
+        dtypes=CacheDtypes("bfloat16", "bfloat16", "float32"),
+    )
     assert spec.kv_bytes_per_token == 24_576
     assert spec.slot_bytes == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
 

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from tests.tiny import ARCHITECTURES, make_config
-from weft.config.checkpoint import SUPPORTED_ARCHITECTURES, read_checkpoint_config
-from weft.config.model import LinearAttentionConfig, ModelConfig, MoeConfig, RopeConfig
+from weft.config.attention import AttentionConfig
+from weft.config.checkpoint import read_checkpoint_config
+from weft.config.families import FAMILIES
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.model import ModelConfig, MoeConfig
+from weft.config.rope import RopeConfig
 from weft.errors import ConfigError, UnsupportedModelError
 
 
@@ -143,30 +147,37 @@ QWEN3_5_MOE = {
 }
 
 
+def attention(config: ModelConfig) -> AttentionConfig:
+    found = config.mixers["full_attention"]["self_attn"]
+    assert isinstance(found, AttentionConfig)
+    return found
+
+
 def test_llama_3_1(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA_3_1)
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    assert config.rope == RopeConfig(500000.0, 128, "llama3", scaling)
-    assert (config.head_dim, config.dtype, config.bos_token_id) == (128, "bfloat16", 128000)
+    assert attention(config).rope == RopeConfig(500000.0, 128, "llama3", scaling)
+    assert (attention(config).head_dim, config.dtype, config.bos_token_id) == (128, "bfloat16", 128000)
     assert config.eos_token_ids == (128001, 128008, 128009)
-    assert not config.is_hybrid and not config.qk_norm and not config.zero_centered_norm and config.moe is None
+    assert not config.is_hybrid and not attention(config).qk_norm
+    assert not config.zero_centered_norm and config.moe is None
     assert config.layer_types == ("full_attention",) * 32
 
 
 def test_qwen3_next(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_NEXT)
-    assert config.linear == LinearAttentionConfig(16, 32, 128, 128, 4)
+    assert config.mixers["linear_attention"]["linear_attn"] == GatedDeltaNetConfig(16, 32, 128, 128, 4)
     assert config.moe == MoeConfig(512, 10, 512, True, 512, frozenset(range(48)))
-    assert config.rope == RopeConfig(1e7, 64)
-    assert config.attention_layers == tuple(range(3, 48, 4))
-    assert config.qk_norm and config.attn_output_gate and config.zero_centered_norm
+    assert attention(config).rope == RopeConfig(1e7, 64)
+    assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == list(range(3, 48, 4))
+    assert attention(config).qk_norm and attention(config).output_gate and config.zero_centered_norm
     assert config.state_dtype is None and config.eos_token_ids == (151645,)
 
 
 def test_qwen3_5_moe_multimodal(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_5_MOE)
     assert config.architecture == "Qwen3_5MoeForConditionalGeneration" and config.model_type == "qwen3_5_moe_text"
-    assert config.rope == RopeConfig(1e7, 64)
+    assert attention(config).rope == RopeConfig(1e7, 64)
     assert config.moe == MoeConfig(256, 8, 512, True, 512, frozenset(range(40)))
     assert (config.dtype, config.state_dtype, config.vocab_size) == ("bfloat16", "float32", 248320)
     assert config.eos_token_ids == (248044,) and not config.tie_word_embeddings
@@ -182,21 +193,23 @@ def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) ->
     multimodal = arch.endswith("ForConditionalGeneration")
     config = read(tmp_path, {"architectures": [arch], **({"text_config": {}} if multimodal else {})})
     text = reference.text_config if multimodal else reference
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                "rms_norm_eps", "attention_bias", "tie_word_embeddings"):  # fmt: skip
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(config, key) == getattr(text, key), key
+    heads = attention(config)
+    assert (heads.num_heads, heads.num_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)
+    assert heads.bias == text.attention_bias
     head_dim = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
-    assert config.head_dim == head_dim
+    assert heads.head_dim == head_dim
     if "Moe" not in arch or "Qwen3Moe" in arch:
         assert config.intermediate_size == text.intermediate_size
     assert config.max_position_embeddings == text.max_position_embeddings
-    assert config.rope.theta == text.rope_parameters["rope_theta"]
-    assert config.rope.rotary_dim == int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
+    assert heads.rope.theta == text.rope_parameters["rope_theta"]
+    assert heads.rope.rotary_dim == int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
     eos = text.eos_token_id
     assert config.eos_token_ids == (() if eos is None else (eos,)) and config.bos_token_id == text.bos_token_id
-    if config.linear is not None:
+    if config.is_hybrid:
         assert list(config.layer_types) == text.layer_types
-        assert config.linear == LinearAttentionConfig(
+        assert config.mixers["linear_attention"]["linear_attn"] == GatedDeltaNetConfig(
             text.linear_num_key_heads,
             text.linear_num_value_heads,
             text.linear_key_head_dim,
@@ -225,7 +238,7 @@ def test_yarn_numbers_are_filled_in(tmp_path: Path) -> None:
     config = read(
         tmp_path, tiny("Qwen3ForCausalLM", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2})
     )
-    assert config.rope.parameters == {
+    assert attention(config).rope.parameters == {
         "factor": 2.0,
         "original_max_position_embeddings": 512,
         "beta_fast": 32.0,
@@ -376,8 +389,8 @@ def test_inconsistent_numbers(arch: str, changes: dict[str, Any], message: str, 
 def test_unknown_architectures_list_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         read(tmp_path, {"architectures": ["GPT2LMHeadModel"]})
-    assert all(name in str(error.value) for name in ("GPT2LMHeadModel", *SUPPORTED_ARCHITECTURES))
-    assert set(ARCHITECTURES) == set(SUPPORTED_ARCHITECTURES)
+    assert all(name in str(error.value) for name in ("GPT2LMHeadModel", *FAMILIES))
+    assert set(ARCHITECTURES) == set(FAMILIES)
 
 
 BROKEN = [

@@ -9,7 +9,8 @@ import torch
 
 from tests.harness import Harness
 from tests.tiny import make_checkpoint
-from weft.forward_context import KVCache, StateCache, forward_context
+from weft.config.layer_spec import CacheDtypes
+from weft.forward_context import forward_context
 from weft.layers.table import LayerTable
 
 
@@ -18,24 +19,27 @@ def harness(tmp_path: Path) -> Harness:
     return Harness(make_checkpoint("Qwen3NextForCausalLM", tmp_path))
 
 
-def test_layer_table_lists_layers_in_order_with_their_kind(harness: Harness) -> None:
+def test_the_layer_table_lists_the_layers_of_the_specs_in_order(harness: Harness) -> None:
     table = harness.context.layers
-    assert [(entry.name, entry.kind) for entry in table] == [
-        ("model.layers.0.linear_attn", "linear_attention"),
-        ("model.layers.1.linear_attn", "linear_attention"),
-        ("model.layers.2.linear_attn", "linear_attention"),
-        ("model.layers.3.self_attn", "full_attention"),
-    ]
-    assert len(table) == 4 and table.names("full_attention") == ("model.layers.3.self_attn",)
-    for name, layer in table.by_name().items():
-        assert harness.model.get_submodule(name) is layer is table[name].layer
+    assert (
+        list(table)
+        == list(harness.config.layer_specs(CacheDtypes()))
+        == [
+            "model.layers.0.linear_attn",
+            "model.layers.1.linear_attn",
+            "model.layers.2.linear_attn",
+            "model.layers.3.self_attn",
+        ]
+    )
+    for name, layer in table.items():
+        assert harness.model.get_submodule(name) is layer
 
 
 def test_a_name_is_registered_once() -> None:
     table = LayerTable()
-    table.register("a", "full_attention", torch.nn.Identity())
+    table.register("a", torch.nn.Identity())
     with pytest.raises(AssertionError, match="registered twice"):
-        table.register("a", "linear_attention", torch.nn.Identity())
+        table.register("a", torch.nn.Identity())
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.linear_attn", "model.layers.3.self_attn", "model.layers.1.mlp"])
@@ -58,17 +62,13 @@ def test_nan_padding_rows_do_not_reach_real_rows(harness: Harness, name: str, de
         assert (out[num_tokens:] == 0).all()
 
 
-def tensors_of(cache: KVCache | StateCache) -> tuple[torch.Tensor, torch.Tensor]:
-    return (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.conv, cache.recurrent)
-
-
 def test_padding_never_writes_a_live_page_or_slot(harness: Harness) -> None:
     """A padded decode step changes only its own page and slot (and the reserved ones)."""
     a, b = harness.sequence(list(range(40))), harness.sequence(list(range(50, 90)))
     harness.run([(a, 30), (b, 30)])
-    before = {name: [t.clone() for t in tensors_of(cache)] for name, cache in harness.caches.items()}
+    before = {name: [t.clone() for t in cache.values()] for name, cache in harness.caches.items()}
     harness.run([(a, 1)], pad_tokens=4, pad_seqs=4)
     for name, cache in harness.caches.items():
-        live = b.pages if isinstance(cache, KVCache) else [b.slot]
-        for old, new in zip(before[name], tensors_of(cache), strict=True):
+        live = b.pages if "k" in cache else [b.slot]
+        for old, new in zip(before[name], cache.values(), strict=True):
             assert torch.equal(old[live].nan_to_num(7.0), new[live].nan_to_num(7.0)), name

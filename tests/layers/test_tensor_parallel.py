@@ -109,12 +109,12 @@ def test_decode_of_sharded_gated_delta_net(arch: str, tmp_path: Path) -> None:
         sequence = harness.sequence(list(range(20)))
         cache: Any = harness.caches["model.layers.1.linear_attn"]
         generator = torch.Generator().manual_seed(1)
-        heads = cache.recurrent.shape[1]
-        conv_dim = cache.conv.shape[1]
-        full = torch.randn(4, *cache.recurrent.shape[2:], generator=generator)
+        heads = cache["recurrent"].shape[1]
+        conv_dim = cache["conv"].shape[1]
+        full = torch.randn(4, *cache["recurrent"].shape[2:], generator=generator)
         first = 0 if heads == 4 else heads * layer._tp.rank
-        cache.recurrent[sequence.slot] = full[first : first + heads]
-        cache.conv[sequence.slot] = torch.ones(conv_dim, cache.conv.shape[2])
+        cache["recurrent"][sequence.slot] = full[first : first + heads]
+        cache["conv"][sequence.slot] = torch.ones(conv_dim, cache["conv"].shape[2])
         sequence.num_computed = 9
         with forward_context(harness.context_for([(sequence, 1)])):
             return layer(torch.randn(1, harness.config.hidden_size, generator=generator))

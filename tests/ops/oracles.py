@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 
 PAGE_SIZE = 4
@@ -54,7 +55,7 @@ def chunk_lengths(query_len: int, boundaries: list[int]) -> list[int]:
     lengths, begin = [], 0
     for end in sorted({*boundaries, query_len}):
         while begin < end:
-            lengths.append(min(64, end - begin))
+            lengths.append(min(CHUNK_SIZE, end - begin))
             begin += lengths[-1]
     return lengths
 
@@ -99,10 +100,10 @@ def make_batch(
         first.append(len(table))
     table += [(0, 0, 0, -1)] * pad_chunks
     columns = [torch.tensor(c, dtype=torch.int32) for c in zip(*table, strict=True)] if table else None
-    chunks = None
+    chunks = {}
     if columns is not None and num_decodes < count:
         firsts = torch.tensor(first + [first[-1]] * pad_seqs, dtype=torch.int32)
-        chunks = ChunkTable(*columns, firsts, max_seqs=count - num_decodes)
+        chunks = {CHUNK_SIZE: ChunkTable(CHUNK_SIZE, *columns, firsts, max_seqs=count - num_decodes)}
     return Batch(
         num_tokens=starts[-1],
         num_seqs=count,

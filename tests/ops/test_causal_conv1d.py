@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.ops.oracles import make_batch, naive_conv1d
+from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.ops import causal_conv1d as op
 from weft.ops.backend import Backend
-from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update_reference
+from weft.ops.causal_conv1d import causal_conv1d_update_reference
 
 TORCH = Backend.TORCH
+causal_conv1d = partial(op.causal_conv1d, chunk_size=CHUNK_SIZE)
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4])
@@ -46,7 +51,9 @@ def test_mixed_batch_with_padding_checkpoints_and_poison(kernel: int, with_bias:
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 210])
 def test_equals_torch_convolution_from_an_empty_state(length: int) -> None:
     x, weight = torch.randn(length, 5), torch.randn(5, 4)
-    out = causal_conv1d(x, weight, None, torch.zeros(2, 5, 3), make_batch([length], [0]), backend=TORCH)
+    out = causal_conv1d(
+        x, weight, None, torch.zeros(2, 5, 3), make_batch([length], [0]), backend=TORCH
+    )
     padded = torch.nn.functional.pad(x.T[None], (3, 0))
     expected = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], groups=5))
     torch.testing.assert_close(out, expected[0].T)
@@ -69,13 +76,20 @@ def test_decodes_only_and_low_precision() -> None:
     state = torch.randn(3, 4, 3)
     before = state.clone()
     out = causal_conv1d(
-        torch.randn(2, 4), torch.randn(4, 4), None, state, make_batch([1, 1], [3, 3], num_decodes=2), backend=TORCH
+        torch.randn(2, 4),
+        torch.randn(4, 4),
+        None,
+        state,
+        make_batch([1, 1], [3, 3], num_decodes=2),
+        backend=TORCH,
     )
     assert (out == 0).all()
     assert torch.equal(state, before)
     x, weight = torch.randn(7, 4).bfloat16(), torch.randn(4, 4).bfloat16()
     state16, state32 = state.bfloat16(), state.bfloat16().float()
     out16 = causal_conv1d(x, weight, None, state16, make_batch([7], [2]), backend=TORCH)
-    out32 = causal_conv1d(x.float(), weight.float(), None, state32, make_batch([7], [2]), backend=TORCH)
+    out32 = causal_conv1d(
+        x.float(), weight.float(), None, state32, make_batch([7], [2]), backend=TORCH
+    )
     assert torch.equal(out16, out32.bfloat16())
     assert torch.equal(state16, state32.bfloat16())

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
-from weft.config.model import RopeConfig
+from weft.config.rope import RopeConfig
 from weft.errors import UnsupportedModelError
 from weft.ops.activation import silu_and_mul
 from weft.ops.backend import Backend

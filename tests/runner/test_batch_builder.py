@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]:
     table = RowTable(rows, 64, CPU)
     builder = BatchBuilder(
-        table, page_size=PAGE, max_num_tokens=512, max_num_seqs=rows, has_recurrent_layers=recurrent, device=CPU
+        table, page_size=PAGE, max_num_tokens=512, max_num_seqs=rows, chunk_sizes=(64,) if recurrent else (), device=CPU
     )
     return table, builder
 
@@ -27,16 +27,16 @@ def build(table: RowTable, builder: BatchBuilder, orders: list[ScheduledRequest]
 
 
 def test_chunk_bounds_stand_at_absolute_multiples_and_checkpoints() -> None:
-    assert chunk_bounds(0, 64, []) == [0, 64]
-    assert chunk_bounds(0, 65, []) == [0, 64, 65]
-    assert chunk_bounds(63, 2, []) == [63, 64, 65]
-    assert chunk_bounds(10, 200, [100, 210]) == [10, 64, 100, 128, 192, 210]
-    assert chunk_bounds(0, 128, [64]) == [0, 64, 128]
+    assert chunk_bounds(0, 64, [], 64) == [0, 64]
+    assert chunk_bounds(0, 65, [], 64) == [0, 64, 65]
+    assert chunk_bounds(63, 2, [], 64) == [63, 64, 65]
+    assert chunk_bounds(10, 200, [100, 210], 64) == [10, 64, 100, 128, 192, 210]
+    assert chunk_bounds(0, 128, [64], 64) == [0, 64, 128]
 
 
 def test_chunks_do_not_depend_on_how_a_prefill_is_split() -> None:
-    whole = set(chunk_bounds(0, 1000, []))
-    split = set(chunk_bounds(0, 210, [])) | set(chunk_bounds(210, 790, []))
+    whole = set(chunk_bounds(0, 1000, [], 64))
+    split = set(chunk_bounds(0, 210, [], 64)) | set(chunk_bounds(210, 790, [], 64))
     assert split - whole == {210}
 
 
@@ -63,8 +63,7 @@ def test_mixed_batch() -> None:
     assert batch.slot_mapping[1 + 50] == 5 * PAGE + 2
     assert batch.page_table.tolist() == [[9, 4, 0, 0, 0], [1, 2, 3, 5, 6]]
     assert step.samples.indices.tolist() == [0] and step.samples.rows.tolist() == [3]
-    chunks = batch.chunks
-    assert chunks is not None
+    chunks = batch.chunks[64]
     assert chunks.seq.tolist() == [1, 1, 1]
     assert chunks.start.tolist() == [1, 34, 65]
     assert chunks.length.tolist() == [33, 31, 6]
@@ -80,7 +79,7 @@ def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
     table.set_last_tokens(torch.tensor([1, 2]), torch.tensor([11, 22]))
     step = build(table, builder, [ScheduledRequest(r, 2, 1, [], r, True) for r in (2, 1)])
     assert step.input_ids.tolist() == [22, 11]
-    assert step.batch.chunks is None and step.batch.num_decodes == 2
+    assert not step.batch.chunks and step.batch.num_decodes == 2
 
 
 def test_resumed_request_feeds_the_tokens_it_brought() -> None:
@@ -108,7 +107,7 @@ def test_largest_step_fits_the_buffers() -> None:
     pages = list(range(1, 14))
     orders = [ScheduledRequest(r, 63, 64, pages, r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
     step = build(table, builder, orders)
-    assert step.batch.chunks is not None and int(step.batch.chunks.length.sum()) == 512
+    assert int(step.batch.chunks[64].length.sum()) == 512
 
 
 def test_sampling_parameters_travel_with_the_step() -> None:

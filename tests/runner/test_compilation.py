@@ -54,7 +54,7 @@ def traced_pass(runner: ModelRunner) -> SplitPass:
 
 def test_a_real_model_is_cut_at_its_layers(runner: ModelRunner) -> None:
     items = traced_pass(runner).items
-    assert [item.layer for item in items if item.op is not None] == list(runner._layer_modules)
+    assert [item.layer for item in items if item.op is not None] == list(runner._layers)
     assert all((a.op is None) != (b.op is None) for a, b in pairwise(items))
     assert items[0].op is None and items[-1].op is None
 
@@ -65,7 +65,7 @@ def test_results_are_picked_where_they_are_computed(runner: ModelRunner) -> None
         for node in item.graph.graph.find_nodes(op="call_function", target=operator.getitem):
             assert node.args[0].op != "placeholder" or isinstance(node.args[0].meta["example_value"], Tensor)
             picked += 1
-    assert picked >= 4 * len(runner._layer_modules)  # two results of each norm
+    assert picked >= 4 * len(runner._layers)  # two results of each norm
 
 
 def test_what_is_bound_never_moves(runner: ModelRunner) -> None:
@@ -95,8 +95,8 @@ def test_traced_pieces_do_not_change_the_answers(
     expected, _ = answers(checkpoint)
     given, runner = answers(checkpoint, **TRACED, piecewise_cuda_graph_tokens=TOKENS, splitting_ops=splitting_ops)
     assert given == expected and len(set(churn)) >= 5
-    layers = runner.config.model_config
-    breaks = len(layers.attention_layers) + (len(layers.linear_layers) if splitting_ops is not None else 0)
+    layers = runner.config.model_config.layer_types
+    breaks = layers.count("full_attention") if splitting_ops is None else len(layers)
     assert runner.graphs.pieces is not None and runner.graphs.pieces.num_pieces == breaks + 1
     assert runner.compiler.counters == CompileCounters()
 
@@ -168,7 +168,7 @@ def test_the_kernels_path_is_traced_without_looking_into_kernels(tmp_path: Path,
     """On the CPU: nothing of a traced pass runs, so the kernels need not be there."""
     context = model_context(backend=Backend.TRITON)
     model = create_model(read_checkpoint_config(make_checkpoint(arch, tmp_path)), context).eval()
-    plain = context_of([5], context.layers.by_name())
+    plain = context_of([5], context.layers)
     batch = dataclasses.replace(plain.batch, token_count=torch.zeros(1, dtype=torch.int32))
     with torch.inference_mode():
         operations = opaque_ops(fusible=fusible)

@@ -6,28 +6,41 @@ import pytest
 import torch
 
 from tests.ops.interpreter import DEVICE
-from weft.forward_context import KVCache, StateCache
+from weft.config.layer_spec import CacheTensor, LayerSpec
+from weft.forward_context import LayerCache
 from weft.ops.backend import Backend
 from weft.runner.moves import CacheMover
 
 
-def caches() -> list[KVCache | StateCache]:
+def tensor(name: str, *shape: int, dtype: str = "float32") -> CacheTensor:
+    return CacheTensor(name, shape, dtype)
+
+
+ATTENTION = LayerSpec(paged=(tensor("k", 2, 8), tensor("v", 2, 8)))
+LATENT = LayerSpec(paged=(tensor("latent", 24),))
+LINEAR = LayerSpec(states=(tensor("conv", 6, 3), tensor("recurrent", 2, 4, 5, dtype="bfloat16")), chunk_size=64)
+SCAN = LayerSpec(states=(tensor("scan", 7, 2),), chunk_size=16)
+SHORT = LayerSpec(states=(tensor("inputs", 6, 3),), chunk_size=64)
+BOTH = LayerSpec(paged=ATTENTION.paged, states=SHORT.states, chunk_size=64)
+LAYERS = {"a": ATTENTION, "b": LINEAR, "c": LINEAR, "d": ATTENTION, "e": LATENT, "f": SCAN, "g": SHORT, "h": BOTH}
+PAGE_SIZE = 4
+
+
+def make_caches() -> dict[str, LayerCache]:
+    """Several kinds side by side, of 9 pages and 9 slots."""
     gen = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(9, *shape, generator=gen).to(DEVICE)
+    def random(t: CacheTensor, *entries: int) -> torch.Tensor:
+        return torch.randn(*entries, *t.shape, generator=gen).to(DEVICE, getattr(torch, t.dtype))
 
-    return [
-        KVCache(random(4, 2, 8), random(4, 2, 8)),
-        StateCache(random(6, 3), random(2, 4, 5).bfloat16()),
-        StateCache(random(6, 3), random(2, 4, 5).bfloat16()),
-        KVCache(random(4, 2, 8), random(4, 2, 8)),
-    ]
+    return {
+        name: {t.name: random(t, 9, PAGE_SIZE) for t in spec.paged} | {t.name: random(t, 9) for t in spec.states}
+        for name, spec in LAYERS.items()
+    }
 
 
-def tensors(all_caches: list[KVCache | StateCache], kind: type) -> list[torch.Tensor]:
-    found = [c for c in all_caches if isinstance(c, kind)]
-    return [t for c in found for t in ((c.k, c.v) if isinstance(c, KVCache) else (c.conv, c.recurrent))]
+def tensors(caches: dict[str, LayerCache], kind: str) -> list[torch.Tensor]:
+    return [caches[name][t.name] for name, spec in LAYERS.items() for t in getattr(spec, kind)]
 
 
 @pytest.mark.parametrize("backend", list(Backend))
@@ -35,16 +48,16 @@ def tensors(all_caches: list[KVCache | StateCache], kind: type) -> list[torch.Te
     "orders", [[], [(0, 0)], [(3, 5)], [(1, 2), (1, 3), (7, 8)], [(1, 2), (2, 3)], [(4, 6), (6, 4)]]
 )
 def test_everything_is_read_before_anything_is_written(backend: Backend, orders: list[tuple[int, int]]) -> None:
-    ours = caches()
-    mover = CacheMover(ours, backend, torch.device(DEVICE))
-    for kind, move in ((KVCache, mover.copy_pages), (StateCache, mover.fork_states)):
+    ours = make_caches()
+    mover = CacheMover(LAYERS, ours, backend, torch.device(DEVICE))
+    for kind, other, move in (("paged", "states", mover.copy_pages), ("states", "paged", mover.fork_states)):
         before = [t.clone() for t in tensors(ours, kind)]
-        others = [t.clone() for t in tensors(ours, KVCache if kind is StateCache else StateCache)]
+        others = [t.clone() for t in tensors(ours, other)]
         move(orders)
         for old, new in zip(before, tensors(ours, kind), strict=True):
             expected = old.clone()
             for source, target in orders:
                 expected[target] = old[source]
             assert torch.equal(new, expected)
-        for old, new in zip(others, tensors(ours, KVCache if kind is StateCache else StateCache), strict=True):
+        for old, new in zip(others, tensors(ours, other), strict=True):
             assert torch.equal(new, old)

@@ -7,10 +7,10 @@ from collections import deque
 
 import pytest
 
+from tests import specs
 from tests.fake_runner import VOCAB, FakeRunner, oracle
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
-from weft.config.model import LinearAttentionConfig
 from weft.messages import ModelOutput, RowSampling
 from weft.request import Request
 from weft.scheduler.scheduler import Scheduler
@@ -19,8 +19,7 @@ PAGE = 4
 
 
 def make_spec(hybrid: bool = True) -> CacheSpec:
-    linear = LinearAttentionConfig(1, 1, 4, 4, 2) if hybrid else None
-    return CacheSpec(PAGE, 1, 1, 8, "float32", int(hybrid), linear)
+    return specs.make_spec(page_size=PAGE, linear=int(hybrid), head_dim=8)
 
 
 class Rig:

@@ -142,7 +142,7 @@ def _made_up(turns: list[Turn], vocab_size: int, seed: int) -> tuple[list[list[i
 
 def _reusable(spec: CacheSpec, prompts: list[list[int]], outputs: list[list[int]], turns: list[Turn]) -> ReplayCounts:
     """The oracle: without recurrent layers every stored position can be reused."""
-    plain = replace(spec, num_linear_layers=0, linear=None)
+    plain = replace(spec, layers={name: replace(layer, states=()) for name, layer in spec.layers.items()})
     return _replay(_manager(plain, _pages(spec, prompts, outputs), 1, "exact", "lru"), prompts, outputs, turns)
 
 

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.cache.spec import DTYPE_BYTES, CacheSpec
+from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
+from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
 from weft.config.model import ModelConfig
 
 
@@ -57,15 +58,15 @@ class Roofline:
 
     def __init__(self, model: ModelConfig, dtype: str, state_dtype: str) -> None:
         self._model = model
-        self._spec = CacheSpec.from_model(model, page_size=1, dtype=dtype, state_dtype=state_dtype)
+        dtypes = CacheDtypes(model=dtype, kv=dtype, state=state_dtype)
+        self._spec = CacheSpec.from_model(model, page_size=1, dtypes=dtypes)
         self._weight_bytes = DTYPE_BYTES[dtype]
         self._head_weights = model.hidden_size * model.vocab_size
         expert_weights, chosen = self._expert_weights(), 0
         if model.moe is not None:
             chosen = model.moe.num_experts_per_tok * len(model.moe.sparse_layers)
-        # What one token meets, two FLOPs a weight and six per entry of a state, less its experts: met by every token.
-        weights = (self._spec.flops_per_token - 6.0 * self._state_entries()) / 2.0
-        self._common_weights = weights - chosen * expert_weights
+        # What one token meets, less its experts, is met by every token.
+        self._common_weights = self._spec.weights_per_token - chosen * expert_weights
 
     @classmethod
     def of(cls, config: EngineConfig) -> Roofline:
@@ -119,12 +120,6 @@ class Roofline:
     def _expert_weights(self) -> int:
         """Weights of one expert: gate, up and down."""
         return 0 if self._model.moe is None else 3 * self._model.hidden_size * self._model.moe.intermediate_size
-
-    def _state_entries(self) -> int:
-        linear = self._model.linear
-        if linear is None:
-            return 0
-        return len(self._model.linear_layers) * linear.num_v_heads * linear.head_k_dim * linear.head_v_dim
 
 
 def ceilings_of(device: str) -> Ceilings | None:

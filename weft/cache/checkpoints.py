@@ -5,8 +5,8 @@ Does not know: slots, trees, or whether a chosen checkpoint finds room.
 
 * ``exact``: any position. The divergence from what is stored, conversation borders, the prompt's end less one, every
   4,096 tokens; at the end of the request the working state itself.
-* ``aligned``: multiples of 64 only. The same divergence and prompt end rounded down; while decoding a snapshot at each
-  multiple, of which the last is kept.
+* ``aligned``: multiples of the recurrent layers' chunk length only. The same divergence and prompt end rounded down;
+  while decoding a snapshot at each multiple, of which the last is kept.
 * ``finish_only``: nothing but the working state at the end of the request.
 """
 
@@ -19,15 +19,20 @@ CheckpointPolicy = Literal["exact", "aligned", "finish_only"]
 CheckpointKind = Literal["divergence", "border", "inside", "end"]
 """Why a state stands where it stands; ``inside``: the prompt's end less one, and every 4,096 tokens."""
 
-MAX_PER_PREFILL = 4
-ALIGNMENT = 64
-"""Tokens between the positions of ``aligned``: the chunk of the chunked gated delta rule."""
+MAX_CHECKPOINTS = 4
+"""States that the prefill of one request stores at most."""
 STRIDE = 4096
 """Tokens between the checkpoints inside a very long prompt."""
 
 
 def prefill_positions(
-    policy: CheckpointPolicy, *, reused: int, divergence: int | None, borders: Sequence[int], num_prompt_tokens: int
+    policy: CheckpointPolicy,
+    *,
+    reused: int,
+    divergence: int | None,
+    borders: Sequence[int],
+    num_prompt_tokens: int,
+    alignment: int,
 ) -> list[int]:
     """Positions at which the prefill of a prompt stores a state, ascending.
 
@@ -36,6 +41,7 @@ def prefill_positions(
         divergence: where the prompt leaves what is stored, if no state stands there.
         borders: conversation borders, in any order.
         num_prompt_tokens: tokens of the prompt.
+        alignment: tokens between the positions of ``aligned``.
     """
     if policy == "finish_only":
         return []
@@ -44,11 +50,11 @@ def prefill_positions(
     wanted += latest_first[1:]
     wanted += range((num_prompt_tokens - 1) // STRIDE * STRIDE, 0, -STRIDE)
     if policy == "aligned":
-        wanted = [p // ALIGNMENT * ALIGNMENT for p in wanted]
+        wanted = [p // alignment * alignment for p in wanted]
     chosen = [p for p in dict.fromkeys(wanted) if reused < p <= num_prompt_tokens]
-    return sorted(chosen[:MAX_PER_PREFILL])
+    return sorted(chosen[:MAX_CHECKPOINTS])
 
 
-def is_decode_position(policy: CheckpointPolicy, position: int) -> bool:
+def is_decode_position(policy: CheckpointPolicy, position: int, alignment: int) -> bool:
     """Does a decoding request take a snapshot after ``position`` tokens?"""
-    return policy == "aligned" and position % ALIGNMENT == 0
+    return policy == "aligned" and position % alignment == 0

@@ -80,6 +80,7 @@ class Evictor:
         self.num_evicted_pages = 0
         self.num_evicted_states = 0
         self._spec = spec
+        self._needs_state = spec.has_states
         self._tree = tree
         self._pages = pages
         self._slots = slots
@@ -164,7 +165,7 @@ class Evictor:
     def _leaf_utility(self, leaf: Node) -> float | None:
         if not leaf.is_evictable_leaf:
             return None
-        if not self._spec.num_linear_layers:
+        if not self._needs_state:
             return self.policy.kv_utility(leaf.last_used, self._spec.prefill_flops(leaf.end - 1, leaf.end))
         checkpoint = leaf.checkpoints.get(leaf.end)
         if checkpoint is None:  # no state needs this KV: a reuse would have to compute it again

@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.cache.checkpoints import (
-    MAX_PER_PREFILL,
+    MAX_CHECKPOINTS,
     CheckpointPolicy,
     is_decode_position,
     prefill_positions,
@@ -84,7 +84,8 @@ class Manager:
         self.evictor = Evictor(spec, self.tree, self.pages, self.slots, policy)
         self.checkpoint_policy: CheckpointPolicy = checkpoint_policy
         self.observer: Observer | None = None
-        self._needs_state = spec.num_linear_layers > 0
+        self._needs_state = spec.has_states
+        self._alignment = spec.alignment
         self._leases: set[Lease] = set()
         self._num_query_tokens = self._num_hit_tokens = 0
 
@@ -243,6 +244,7 @@ class Manager:
             divergence=stored if lease.num_cached_tokens < stored < len(match.tokens) else None,
             borders=borders,
             num_prompt_tokens=lease.num_prompt_tokens,
+            alignment=self._alignment,
         )
 
     # -- a request grows -------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class Manager:
         return [position for position, _ in lease.stored] + lease.checkpoint_positions
 
     def _can_store(self, lease: Lease, position: int) -> bool:
-        room = len(self._pending_positions(lease)) < MAX_PER_PREFILL
+        room = len(self._pending_positions(lease)) < MAX_CHECKPOINTS
         return self.checkpoint_policy == "exact" and room and position > lease.num_committed_tokens
 
     def can_allocate(self, lease: Lease | None, num_tokens: int, reserve_pages: int = 0) -> bool:
@@ -340,7 +342,7 @@ class Manager:
 
     def _takes_snapshot(self, position: int) -> bool:
         wanted = self._needs_state and self.enable_prefix_caching
-        return wanted and is_decode_position(self.checkpoint_policy, position)
+        return wanted and is_decode_position(self.checkpoint_policy, position, self._alignment)
 
     def _drop_snapshot(self, lease: Lease) -> None:
         if lease.snapshot is not None:

@@ -229,9 +229,7 @@ def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload, json_path
         raise ConfigError(f"--cache-shares {wrong[0]}: give shares above 0, at most 1")
     settings = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu"} | engine_settings(args)
     config = resolve(**settings)
-    spec = CacheSpec.from_model(
-        config.model_config, page_size=config.page_size, dtype=config.dtype, state_dtype=config.mamba_ssm_dtype
-    )
+    spec = CacheSpec.of(config)
     rows = prefix.replay(spec, workload, config.model_config.vocab_size, args.cache_shares)
     head = {"benchmark": "prefix-replay"} | report.provenance("cpu") | {"workload": dataclasses.asdict(workload)}
     report.write_json(json_path, head | {"config": report.settings(config), "results": rows})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
     from weft.cache.plan import plan_caches
     from weft.cache.spec import CacheSpec
 
-    spec = CacheSpec.from_model(
-        config.model_config,
-        page_size=config.page_size,
-        dtype=config.dtype,
-        state_dtype=config.mamba_ssm_dtype,
-        tp_size=config.tensor_parallel_size,
-    )
+    spec = CacheSpec.of(config)
     costs: dict[str, Any] = {"kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes}
     if config.device != "cpu":
         return costs | {"reasons": {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}}
@@ -167,7 +162,7 @@ def _found(config: EngineConfig) -> dict[str, str]:
     rows = {
         "folder": str(config.model_path),
         "architecture": model.architecture,
-        "layers": f"{len(model.attention_layers)} full attention, {len(model.linear_layers)} linear attention",
+        "layers": ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in sorted(Counter(model.layer_types).items())),
         "hidden size, vocabulary": f"{model.hidden_size}, {model.vocab_size}",
         "context": f"{model.max_position_embeddings} tokens",
         "dtype": model.dtype,

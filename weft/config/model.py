@@ -6,49 +6,10 @@ Does not know: checkpoints (``config/checkpoint.py`` fills it from ``config.json
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-LayerType = Literal["full_attention", "linear_attention"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864).
-
-    ``rotary_dim`` leading dimensions of each head are rotated (``head_dim * partial_rotary_factor``).
-    ``scaling`` is ``"default"``, ``"linear"``, ``"yarn"`` or ``"llama3"``; ``parameters`` are the checkpoint's numbers
-    for it, under its names.
-    """
-
-    theta: float
-    rotary_dim: int
-    scaling: str = "default"
-    parameters: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearAttentionConfig:
-    """Geometry of the Gated DeltaNet layers (arXiv 2412.06464): HV value heads share HK key heads in groups."""
-
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    conv_kernel: int
-
-    @property
-    def key_dim(self) -> int:
-        return self.num_k_heads * self.head_k_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.num_v_heads * self.head_v_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Channels of the short convolution: queries, keys and values, concatenated in that order."""
-        return 2 * self.key_dim + self.value_dim
+from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +30,9 @@ class ModelConfig:
 
     Attributes:
         architecture: the class name in the checkpoint, for example ``Qwen3NextForCausalLM``.
-        layer_types: one entry per layer.
-        attn_output_gate: attention output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
-        qk_norm: RMSNorm on each query and key head.
+        layer_types: one entry per layer, as the checkpoint names them (``full_attention``, ``linear_attention``, ...).
+        mixers: layer type that occurs -> name of the module in the decoder layer -> geometry of that token mixer. A
+            layer with several mixers side by side has several names.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
@@ -84,20 +45,13 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    layer_types: tuple[LayerType, ...]
-    rope: RopeConfig
+    layer_types: tuple[str, ...]
+    mixers: Mapping[str, Mapping[str, MixerConfig]]
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    attn_output_gate: bool = False
     zero_centered_norm: bool = False
-    linear: LinearAttentionConfig | None = None
     moe: MoeConfig | None = None
     dtype: str = "float32"
     state_dtype: str | None = None
@@ -106,13 +60,23 @@ class ModelConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """True if any layer is recurrent."""
-        return "linear_attention" in self.layer_types
+        """True if any layer keeps a recurrent state."""
+        mixers = (mixer for modules in self.mixers.values() for mixer in modules.values())
+        return any(mixer.layer_spec(self.hidden_size, CacheDtypes()).states for mixer in mixers)
 
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "full_attention")
+    def layer_specs(self, dtypes: CacheDtypes) -> dict[str, LayerSpec]:
+        """What every layer keeps, by its name in the layer table (``model.layers.3.self_attn``), in model order."""
+        kinds = {
+            kind: {module: mixer.layer_spec(self.hidden_size, dtypes) for module, mixer in modules.items()}
+            for kind, modules in self.mixers.items()
+        }
+        return {
+            layer_name(index, module): spec
+            for index, kind in enumerate(self.layer_types)
+            for module, spec in kinds[kind].items()
+        }
 
-    @property
-    def linear_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "linear_attention")
+
+def layer_name(index: int, module: str) -> str:
+    """Name of a token mixer in the layer table: that of its module in the model."""
+    return f"model.layers.{index}.{module}"

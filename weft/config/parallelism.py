@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from weft.config.model import ModelConfig
-from weft.config.sharding import divide, head_range
+from weft.config.sharding import divide
 from weft.errors import ConfigError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -23,11 +23,9 @@ def check_shares(model: ModelConfig, size: int, *, expert_parallel: bool) -> Non
     Raises:
         ConfigError: naming the number.
     """
-    divide(model.num_attention_heads, size, "num_attention_heads")
-    head_range(model.num_key_value_heads, 0, size, "num_key_value_heads")
-    if model.linear is not None:
-        divide(model.linear.num_k_heads, size, "linear_num_key_heads")
-        divide(model.linear.num_v_heads, size, "linear_num_value_heads")
+    for modules in model.mixers.values():
+        for mixer in modules.values():
+            mixer.check_shares(size)
     moe = model.moe
     if moe is None or len(moe.sparse_layers) < model.num_hidden_layers:
         divide(model.intermediate_size, size, "intermediate_size")

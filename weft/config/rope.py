@@ -6,12 +6,28 @@ Owns: which scalings are supported and which numbers each needs. Does not know: 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from weft.config.json_object import JsonObject
-from weft.config.model import RopeConfig
 from weft.errors import UnsupportedModelError
 
 SUPPORTED_SCALINGS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864).
+
+    ``rotary_dim`` leading dimensions of each head are rotated (``head_dim * partial_rotary_factor``).
+    ``scaling`` is ``"default"``, ``"linear"``, ``"yarn"`` or ``"llama3"``; ``parameters`` are the checkpoint's numbers
+    for it, under its names.
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling: str = "default"
+    parameters: dict[str, object] = field(default_factory=dict)
 
 
 def read_rope(

@@ -179,15 +179,8 @@ class EngineCore:
 
 def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
     """The cache manager over pools of the planned sizes."""
-    spec = CacheSpec.from_model(
-        config.model_config,
-        page_size=config.page_size,
-        dtype=config.dtype,
-        state_dtype=config.mamba_ssm_dtype,
-        tp_size=config.tensor_parallel_size,
-    )
     manager = Manager(
-        spec,
+        CacheSpec.of(config),
         num_pages=plan.num_pages,
         num_slots=plan.num_slots,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -80,9 +80,10 @@ _CHUNKS_PER_PREFILL = 3
 """Chunks of a sequence beyond those that its tokens fill: a broken one at either end, and a checkpoint."""
 
 
-def chunk_capacity(num_tokens: int) -> int:
-    """Chunks of the gated delta rule that a graph of ``num_tokens`` tokens takes (each has a token, most have 64)."""
-    return min(num_tokens, num_tokens // 64 + _CHUNKS_PER_PREFILL * MAX_PREFILLS)
+def chunk_capacity(num_tokens: int, chunk_size: int) -> int:
+    """Chunks of at most ``chunk_size`` tokens that a graph of ``num_tokens`` tokens takes (none is empty, most are
+    full)."""
+    return min(num_tokens, num_tokens // chunk_size + _CHUNKS_PER_PREFILL * MAX_PREFILLS)
 
 
 def smallest_fitting(sizes: Sequence[int], wanted: int) -> int | None:

@@ -24,10 +24,10 @@ class AllReduce(nn.Module):
     @classmethod
     def shared(cls, width: int, context: ModelContext) -> AllReduce:
         """The one of the model; registered on first use."""
-        found = context.layers.other(NAME)
+        found = context.layers.get(NAME)
         if found is None:
             found = cls(width, context)
-            context.layers.register_other(NAME, found)
+            context.layers.register(NAME, found)
         assert isinstance(found, cls) and found.width == width
         return found
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from weft.config.attention import AttentionConfig
 from weft.config.model import ModelConfig
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
-from weft.layers.rotary import RotaryEmbedding
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
 from weft.ops.qk_norm_rope import qk_norm_rope
@@ -26,37 +26,38 @@ class Attention(nn.Module):
 
     Args:
         name: key of the layer's KV cache and of its entry in the layer table, for example ``model.layers.3.self_attn``.
-        rotary: shared by all layers of the model.
     """
 
-    def __init__(self, config: ModelConfig, context: ModelContext, name: str, rotary: RotaryEmbedding) -> None:
+    def __init__(self, geometry: AttentionConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
         self.name, self._backend = name, context.backend
-        self.head_dim, self._scale = config.head_dim, config.head_dim**-0.5
-        self._gated = config.attn_output_gate
+        self.head_dim, self._scale = geometry.head_dim, geometry.head_dim**-0.5
+        self._gated = geometry.output_gate
         self._eps, self._zero_centered = config.rms_norm_eps, config.zero_centered_norm
-        self._rotary = (rotary,)  # in a tuple: the model owns the module, this layer only refers to it
+        self._cos_sin = context.rotary.get(
+            geometry.rope, config.max_position_embeddings, context.max_model_len, context.device
+        )
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
-            config.head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            gate=config.attn_output_gate,
-            bias=config.attention_bias,
+            geometry.head_dim,
+            geometry.num_heads,
+            geometry.num_kv_heads,
+            gate=geometry.output_gate,
+            bias=geometry.bias,
             context=context,
         )
         self.o_proj = RowParallelLinear(
-            config.num_attention_heads * config.head_dim,
+            geometry.num_heads * geometry.head_dim,
             config.hidden_size,
-            bias=config.attention_bias,
+            bias=geometry.bias,
             context=context,
             what="num_attention_heads * head_dim",
         )
         self.q_norm, self.k_norm = None, None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, self._eps, context, zero_centered=self._zero_centered)
-            self.k_norm = RMSNorm(config.head_dim, self._eps, context, zero_centered=self._zero_centered)
-        context.layers.register(name, "full_attention", self)
+        if geometry.qk_norm:
+            self.q_norm = RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
+            self.k_norm = RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
+        context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.o_proj(self.attend(self.qkv_proj(hidden_states)))
@@ -65,17 +66,17 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor) -> Tensor:
         """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
         context = get_forward_context()
-        batch, cache = context.batch, context.kv_cache(self.name)
+        batch, cache = context.batch, context.caches[self.name]
         q, gate = qk_norm_rope(
             qkv,
             self.q_norm.weight if self.q_norm is not None else None,
             self.k_norm.weight if self.k_norm is not None else None,
             self._eps,
             self._zero_centered,
-            self._rotary[0].cos_sin,
+            self._cos_sin,
             batch.positions,
-            cache.k,
-            cache.v,
+            cache["k"],
+            cache["v"],
             batch.slot_mapping,
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
@@ -83,7 +84,8 @@ class Attention(nn.Module):
             gated=self._gated,
             backend=self._backend,
         )
-        attended = paged_attention(q, cache.k, cache.v, batch, scale=self._scale, backend=self._backend).flatten(1)
+        attended = paged_attention(q, cache["k"], cache["v"], batch, scale=self._scale, backend=self._backend)
+        attended = attended.flatten(1)
         if gate is not None:
             attended = sigmoid_mul(attended, gate, backend=self._backend)
         return attended

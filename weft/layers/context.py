@@ -6,10 +6,11 @@ or a running batch (``forward_context``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from weft.layers.rotary import RotaryTables
 from weft.layers.table import LayerTable
 from weft.ops.backend import Backend
 from weft.parallel.tensor_parallel import TensorParallel
@@ -26,7 +27,8 @@ class ModelContext:
         backend: which implementation of the operations runs.
         layers: filled while the model is built.
         expert_parallel: ranks hold whole experts, not a share of each.
-        max_model_len: longest sequence that will be run, in tokens (length of the rotary table).
+        max_model_len: longest sequence that will be run, in tokens (length of the rotary tables).
+        rotary: tables that layers share.
     """
 
     dtype: torch.dtype
@@ -36,3 +38,4 @@ class ModelContext:
     layers: LayerTable
     max_model_len: int
     expert_parallel: bool = False
+    rotary: RotaryTables = field(default_factory=RotaryTables)

@@ -14,9 +14,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from weft.config.model import LinearAttentionConfig, ModelConfig
+from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
+from weft.config.model import ModelConfig
 from weft.config.sharding import divide
-from weft.forward_context import Batch, StateCache, get_forward_context
+from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -40,18 +41,18 @@ class InProjLayout(StrEnum):
     SEPARATE = "separate"
 
 
-def shard_linear(linear: LinearAttentionConfig, tp: TensorParallel) -> LinearAttentionConfig:
+def one_rank(geometry: GatedDeltaNetConfig, tp: TensorParallel) -> GatedDeltaNetConfig:
     """One rank's geometry: heads are split, a key head stays with the value heads that it serves."""
-    return LinearAttentionConfig(
-        divide(linear.num_k_heads, tp.size, "linear_num_key_heads"),
-        divide(linear.num_v_heads, tp.size, "linear_num_value_heads"),
-        linear.head_k_dim,
-        linear.head_v_dim,
-        linear.conv_kernel,
+    return GatedDeltaNetConfig(
+        divide(geometry.num_k_heads, tp.size, "linear_num_key_heads"),
+        divide(geometry.num_v_heads, tp.size, "linear_num_value_heads"),
+        geometry.head_k_dim,
+        geometry.head_v_dim,
+        geometry.conv_kernel,
     )
 
 
-def _qkv_rows(whole: LinearAttentionConfig, local: LinearAttentionConfig, rank: int) -> RowMap:
+def _qkv_rows(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> RowMap:
     """Rows of ``q | k | v`` (each sorted by head) of one rank."""
     key, value = local.key_dim, local.value_dim
     runs = (
@@ -84,15 +85,15 @@ class GatedDeltaNetProjection(ColumnParallelLinear):
     """``[T, hidden_size] -> [T, q | k | v | z | b | a]`` for the rank's heads, in one product."""
 
     def __init__(
-        self, hidden_size: int, linear: LinearAttentionConfig, layout: InProjLayout, context: ModelContext
+        self, hidden_size: int, geometry: GatedDeltaNetConfig, layout: InProjLayout, context: ModelContext
     ) -> None:
-        local = shard_linear(linear, context.tp)
+        local = one_rank(geometry, context.tp)
         rows = local.conv_dim + local.value_dim + 2 * local.num_v_heads
-        parts = (_grouped_parts if layout is InProjLayout.GROUPED else _separate_parts)(linear, local, context.tp.rank)
-        self._build(hidden_size, rows, parts, False, context)
+        parts = _grouped_parts if layout is InProjLayout.GROUPED else _separate_parts
+        self._build(hidden_size, rows, parts(geometry, local, context.tp.rank), False, context)
 
 
-def _grouped_parts(whole: LinearAttentionConfig, local: LinearAttentionConfig, rank: int) -> dict[str, RowMap]:
+def _grouped_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> dict[str, RowMap]:
     heads = range(rank * local.num_k_heads, (rank + 1) * local.num_k_heads)
     served = whole.num_v_heads // whole.num_k_heads
     k_dim, v_dim = whole.head_k_dim, served * whole.head_v_dim
@@ -105,7 +106,7 @@ def _grouped_parts(whole: LinearAttentionConfig, local: LinearAttentionConfig, r
     }
 
 
-def _separate_parts(whole: LinearAttentionConfig, local: LinearAttentionConfig, rank: int) -> dict[str, RowMap]:
+def _separate_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> dict[str, RowMap]:
     z = local.conv_dim
     b = z + local.value_dim
     a = b + local.num_v_heads
@@ -121,11 +122,11 @@ def _separate_parts(whole: LinearAttentionConfig, local: LinearAttentionConfig, 
 class ShortConvolution(WeightModule):
     """Weight of the depthwise causal convolution, ``[conv_dim / tp, kernel]`` (``[conv_dim, 1, kernel]`` in files)."""
 
-    def __init__(self, linear: LinearAttentionConfig, context: ModelContext) -> None:
+    def __init__(self, geometry: GatedDeltaNetConfig, context: ModelContext) -> None:
         super().__init__()
-        local = shard_linear(linear, context.tp)
-        self._rows = _qkv_rows(linear, local, context.tp.rank)
-        self.weight = empty_parameter(local.conv_dim, linear.conv_kernel, dtype=context.dtype, device=context.device)
+        local = one_rank(geometry, context.tp)
+        self._rows = _qkv_rows(geometry, local, context.tp.rank)
+        self.weight = empty_parameter(local.conv_dim, geometry.conv_kernel, dtype=context.dtype, device=context.device)
 
     def layouts(self) -> tuple[Layout, ...]:
         return ({"weight": self._rows.piece(self.weight, middle=(1,))},)
@@ -139,24 +140,24 @@ class GatedDeltaNet(WeightModule):
         layout: how the checkpoint stores the input projection.
     """
 
-    def __init__(self, config: ModelConfig, context: ModelContext, name: str, layout: InProjLayout) -> None:
+    def __init__(
+        self, geometry: GatedDeltaNetConfig, config: ModelConfig, context: ModelContext, name: str, layout: InProjLayout
+    ) -> None:
         super().__init__()
-        assert config.linear is not None, f"{name}: the model config has no linear-attention geometry"
         self.name, self._backend, self._tp = name, context.backend, context.tp
         self._eps = config.rms_norm_eps
-        linear = config.linear
-        self.local = local = shard_linear(linear, context.tp)
-        self.in_proj = GatedDeltaNetProjection(config.hidden_size, linear, layout, context)
+        self.local = local = one_rank(geometry, context.tp)
+        self.in_proj = GatedDeltaNetProjection(config.hidden_size, geometry, layout, context)
         self._split_sizes = [local.conv_dim, local.value_dim, local.num_v_heads, local.num_v_heads]
-        self.conv1d = ShortConvolution(linear, context)
+        self.conv1d = ShortConvolution(geometry, context)
         # The decay is an exponential of an exponential: both its parameters stay in float32 whatever the model's dtype.
         self.A_log = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
         self.dt_bias = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
-        self.norm = GatedRMSNorm(linear.head_v_dim, config.rms_norm_eps, context)
+        self.norm = GatedRMSNorm(geometry.head_v_dim, config.rms_norm_eps, context)
         self.out_proj = RowParallelLinear(
-            linear.value_dim, config.hidden_size, bias=False, context=context, what="linear value heads * head_dim"
+            geometry.value_dim, config.hidden_size, bias=False, context=context, what="linear value heads * head_dim"
         )
-        context.layers.register(name, "linear_attention", self)
+        context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.out_proj(self.mix(self.in_proj(hidden_states)))
@@ -165,17 +166,20 @@ class GatedDeltaNet(WeightModule):
     def mix(self, projected: Tensor) -> Tensor:
         """Everything between the projections: ``[T, q | k | v | z | b | a] -> [T, value_dim]``."""
         context = get_forward_context()
-        batch, cache = context.batch, context.state_cache(self.name)
+        batch, cache = context.batch, context.caches[self.name]
         slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
         if batch.num_decodes == projected.shape[0]:
             return self._decode(projected, cache, slots)
-        mixed = self._prefill(projected, batch, cache)
+        if batch.chunks:
+            mixed = self._prefill(projected, batch, cache)
+        else:  # decodes and padding
+            mixed = projected.new_zeros(projected.shape[0], self.local.value_dim)
         count = slots.shape[0]
         if count:
             self._decode(projected[:count], cache, slots, out=mixed[:count])
         return mixed
 
-    def _decode(self, projected: Tensor, cache: StateCache, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
         left as they are in a given ``out``."""
         local = self.local
@@ -186,8 +190,8 @@ class GatedDeltaNet(WeightModule):
             self.dt_bias,
             self.norm.weight,
             self._eps,
-            cache.conv,
-            cache.recurrent,
+            cache["conv"],
+            cache["recurrent"],
             slots,
             num_k_heads=local.num_k_heads,
             num_v_heads=local.num_v_heads,
@@ -198,13 +202,14 @@ class GatedDeltaNet(WeightModule):
             keep_padding=out is not None,
         )
 
-    def _prefill(self, projected: Tensor, batch: Batch, cache: StateCache) -> Tensor:
+    def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
         qkv, z, b, a = projected.split(self._split_sizes, dim=-1)
         g, beta = gdn_gates(a, b, self.A_log, self.dt_bias, backend=self._backend)
-        qkv = causal_conv1d(qkv, self.conv1d.weight, None, cache.conv, batch, backend=self._backend)
+        weight = self.conv1d.weight
+        qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, chunk_size=CHUNK_SIZE, backend=self._backend)
         q, k, v = self._heads(qkv)
-        mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache.recurrent, batch, backend=self._backend)
+        mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache["recurrent"], batch, backend=self._backend)
         normed = self.norm(mixed, z.unflatten(-1, mixed.shape[1:])).flatten(1)
         if batch.num_tokens < normed.shape[0]:
             normed[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN

@@ -1,17 +1,25 @@
-"""Rotary position embedding: one cos/sin table that every attention layer of a model shares."""
+"""Rotary position embedding: the cos/sin tables that the attention layers of a model share."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor
 
-from weft.config.model import ModelConfig
-from weft.layers.context import ModelContext
+from weft.config.rope import RopeConfig
 from weft.ops.rotary import rotary_table
 
 
-class RotaryEmbedding(nn.Module):
-    """Holds ``cos_sin [max_model_len, rotary_dim]`` float32."""
+class RotaryTables:
+    """One table per rotary setting, made when the first layer asks for it."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__()
-        self.cos_sin = rotary_table(config.rope, config.max_position_embeddings, context.max_model_len, context.device)
+    def __init__(self) -> None:
+        self._tables: list[tuple[RopeConfig, Tensor]] = []
+
+    def get(self, rope: RopeConfig, max_position_embeddings: int, max_model_len: int, device: torch.device) -> Tensor:
+        """The table for positions below ``max_model_len``; see ``rotary_table``."""
+        for known, table in self._tables:
+            if known == rope:
+                return table
+        table = rotary_table(rope, max_position_embeddings, max_model_len, device)
+        self._tables.append((rope, table))
+        return table

@@ -2,51 +2,71 @@
 
 Job: assemble layers as a ``ModelConfig`` says and keep the residual stream fused with the norms. Owns: module names,
 which are the published tensors' names up to merging. Does not know: caches, batches, graphs, files. A family's own file
-holds what differs: its weight-name table and how it stores the Gated DeltaNet projection.
+holds what differs: its weight-name table, and builders for kinds of token mixers that others do not have.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from weft.config.model import ModelConfig
+from weft.config.attention import AttentionConfig
+from weft.config.model import ModelConfig, layer_name
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from weft.layers.gated_delta_net import GatedDeltaNet, InProjLayout
 from weft.layers.mlp import MLP
 from weft.layers.moe import SparseMoe
 from weft.layers.norm import ResidualRMSNorm
-from weft.layers.rotary import RotaryEmbedding
 from weft.layers.weight import LoadableModel
 
 ATTENTION_PARTS: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 MLP_PARTS: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 
+MixerBuilder = Callable[[Any, ModelConfig, ModelContext, str], nn.Module]
+"""``(geometry, config, context, name)`` to a token mixer, which registers itself in the layer table under ``name``:
+``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
+
+Mixers = dict[type, MixerBuilder]
+"""From the class of a geometry to what builds such a token mixer."""
+
+
 class DecoderLayer(nn.Module):
-    """Pre-norm block: token mixer, then MLP or experts. Subclasses bring the mixer.
+    """Pre-norm block: token mixers (several add up), then MLP or experts.
 
     ``(x, residual) -> (x, residual)``: the layer's input is the sum of both, which the next norm forms.
+
+    Attributes:
+        kind: layers of one kind differ in their weights only.
     """
 
-    def __init__(self, config: ModelConfig, context: ModelContext, index: int) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, index: int, mixers: Mixers) -> None:
         super().__init__()
         eps, centred = config.rms_norm_eps, config.zero_centered_norm
         self.input_layernorm = ResidualRMSNorm(config.hidden_size, eps, context, zero_centered=centred)
         self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, eps, context, zero_centered=centred)
+        geometries = config.mixers[config.layer_types[index]]
+        self._mixers = tuple(geometries)
+        for module, geometry in geometries.items():
+            self.add_module(module, mixers[type(geometry)](geometry, config, context, layer_name(index, module)))
+        sparse = config.moe is not None and index in config.moe.sparse_layers
         self.mlp: nn.Module
-        if config.moe is not None and index in config.moe.sparse_layers:
+        if sparse:
             self.mlp = SparseMoe(config, context)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, context, bias=config.mlp_bias)
+        self.kind = (config.layer_types[index], sparse)
 
-    @abstractmethod
     def mix(self, hidden_states: Tensor) -> Tensor:
-        """The token mixer: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
+        """The token mixers: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
+        first, *others = self._mixers
+        mixed: Tensor = getattr(self, first)(hidden_states)
+        for module in others:
+            mixed = mixed + getattr(self, module)(hidden_states)
+        return mixed
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
@@ -54,40 +74,14 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class AttentionDecoderLayer(DecoderLayer):
-    """A block whose mixer is full attention."""
-
-    def __init__(self, config: ModelConfig, context: ModelContext, index: int, rotary: RotaryEmbedding) -> None:
-        super().__init__(config, context, index)
-        self.self_attn = Attention(config, context, f"model.layers.{index}.self_attn", rotary)
-
-    def mix(self, hidden_states: Tensor) -> Tensor:
-        return self.self_attn(hidden_states)
-
-
-class LinearDecoderLayer(DecoderLayer):
-    """A block whose mixer is Gated DeltaNet."""
-
-    def __init__(self, config: ModelConfig, context: ModelContext, index: int, layout: InProjLayout) -> None:
-        super().__init__(config, context, index)
-        self.linear_attn = GatedDeltaNet(config, context, f"model.layers.{index}.linear_attn", layout)
-
-    def mix(self, hidden_states: Tensor) -> Tensor:
-        return self.linear_attn(hidden_states)
-
-
 class Decoder(nn.Module):
     """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext, layout: InProjLayout) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        rotary = RotaryEmbedding(config, context)
         self.layers = nn.ModuleList(
-            AttentionDecoderLayer(config, context, i, rotary)
-            if kind == "full_attention"
-            else LinearDecoderLayer(config, context, i, layout)
-            for i, kind in enumerate(config.layer_types)
+            DecoderLayer(config, context, index, mixers) for index in range(config.num_hidden_layers)
         )
         self.norm = ResidualRMSNorm(
             config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm
@@ -103,14 +97,14 @@ class Decoder(nn.Module):
 class CausalLM(LoadableModel):
     """A decoder with a language-model head. Everything about the batch comes from the forward context.
 
-    Class attributes of a family: ``weight_table`` and ``in_proj_layout``.
+    Class attributes of a family: ``weight_table``, and ``mixers`` where it has kinds of token mixers of its own.
     """
 
-    in_proj_layout: ClassVar[InProjLayout] = InProjLayout.GROUPED
+    mixers: ClassVar[Mixers] = {AttentionConfig: Attention}
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.model = Decoder(config, context, self.in_proj_layout)
+        self.model = Decoder(config, context, self.mixers)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied)
 

@@ -6,7 +6,10 @@ under ``model.language_model``. Does not know: anything that ``decoder.py`` and 
 
 from __future__ import annotations
 
-from weft.layers.gated_delta_net import InProjLayout
+from functools import partial
+
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.layers.gated_delta_net import GatedDeltaNet, InProjLayout
 from weft.layers.weight import WeightTable
 from weft.models.decoder import ATTENTION_PARTS, MLP_PARTS, CausalLM
 from weft.models.qwen3_next import ROUTER_PARTS
@@ -15,7 +18,7 @@ from weft.models.qwen3_next import ROUTER_PARTS
 class Qwen3_5ForCausalLM(CausalLM):
     """All Qwen3.5 models. ``mtp.*`` is the multi-token-prediction head, ``model.visual.*`` the vision tower."""
 
-    in_proj_layout = InProjLayout.SEPARATE
+    mixers = CausalLM.mixers | {GatedDeltaNetConfig: partial(GatedDeltaNet, layout=InProjLayout.SEPARATE)}
     weight_table = WeightTable(
         packed=ATTENTION_PARTS
         | MLP_PARTS

@@ -6,7 +6,10 @@ Job: the weight-name table, and the grouped storage of the Gated DeltaNet projec
 
 from __future__ import annotations
 
-from weft.layers.gated_delta_net import InProjLayout
+from functools import partial
+
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.layers.gated_delta_net import GatedDeltaNet, InProjLayout
 from weft.layers.weight import WeightTable
 from weft.models.decoder import ATTENTION_PARTS, MLP_PARTS, CausalLM
 
@@ -16,7 +19,7 @@ ROUTER_PARTS: dict[str, tuple[str, ...]] = {"router": ("gate", "shared_expert_ga
 class Qwen3NextForCausalLM(CausalLM):
     """``mtp.*`` is the multi-token-prediction head, which Weft does not run."""
 
-    in_proj_layout = InProjLayout.GROUPED
+    mixers = CausalLM.mixers | {GatedDeltaNetConfig: partial(GatedDeltaNet, layout=InProjLayout.GROUPED)}
     weight_table = WeightTable(
         packed=ATTENTION_PARTS | MLP_PARTS | ROUTER_PARTS | {"in_proj": ("in_proj_qkvz", "in_proj_ba")},
         ignorable=("mtp.*",),

@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.forward_context import Batch
+from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
 from weft.ops.device_work import device_reference, device_work
 
 
-def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch) -> Tensor:
+def causal_conv1d_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch, *, chunk_size: int
+) -> Tensor:
     """Torch reference of ``causal_conv1d``.
 
     Every sequence is laid out behind its state in one long buffer, with ``W - 1`` rows of state before its tokens. The
@@ -25,7 +27,8 @@ def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        device_work("causal_conv1d", batch, (x, weight) if bias is None else (x, weight, bias), (out, conv_state))
+        inputs = (x, weight) if bias is None else (x, weight, bias)
+        device_work("causal_conv1d", batch, inputs, (out, conv_state), chunk_size=chunk_size)
         return out
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
@@ -50,7 +53,7 @@ def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv
     buffer[bases[:, None] + before] = initial.to(x.dtype)
     out[begin:end] = _convolve(buffer, weight, bias)[rows - history]
     conv_state.index_copy_(0, slots, _states(buffer, bases + query_lens, before, conv_state))
-    _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch)
+    _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch, batch.chunks[chunk_size])
     return out
 
 
@@ -58,7 +61,9 @@ def causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, conv
 def _convolution_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     x, weight, *bias = inputs
     out, conv_state = outputs
-    out.copy_(causal_conv1d_reference(x, weight, bias[0] if bias else None, conv_state, batch))
+    (chunk_size,) = batch.chunks
+    y = causal_conv1d_reference(x, weight, bias[0] if bias else None, conv_state, batch, chunk_size=chunk_size)
+    out.copy_(y)
 
 
 def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -78,11 +83,10 @@ def _states(buffer: Tensor, ends: Tensor, before: Tensor, conv_state: Tensor) ->
     return buffer[ends[:, None] + before].transpose(1, 2).to(conv_state.dtype)
 
 
-def _store_checkpoints(buffer: Tensor, shifts: Tensor, before: Tensor, conv_state: Tensor, batch: Batch) -> None:
+def _store_checkpoints(
+    buffer: Tensor, shifts: Tensor, before: Tensor, conv_state: Tensor, batch: Batch, chunks: ChunkTable
+) -> None:
     """Store the state after each chunk that orders it. ``shifts[s]`` turns a token index into a buffer row."""
-    chunks = batch.chunks
-    if chunks is None:
-        return
     ordered = (chunks.checkpoint_slot >= 0).nonzero().flatten()
     if ordered.numel():
         ends = chunks.start[ordered] + chunks.length[ordered]
@@ -92,7 +96,14 @@ def _store_checkpoints(buffer: Tensor, shifts: Tensor, before: Tensor, conv_stat
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch, *, backend: Backend
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    batch: Batch,
+    *,
+    chunk_size: int,
+    backend: Backend,
 ) -> Tensor:
     """Convolve the sequences from ``batch.num_decodes`` on; read and update their states.
 
@@ -103,15 +114,16 @@ def causal_conv1d(
         conv_state: ``[num_slots, C, W - 1]``. The initial state is that of ``batch.state_slots`` (zero for a sequence
             that starts here); the final state is written back there, and the state after every chunk with a
             ``checkpoint_slot`` into that slot.
+        chunk_size: of the layer: which chunk table of the batch holds for it.
 
     Returns:
         ``[T, C]`` in x's dtype; rows outside those sequences are zero.
     """
     if backend is Backend.TORCH:
-        return causal_conv1d_reference(x, weight, bias, conv_state, batch)
+        return causal_conv1d_reference(x, weight, bias, conv_state, batch, chunk_size=chunk_size)
     from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 
-    return causal_conv1d_triton(x, weight, bias, conv_state, batch)
+    return causal_conv1d_triton(x, weight, bias, conv_state, batch, chunk_size=chunk_size)
 
 
 def causal_conv1d_update_reference(x: Tensor, weight: Tensor, conv_state: Tensor, state_slots: Tensor) -> Tensor:

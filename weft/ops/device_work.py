@@ -22,11 +22,13 @@ Reference = Callable[[Batch, Sequence[Tensor], Sequence[Tensor]], None]
 
 _REFERENCES: dict[str, Reference] = {}
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
-_LIBRARY.define("device_work(str name, Tensor[] batch, Tensor[] inputs, Tensor(a!)[] outputs) -> ()")
+_LIBRARY.define("device_work(str name, Tensor[] batch, int chunk_size, Tensor[] inputs, Tensor(a!)[] outputs) -> ()")
 
 
-def _run(name: str, batch: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    _REFERENCES[name](_from_tensors(batch), inputs, outputs)
+def _run(
+    name: str, batch: Sequence[Tensor], chunk_size: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    _REFERENCES[name](_from_tensors(batch, chunk_size), inputs, outputs)
 
 
 _LIBRARY.impl("device_work", _run, "CompositeExplicitAutograd")
@@ -44,34 +46,41 @@ def device_reference(name: str) -> Callable[[Reference], Reference]:
     return register
 
 
-def device_work(name: str, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Run a registered reference on a captured batch (one with a ``mixture``) and the tensors that it writes."""
-    torch.ops.weft.device_work(name, _to_tensors(batch), list(inputs), list(outputs))
+def device_work(
+    name: str, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, chunk_size: int = 0
+) -> None:
+    """Run a registered reference on a captured batch (one with a ``mixture``) and the tensors that it writes.
+
+    Args:
+        chunk_size: which of the batch's chunk tables the reference reads; 0: none.
+    """
+    torch.ops.weft.device_work(name, _to_tensors(batch, chunk_size), chunk_size, list(inputs), list(outputs))
 
 
-def _to_tensors(batch: Batch) -> list[Tensor]:
+def _to_tensors(batch: Batch, chunk_size: int) -> list[Tensor]:
     assert batch.mixture is not None, "the batch knows its sizes on the host"
     tensors = [
         batch.mixture.counts, batch.positions, batch.slot_mapping,
         batch.cu_seqlens_q, batch.seq_lens, batch.page_table, batch.state_slots,
     ]  # fmt: skip
-    chunks = batch.chunks
-    if chunks is not None:
+    if chunk_size:
+        chunks = batch.chunks[chunk_size]
         tensors += [chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first]
     return tensors
 
 
-def _from_tensors(tensors: Sequence[Tensor]) -> Batch:
+def _from_tensors(tensors: Sequence[Tensor], chunk_size: int) -> Batch:
     """The batch with the sizes that its tensors hold now."""
     counts, positions, slot_mapping, cu_seqlens_q, seq_lens, page_table, state_slots = tensors[:7]
     num_tokens, num_seqs, num_decodes = counts.tolist()
-    chunks = None
-    if len(tensors) > 7:
+    chunks = {}
+    if chunk_size:
         seq, start, length, checkpoint_slot, first = tensors[7:]
         count = int((length > 0).sum())
         seq, start, length, checkpoint_slot = seq[:count], start[:count], length[:count], checkpoint_slot[:count]
         max_seqs = num_seqs - num_decodes
-        chunks = ChunkTable(seq, start, length, checkpoint_slot, first[: num_seqs + 1], max_seqs)
+        columns = (seq, start, length, checkpoint_slot, first[: num_seqs + 1])
+        chunks = {chunk_size: ChunkTable(chunk_size, *columns, max_seqs)}
     return Batch(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
@@ -84,5 +93,5 @@ def _from_tensors(tensors: Sequence[Tensor]) -> Batch:
         seq_lens=seq_lens[:num_seqs],
         page_table=page_table[:num_seqs],
         state_slots=state_slots[:num_seqs],
-        chunks=chunks if num_decodes < num_seqs else None,
+        chunks=chunks,
     )

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
 from weft.ops.device_work import device_reference, device_work
 
-CHUNK_SIZE = 64
 _L2_EPS = 1e-6
 
 
@@ -113,23 +113,23 @@ def chunk_gated_delta_rule_reference(
     """
     out = v.new_zeros(v.shape) if out is None else out
     if batch.mixture is not None:
-        device_work("chunk_gated_delta_rule", batch, (q, k, v, g, beta), (out, state))
+        device_work("chunk_gated_delta_rule", batch, (q, k, v, g, beta), (out, state), chunk_size=CHUNK_SIZE)
         return out
     out[batch.num_tokens :].zero_()
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
         return out
-    assert batch.chunks is not None, "prefill sequences need a chunk table"
-    order, sequences, widths = _schedule(batch.chunks.first.tolist()[first : last + 1])
+    chunks = batch.chunks[CHUNK_SIZE]
+    order, sequences, widths = _schedule(chunks.first.tolist()[first : last + 1])
     chunk_ids = torch.tensor(order, device=v.device)
-    tokens, valid = _token_grid(batch.chunks, chunk_ids)
+    tokens, valid = _token_grid(chunks, chunk_ids)
     wq, u, attention, k_decayed, decay = _intra_chunk(q, k, v, g, beta, tokens, valid)
 
     seqs = torch.tensor(sequences, device=v.device) + first
     slots = batch.state_slots[seqs].long()
     continues = batch.seq_lens[seqs] != batch.cu_seqlens_q.diff()[seqs]
     running = torch.where(continues[:, None, None, None], state[slots].float(), 0.0)
-    checkpoint_slots = batch.chunks.checkpoint_slot[chunk_ids].tolist()
+    checkpoint_slots = chunks.checkpoint_slot[chunk_ids].tolist()
 
     inter, offset = torch.empty_like(u), 0
     for width in widths:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.config.model import RopeConfig
+from weft.config.rope import RopeConfig
 from weft.errors import UnsupportedModelError
 
 

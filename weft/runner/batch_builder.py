@@ -10,26 +10,24 @@ from the static device buffers for given, possibly padded sizes, with device wor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from weft.cache.checkpoints import MAX_CHECKPOINTS
 from weft.forward_context import Batch, BatchDescriptor, ChunkTable, Mixture
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import StepBuffers
 from weft.runner.rows import RowTable
 
-CHUNK = 64
-"""Longest chunk of the chunked gated delta rule, in tokens."""
+_CHUNK_COLUMNS = ("seq", "start", "length", "checkpoint")
 
 FROM_LAST_TOKEN = -1
 """Stands in ``input_ids`` on the host where the token is the one sampled last, known to the device only."""
-
-MAX_CHECKPOINTS = 4
-"""States that one request may store in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,8 @@ class StepShape:
 
     Attributes:
         num_tokens, num_seqs, num_decodes, max_query_len, max_seq_len: as in ``Batch``.
-        num_chunks: rows of the chunk table.
+        num_chunks: ``(chunk length, rows of its table)`` for every chunk length of the model; empty where every
+            sequence decodes.
         num_samples: sequences that sample a token.
         padded: True if rows beyond the real ones are present; their number is then known to the device only.
         any_mixture: True if also how many sequences decode is known to the device only.
@@ -49,7 +48,7 @@ class StepShape:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    num_chunks: int
+    num_chunks: tuple[tuple[int, int], ...]
     num_samples: int
     padded: bool = False
     any_mixture: bool = False
@@ -73,13 +72,13 @@ class StepShape:
     @staticmethod
     def decodes(size: int, max_seq_len: int) -> StepShape:
         """What a graph of ``size`` decodes computes."""
-        return StepShape(size, size, size, 1, max_seq_len, 0, size, padded=True)
+        return StepShape(size, size, size, 1, max_seq_len, (), size, padded=True)
 
     @staticmethod
-    def mixture(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> StepShape:
+    def mixture(num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: Sequence[int]) -> StepShape:
         """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
         num_seqs = min(num_tokens, max_num_seqs)
-        chunks = chunk_capacity(num_tokens)
+        chunks = tuple((size, chunk_capacity(num_tokens, size)) for size in chunk_sizes)
         return StepShape(
             num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True
         )
@@ -122,7 +121,7 @@ class BatchBuilder:
         rows: the runner's rows (read only, but for the device's page table).
         page_size: tokens per page.
         max_num_tokens, max_num_seqs: the largest step.
-        has_recurrent_layers: whether chunk tables are needed.
+        chunk_sizes: chunk lengths of the model's recurrent layers, a table each.
         device: where the forward pass runs.
     """
 
@@ -133,26 +132,28 @@ class BatchBuilder:
         page_size: int,
         max_num_tokens: int,
         max_num_seqs: int,
-        has_recurrent_layers: bool,
+        chunk_sizes: Sequence[int],
         device: torch.device,
     ) -> None:
         self._rows = rows
         self._page_size = page_size
-        self._has_recurrent_layers = has_recurrent_layers
-        # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint.
-        max_chunks = max_num_tokens // CHUNK + (2 + MAX_CHECKPOINTS) * max_num_seqs
-        max_chunks = max(max_chunks, chunk_capacity(max_num_tokens))
+        self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
-        groups = [
+        groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
             (torch.int64, max_num_seqs, ("rows", "sample_indices", "sample_rows")),
             (torch.int64, max_num_seqs, ("top_k", "seeds", "sample_positions")),
             (torch.float32, max_num_seqs, ("temperature", "top_p", "min_p")),
             (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
-            (torch.int32, max_num_seqs + 1, ("cu_seqlens_q", "chunk_first")),
-            (torch.int32, max_chunks, ("chunk_seq", "chunk_start", "chunk_length", "chunk_checkpoint")),
+            (torch.int32, max_num_seqs + 1, ("cu_seqlens_q",)),
             (torch.int32, 3, ("counts",)),
         ]
+        for size in self._chunk_sizes:
+            # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint.
+            max_chunks = max_num_tokens // size + (2 + MAX_CHECKPOINTS) * max_num_seqs
+            columns = tuple(f"chunk_{column}_{size}" for column in _CHUNK_COLUMNS)
+            groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens, size)), columns))
+            groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
         arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
         # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
         arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * rows.max_pages)
@@ -171,7 +172,9 @@ class BatchBuilder:
         starts = self._fill_tokens(requests)
         self._fill_sequences(requests, starts)
         num_samples = self._fill_samples(requests, starts)
-        num_chunks = self._fill_chunks(requests, starts, num_decodes) if self._has_recurrent_layers else 0
+        num_chunks: tuple[tuple[int, int], ...] = ()
+        if num_decodes < len(requests):
+            num_chunks = tuple((n, self._fill_chunks(requests, starts, num_decodes, n)) for n in self._chunk_sizes)
         self._host["counts"][:] = starts[-1], len(requests), num_decodes
         return StepShape(
             num_tokens=starts[-1],
@@ -251,16 +254,16 @@ class BatchBuilder:
         host["top_k"][:n], host["seeds"][:n] = table.top_k[rows], table.seed[rows]
         return n
 
-    def _fill_chunks(self, requests: list[ScheduledRequest], starts: list[int], num_decodes: int) -> int:
-        """The chunk table of the sequences from ``num_decodes`` on. Returns the number of chunks."""
-        seq, start, length, checkpoint = (
-            self._host[f"chunk_{name}"] for name in ("seq", "start", "length", "checkpoint")
-        )
-        first = self._host["chunk_first"]
+    def _fill_chunks(
+        self, requests: list[ScheduledRequest], starts: list[int], num_decodes: int, chunk_size: int
+    ) -> int:
+        """A chunk table of the sequences from ``num_decodes`` on. Returns the number of chunks."""
+        seq, start, length, checkpoint = (self._host[f"chunk_{column}_{chunk_size}"] for column in _CHUNK_COLUMNS)
+        first = self._host[f"chunk_first_{chunk_size}"]
         first[: num_decodes + 1] = 0
         at = 0
         for i, r in enumerate(requests[num_decodes:], start=num_decodes):
-            bounds = chunk_bounds(r.start, r.num_tokens, [position for position, _ in r.checkpoints])
+            bounds = chunk_bounds(r.start, r.num_tokens, [position for position, _ in r.checkpoints], chunk_size)
             slots = dict(r.checkpoints)
             n = len(bounds) - 1
             seq[at : at + n] = i
@@ -285,19 +288,21 @@ class BatchBuilder:
 
     def pad_mixture(self, real: StepShape, size: int) -> None:
         """Fill any step up to ``size`` tokens that belong to no sequence, and with sequences that have no token."""
-        padded = StepShape.mixture(size, self._max_num_seqs, 0)
+        padded = self.mixture_shape(size, 0)
         host, seqs = self._host, slice(real.num_seqs, padded.num_seqs)
-        chunks = slice(real.num_chunks, padded.num_chunks)
         self._pad_tokens(real.num_tokens, size)
         host["rows"][seqs] = self._rows.padding_row
         host["state_slots"][seqs] = host["seq_lens"][seqs] = 0
         host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens
         host["decode_slots"][: real.num_decodes] = host["state_slots"][: real.num_decodes]
         host["decode_slots"][real.num_decodes : padded.num_seqs] = 0
-        if self._has_recurrent_layers:
-            host["chunk_seq"][chunks] = host["chunk_start"][chunks] = host["chunk_length"][chunks] = 0
-            host["chunk_checkpoint"][chunks] = -1
-            host["chunk_first"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_chunks
+        num_real = dict(real.num_chunks)
+        for length, count in padded.num_chunks:
+            chunks = slice(num_real.get(length, 0), count)
+            for column, value in zip(_CHUNK_COLUMNS, (0, 0, 0, -1), strict=True):
+                host[f"chunk_{column}_{length}"][chunks] = value
+            first = host[f"chunk_first_{length}"]
+            first[0 if length not in num_real else real.num_seqs + 1 : padded.num_seqs + 1] = num_real.get(length, 0)
 
     def pad_samples(self, real: StepShape, size: int) -> None:
         """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, for nobody."""
@@ -314,9 +319,9 @@ class BatchBuilder:
 
     def send_padding(self, shape: StepShape) -> None:
         """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
-        nothing = StepShape(0, 0, 0, 0, 0, 0, 0)
+        nothing = StepShape(0, 0, 0, 0, 0, (), 0)
         self._host, self._num_updates = self._buffers.begin(), 0
-        self._host["counts"][:] = self._host["cu_seqlens_q"][0] = self._host["chunk_first"][0] = 0
+        self._host["counts"][:] = self._host["cu_seqlens_q"][0] = 0
         if shape.any_mixture:
             self.pad_mixture(nothing, shape.num_tokens)
             self.pad_samples(nothing, shape.num_samples)
@@ -328,6 +333,10 @@ class BatchBuilder:
     def device_block(self) -> Tensor:
         """The static memory from which ``materialise`` makes its tensors."""
         return self._buffers.block
+
+    def mixture_shape(self, num_tokens: int, max_seq_len: int) -> StepShape:
+        """Sizes of a graph of ``num_tokens`` tokens of any sequences."""
+        return StepShape.mixture(num_tokens, self._max_num_seqs, max_seq_len, self._chunk_sizes)
 
     # -- device --------------------------------------------------------------------------------------------------
 
@@ -348,7 +357,7 @@ class BatchBuilder:
             seq_lens=device("seq_lens", shape.num_seqs),
             page_table=self._rows.device_page_table[:, :num_pages].index_select(0, rows),
             state_slots=device("state_slots", shape.num_seqs),
-            chunks=self._chunk_table(shape) if shape.num_chunks and self._has_recurrent_layers else None,
+            chunks={size: self._chunk_table(shape, size, count) for size, count in shape.num_chunks},
             token_count=device("counts", 1) if shape.padded else None,
             mixture=Mixture(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
             if shape.any_mixture
@@ -356,14 +365,16 @@ class BatchBuilder:
         )
         return StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
 
-    def _chunk_table(self, shape: StepShape) -> ChunkTable:
+    def _chunk_table(self, shape: StepShape, size: int, num_chunks: int) -> ChunkTable:
         device = self._buffers.device
+        seq, start, length, checkpoint_slot = (device(f"chunk_{c}_{size}", num_chunks) for c in _CHUNK_COLUMNS)
         return ChunkTable(
-            seq=device("chunk_seq", shape.num_chunks),
-            start=device("chunk_start", shape.num_chunks),
-            length=device("chunk_length", shape.num_chunks),
-            checkpoint_slot=device("chunk_checkpoint", shape.num_chunks),
-            first=device("chunk_first", shape.num_seqs + 1),
+            size=size,
+            seq=seq,
+            start=start,
+            length=length,
+            checkpoint_slot=checkpoint_slot,
+            first=device(f"chunk_first_{size}", shape.num_seqs + 1),
             max_seqs=MAX_PREFILLS if shape.any_mixture else shape.num_seqs - shape.num_decodes,
         )
 
@@ -388,12 +399,12 @@ class BatchBuilder:
         return torch.where(ids == FROM_LAST_TOKEN, last, ids)
 
 
-def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int]) -> list[int]:
+def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int], chunk_size: int) -> list[int]:
     """Ascending chunk boundaries of positions ``start`` to ``start + num_tokens``, both ends included.
 
-    Boundaries stand at absolute multiples of 64, so that a prompt is cut alike however its prefill is split, and at
-    every checkpoint position, so that a state can be stored there.
+    Boundaries stand at absolute multiples of ``chunk_size``, so that a prompt is cut alike however its prefill is
+    split, and at every checkpoint position, so that a state can be stored there.
     """
     end = start + num_tokens
-    grid = range((start // CHUNK + 1) * CHUNK, end, CHUNK)
+    grid = range((start // chunk_size + 1) * chunk_size, end, chunk_size)
     return sorted({start, end, *grid, *checkpoints})

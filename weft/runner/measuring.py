@@ -95,7 +95,7 @@ class StepMaker:
 
     def _order(self, row: int, start: int, num_tokens: int, pages: list[int]) -> ScheduledRequest:
         slots = self._runner.plan.num_slots - 1
-        slot = 1 + row % slots if self._runner.spec.num_linear_layers else 0
+        slot = 1 + row % slots if self._runner.spec.has_states else 0
         return ScheduledRequest(row, start, num_tokens, pages, slot, True)
 
     def _pages(self, count: int) -> list[int]:

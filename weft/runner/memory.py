@@ -7,7 +7,7 @@ Owns: the shapes of the tensors. Does not know: requests, or how the budget is s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,8 +16,9 @@ import torch
 from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
+from weft.config.layer_spec import CacheTensor
 from weft.errors import CapacityError
-from weft.forward_context import KVCache, StateCache
+from weft.forward_context import LayerCache
 
 GRAPH_BYTES = 2 * 2**30
 """Device memory set aside for captured graphs; sizes that would need more are not captured."""
@@ -70,21 +71,16 @@ def explained_out_of_memory(stage: str, config: EngineConfig) -> Iterator[None]:
         ) from error
 
 
-def allocate_caches(
-    spec: CacheSpec, plan: CachePlan, attention_names: Sequence[str], linear_names: Sequence[str], device: torch.device
-) -> dict[str, KVCache | StateCache]:
-    """The cache tensors by layer name, zero-filled (padding rows read page 0 and slot 0)."""
-    caches: dict[str, KVCache | StateCache] = {}
-    kv_dtype = getattr(torch, spec.kv_dtype)
-    kv_shape = (plan.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
-    for name in attention_names:
-        k = _zeros(kv_shape, kv_dtype, device)
-        caches[name] = KVCache(k, _zeros(kv_shape, kv_dtype, device))
-    for name in linear_names:
-        conv = _zeros((plan.num_slots, *spec.conv_shape), getattr(torch, spec.conv_dtype), device)
-        recurrent = _zeros((plan.num_slots, *spec.recurrent_shape), getattr(torch, spec.state_dtype), device)
-        caches[name] = StateCache(conv, recurrent)
-    return caches
+def allocate_caches(spec: CacheSpec, plan: CachePlan, device: torch.device) -> dict[str, LayerCache]:
+    """The cache tensors of every layer, zero-filled (padding rows read page 0 and slot 0)."""
+
+    def tensors(of: Sequence[CacheTensor], *entries: int) -> dict[str, torch.Tensor]:
+        return {t.name: _zeros((*entries, *t.shape), getattr(torch, t.dtype), device) for t in of}
+
+    return {
+        name: tensors(layer.paged, plan.num_pages, spec.page_size) | tensors(layer.states, plan.num_slots)
+        for name, layer in spec.layers.items()
+    }
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -101,9 +97,9 @@ def release_workspaces() -> None:
         torch._C._cuda_clearCublasWorkspaces()  # torch has no public name for it
 
 
-def cache_tensors(caches: dict[str, KVCache | StateCache]) -> dict[str, torch.Tensor]:
+def cache_tensors(caches: Mapping[str, LayerCache]) -> dict[str, torch.Tensor]:
     """Every tensor of ``caches``, as ``layer.tensor``."""
-    return {f"{layer}.{name}": getattr(cache, name) for layer, cache in caches.items() for name in cache.__slots__}
+    return {f"{layer}.{name}": tensor for layer, cache in caches.items() for name, tensor in cache.items()}
 
 
 def _gib(num_bytes: int) -> str:

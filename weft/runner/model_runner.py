@@ -27,7 +27,7 @@ from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import read_profile
 from weft.errors import ConfigError
-from weft.forward_context import Batch, ForwardContext, KVCache, StateCache, forward_context
+from weft.forward_context import Batch, ForwardContext, LayerCache, forward_context
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.dispatcher import Choice
 from weft.graph.graph import GraphPool, make_pool
@@ -104,21 +104,15 @@ class ModelRunner:
         self._table = ModeTable.of(profile) if profile is not None else None
         self._make_pool = pool_maker
         self.graphs = StepGraphs()
-        self.caches: dict[str, KVCache | StateCache] = {}
-        self.spec = CacheSpec.from_model(
-            config.model_config,
-            page_size=config.page_size,
-            dtype=config.dtype,
-            state_dtype=config.mamba_ssm_dtype,
-            tp_size=self._tp.size,
-        )
+        self.caches: dict[str, LayerCache] = {}
+        self.spec = CacheSpec.of(config)
         self.startup = StartupTimes()
         stage = self.startup.stage
         with explained_out_of_memory("loading the weights", config):
             with stage("model"):
                 self.model = self._make_model()
                 self.compiler = ModelCompiler(config, self.model)
-                self._layer_modules = self._layers.by_name()
+                assert self.spec.layers.keys() <= self._layers.keys(), "the model's layers are not those of its specs"
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
                 load_weights(self.model, config.model_config, config.model_path, config.load_format, config.seed)
         with explained_out_of_memory("the largest step", config), stage("memory"):
@@ -159,7 +153,7 @@ class ModelRunner:
         self._attach(self.plan)
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
         with one_layer_of_each_kind(self.model.model):
-            for orders in covering_steps(limits, state_slot=1 if self.spec.num_linear_layers else 0):
+            for orders in covering_steps(limits, state_slot=1 if self.spec.has_states else 0):
                 self.launch(orders)
                 self._rows.last_token.zero_()  # what was sampled may be no token
             self._walk_captured_steps()
@@ -215,7 +209,7 @@ class ModelRunner:
         pages = self.spec.pages_for(length)
         self._attach(CachePlan(2, 2, count, config.max_model_len, 0, {}))
         greedy = RowSampling(temperature=1.0, top_p=0.9)
-        slot = 1 if self.spec.num_linear_layers else 0
+        slot = 1 if self.spec.has_states else 0
         new = [NewRequest(row, [0] * length, length, greedy) for row in range(count)]
         more = [1] * (self.spec.pages_for(config.max_model_len) - pages)
         orders = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
@@ -234,16 +228,15 @@ class ModelRunner:
     def _attach(self, plan: CachePlan) -> None:
         """Make caches, rows and buffers of the planned sizes."""
         config = self.config
-        names = (self._layers.names("full_attention"), self._layers.names("linear_attention"))
-        self.caches = allocate_caches(self.spec, plan, *names, self.device)
-        self._mover = CacheMover(self.caches.values(), self._backend, self.device)
+        self.caches = allocate_caches(self.spec, plan, self.device)
+        self._mover = CacheMover(self.spec.layers, self.caches, self._backend, self.device)
         self._rows = RowTable(plan.max_num_seqs, self.spec.pages_for(plan.max_model_len), self.device)
         self._builder = BatchBuilder(
             self._rows,
             page_size=config.page_size,
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=plan.max_num_seqs,
-            has_recurrent_layers=config.model_config.is_hybrid,
+            chunk_sizes=self.spec.chunk_sizes,
             device=self.device,
         )
         self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
@@ -357,7 +350,7 @@ class ModelRunner:
         self._builder.pad_decodes(shape, choice.size)
         self._builder.send()
         slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
-        states = [t for c in self.caches.values() if isinstance(c, StateCache) for t in (c.conv, c.recurrent)]
+        states = [self.caches[name][t.name] for name, spec in self.spec.layers.items() for t in spec.states]
         before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
         logits, result = self._functions.decode(choice.size)
         eager = logits[:count].clone(), result.token_ids[:count].clone()
@@ -381,7 +374,7 @@ class ModelRunner:
             return self.model(inputs.input_ids)
 
     def _context(self, batch: Batch, mode: GraphMode) -> ForwardContext:
-        return ForwardContext(batch, self.caches, self._layer_modules, mode=mode)
+        return ForwardContext(batch, self.caches, self._layers, mode=mode)
 
     def _update_rows(self, orders: SchedulerOutput) -> None:
         self._sampling.set_step_masks(orders.token_masks)

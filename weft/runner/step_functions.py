@@ -68,7 +68,7 @@ class StepFunctions:
         return StepShape.decodes(size, self._max_model_len)
 
     def mixture_shape(self, num_tokens: int) -> StepShape:
-        return StepShape.mixture(num_tokens, self._max_num_seqs, self._max_model_len)
+        return self._builder.mixture_shape(num_tokens, self._max_model_len)
 
     def pieces_context(self, num_tokens: int) -> ForwardContext:
         """The forward context in which pieces of ``num_tokens`` tokens are captured."""

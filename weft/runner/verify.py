@@ -84,7 +84,7 @@ def _start(runner: ModelRunner, count: int, rng: random.Random) -> list[_Sequenc
         )
     sequences = []
     for row in range(count):
-        slot = row + 1 if spec.num_linear_layers else 0
+        slot = row + 1 if spec.has_states else 0
         own = list(range(1 + row * pages, 1 + (row + 1) * pages))
         sequence = _Sequence(row, slot, rng.randint(1, longest), own)
         _prefill(runner, sequence, rng)

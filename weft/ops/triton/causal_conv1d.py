@@ -28,8 +28,6 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
-CHUNK_SIZE = 64
-
 
 class Tile(NamedTuple):
     """A piece: channels and tokens of a program, tokens read at a time, warps, and a limit on registers per thread."""
@@ -231,25 +229,25 @@ def causal_conv1d_triton(
     conv_state: Tensor,
     batch: Batch,
     *,
+    chunk_size: int,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Triton kernel of ``causal_conv1d``. The batch's chunk table says which tokens form which sequence.
+    """Triton kernel of ``causal_conv1d``. The chunk table says which tokens form which sequence.
 
     ``tile`` overrides the choice by ``TILES`` (tests and measurements).
     """
-    chunks, (num_rows, num_channels), kernel = batch.chunks, x.shape, weight.shape[1]
-    assert chunks is not None, "prefill sequences need a chunk table"
+    chunks, (num_rows, num_channels), kernel = batch.chunks[chunk_size], x.shape, weight.shape[1]
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous()
     num_chunks = chunks.start.shape[0]
-    tile = tile or choose_tile(TILES, num_chunks * CHUNK_SIZE)
-    block = min(tile.channels, next_power_of_2(num_channels))
+    tile = tile or choose_tile(TILES, num_chunks * chunk_size)
+    block, tokens = min(tile.channels, next_power_of_2(num_channels)), min(tile.tokens, chunk_size)
     out = x.new_empty(x.shape)
-    _conv_kernel[(cdiv(num_channels, block), chunks.max_seqs + num_chunks * (CHUNK_SIZE // tile.tokens))](
+    _conv_kernel[(cdiv(num_channels, block), chunks.max_seqs + num_chunks * (chunk_size // tokens))](
         x, weight, bias, out, conv_state,
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
-        C=num_channels, HISTORY=kernel - 1, BLOCK_C=block, TOKENS=tile.tokens, STEP=tile.step, CHUNK=CHUNK_SIZE,
+        C=num_channels, HISTORY=kernel - 1, BLOCK_C=block, TOKENS=tokens, STEP=tile.step, CHUNK=chunk_size,
         HAS_BIAS=bias is not None, num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip
     return out

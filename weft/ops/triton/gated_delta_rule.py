@@ -34,12 +34,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
-CHUNK_SIZE = 64
 _L2_EPS = tl.constexpr(1e-6)
 _VECTORS = tl.constexpr(6)
 
@@ -272,16 +272,16 @@ def chunk_gated_delta_rule_triton(
 
     ``tile`` overrides the choice of ``choose_tile`` (tests and measurements).
     """
-    assert batch.chunks is not None, "prefill sequences need a chunk table"
+    chunks = batch.chunks[CHUNK_SIZE]
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()
     zero_decodes = out is None
     out = v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    prepared = _prepare(q, k, g, beta, batch.chunks)
+    prepared = _prepare(q, k, g, beta, chunks)
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
-    num_seqs = 1 if batch.mixture is not None else batch.chunks.max_seqs
+    num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
     tile = tile or choose_tile(num_seqs * v.shape[1], v.shape[2], q.dtype)
     _scan(q, k, v, out, state, prepared, batch, tile, zero_decodes)
     return out
@@ -319,8 +319,7 @@ def _scan(
     tile: Tile,
     zero_decodes: bool,
 ) -> None:
-    chunks = batch.chunks
-    assert chunks is not None
+    chunks = batch.chunks[CHUNK_SIZE]
     num_rows, num_heads, head_v_dim = v.shape
     block_v = max(16, tile.block_v)
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](

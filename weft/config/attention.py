@@ -1,0 +1,103 @@
+"""Softmax attention as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+from weft.config.rope import RopeConfig, read_rope
+from weft.config.sharding import divide, head_range
+from weft.errors import ConfigError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Geometry of grouped-query attention, of the whole model.
+
+    Attributes:
+        bias: of all four projections.
+        qk_norm: RMSNorm on each query and key head.
+        output_gate: the output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    bias: bool = False
+    qk_norm: bool = False
+    output_gate: bool = False
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """``k`` and ``v``, one entry per token; heads are split over ranks, or replicated where there are fewer."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q_rows = 2 * q_size if self.output_gate else q_size
+        entry = (self.num_kv_heads, self.head_dim)
+        return LayerSpec(
+            paged=tuple(CacheTensor(name, entry, dtypes.kv, sharded_dim=0) for name in ("k", "v")),
+            num_weights=hidden_size * (q_rows + 2 * kv_size) + q_size * hidden_size,
+            flops_per_pair=4.0 * q_size,
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """Query heads are split; key and value heads are split, or replicated where there are fewer than ranks."""
+        divide(self.num_heads, tp_size, "num_attention_heads")
+        head_range(self.num_kv_heads, 0, tp_size, "num_key_value_heads")
+
+
+def read_attention(
+    text: JsonObject, *, qk_norm: bool = False, output_gate: bool = False, partial_rotary_factor: float | None = None
+) -> AttentionConfig:
+    """Read the keys of an attention layer.
+
+    Args:
+        qk_norm, output_gate: as the architecture always has them.
+        partial_rotary_factor: share of each head that is rotated if the checkpoint is silent; None: always whole heads.
+
+    Raises:
+        ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
+    """
+    num_heads = text.integer("num_attention_heads")
+    head_dim = _head_dim(text, num_heads)
+    max_positions = text.integer("max_position_embeddings", 32768)
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(text, num_heads),
+        head_dim=head_dim,
+        rope=read_rope(text, head_dim, max_positions, partial_default=partial_rotary_factor),
+        bias=text.boolean("attention_bias", False),
+        qk_norm=qk_norm,
+        output_gate=_output_gate(text, output_gate),
+    )
+
+
+def _head_dim(text: JsonObject, num_heads: int) -> int:
+    if text.given("head_dim"):
+        return text.integer("head_dim")
+    hidden_size = text.integer("hidden_size")
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"{text.where}: hidden_size={hidden_size} is not divisible by num_attention_heads={num_heads} "
+            "and no head_dim is given"
+        )
+    return hidden_size // num_heads
+
+
+def _num_kv_heads(text: JsonObject, num_heads: int) -> int:
+    num_kv_heads = text.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{text.where}: num_attention_heads={num_heads} is not divisible by num_key_value_heads={num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _output_gate(text: JsonObject, expected: bool) -> bool:
+    gate = text.boolean("attn_output_gate", expected)
+    if gate != expected:
+        raise UnsupportedModelError(
+            f"{text.where}: attn_output_gate={str(gate).lower()} is not supported for this architecture; "
+            f"leave it out or set it to {str(expected).lower()}"
+        )
+    return gate

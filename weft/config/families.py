@@ -1,0 +1,119 @@
+"""Architectures that Weft runs: one entry each, and everything that an architecture's name alone decides.
+
+Job: the table from the class name in ``config.json`` to what its layers are, the defaults of its keys and the model
+class. A new architecture is registered here and nowhere else. Does not know: values of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from weft.config.attention import read_attention
+from weft.config.gated_delta_net import read_gated_delta_net
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import MixerConfig
+
+MixerReader = Callable[[JsonObject], MixerConfig]
+"""From the (text) config to the geometry of one kind of token mixer."""
+
+
+def uniform_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every layer is full attention."""
+    return ("full_attention",) * num_layers
+
+
+def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every ``full_attention_interval``-th layer is full attention, the others are linear attention."""
+    interval = text.integer("full_attention_interval")
+    return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture's name alone decides.
+
+    Attributes:
+        model: ``module:class`` of the model, imported when one is built.
+        mixers: layer type -> module in the decoder layer -> reader of its geometry. Other layer types are refused.
+        layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
+        moe, shared_expert: layers may have experts; one of them sees every token.
+        always_renormalise: the chosen experts' weights are renormalised and every layer has experts, whatever the
+            config says.
+        mlp_bias: ``mlp_bias`` is read (other architectures have none).
+        zero_centered_norm: see ``ModelConfig``.
+        windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
+        multimodal: the language model's numbers stand under ``text_config``.
+        defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
+    """
+
+    model: str
+    mixers: Mapping[str, Mapping[str, MixerReader]]
+    layer_types: Callable[[JsonObject, int], tuple[str, ...]] = uniform_layer_types
+    moe: bool = False
+    shared_expert: bool = False
+    always_renormalise: bool = False
+    mlp_bias: bool = False
+    zero_centered_norm: bool = False
+    windows_everywhere: bool = False
+    multimodal: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+          "num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_QWEN3 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+          "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+          "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
+_QWEN3_MOE = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+              "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
+              "num_experts_per_tok": 8, "norm_topk_prob": False, "sliding_window": 4096}  # fmt: skip
+_LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+           "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}  # fmt: skip
+_QWEN3_NEXT = _LINEAR | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+                         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+                         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+                         "num_experts_per_tok": 10, "norm_topk_prob": True}  # fmt: skip
+_QWEN3_5 = _LINEAR | {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+                      "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}  # fmt: skip
+_QWEN3_5_MOE = _LINEAR | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+                          "num_key_value_heads": 2, "head_dim": 256, "moe_intermediate_size": 512,
+                          "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+                          "norm_topk_prob": True}  # fmt: skip
+
+_PLAIN_ATTENTION = {"full_attention": {"self_attn": read_attention}}
+_QK_NORM_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qk_norm=True)}}
+_GATED_ATTENTION = partial(read_attention, qk_norm=True, output_gate=True, partial_rotary_factor=0.25)
+
+_hybrid = partial(
+    Family,
+    mixers={
+        "full_attention": {"self_attn": _GATED_ATTENTION},
+        "linear_attention": {"linear_attn": read_gated_delta_net},
+    },
+    layer_types=interval_layer_types,
+    zero_centered_norm=True,
+)
+_qwen3_5 = partial(_hybrid, "weft.models.qwen3_5:Qwen3_5ForCausalLM", defaults=_QWEN3_5)
+_qwen3_5_moe = partial(_qwen3_5, moe=True, shared_expert=True, always_renormalise=True, defaults=_QWEN3_5_MOE)
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("weft.models.llama:LlamaForCausalLM", _PLAIN_ATTENTION, mlp_bias=True, defaults=_LLAMA),
+    "Qwen3ForCausalLM": Family("weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, defaults=_QWEN3),
+    "Qwen3MoeForCausalLM": Family(
+        "weft.models.qwen3_moe:Qwen3MoeForCausalLM",
+        _QK_NORM_ATTENTION,
+        moe=True,
+        windows_everywhere=True,
+        defaults=_QWEN3_MOE,
+    ),
+    "Qwen3NextForCausalLM": _hybrid(
+        "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=True, shared_expert=True, defaults=_QWEN3_NEXT
+    ),
+    "Qwen3_5ForCausalLM": _qwen3_5(),
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe(),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5(multimodal=True),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True),
+}

@@ -1,0 +1,77 @@
+"""Gated DeltaNet (arXiv 2412.06464) as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+from weft.config.sharding import divide
+from weft.errors import ConfigError
+
+CHUNK_SIZE = 64
+"""Longest chunk of the chunked gated delta rule, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetConfig:
+    """Geometry, of the whole model: HV value heads share HK key heads in groups."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel: int
+
+    @property
+    def key_dim(self) -> int:
+        return self.num_k_heads * self.head_k_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the short convolution: queries, keys and values, concatenated in that order."""
+        return 2 * self.key_dim + self.value_dim
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """``conv [conv_dim, kernel - 1]``, the last inputs of the convolution, and ``recurrent [HV, K, V]``."""
+        projections = hidden_size * (self.conv_dim + 2 * self.value_dim + 2 * self.num_v_heads)
+        recurrent = (self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        return LayerSpec(
+            states=(
+                CacheTensor("conv", (self.conv_dim, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
+                CacheTensor("recurrent", recurrent, dtypes.state, sharded_dim=0),
+            ),
+            chunk_size=CHUNK_SIZE,
+            num_weights=projections + self.conv_dim * self.conv_kernel,
+            flops_per_token=6.0 * self.num_v_heads * self.head_k_dim * self.head_v_dim,  # decay, read, write
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """Heads are split; a key head stays with the value heads that it serves."""
+        divide(self.num_k_heads, tp_size, "linear_num_key_heads")
+        divide(self.num_v_heads, tp_size, "linear_num_value_heads")
+
+
+def read_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
+    """Read the ``linear_*`` keys.
+
+    Raises:
+        ConfigError: a number is missing or wrong, or the head counts do not divide.
+    """
+    config = GatedDeltaNetConfig(
+        num_k_heads=text.integer("linear_num_key_heads"),
+        num_v_heads=text.integer("linear_num_value_heads"),
+        head_k_dim=text.integer("linear_key_head_dim"),
+        head_v_dim=text.integer("linear_value_head_dim"),
+        conv_kernel=text.integer("linear_conv_kernel_dim", low=2),
+    )
+    if config.num_v_heads % config.num_k_heads:
+        raise ConfigError(
+            f"{text.where}: linear_num_value_heads={config.num_v_heads} is not divisible by "
+            f"linear_num_key_heads={config.num_k_heads}"
+        )
+    return config

@@ -1,0 +1,124 @@
+"""What a layer keeps of every sequence: the contract between kinds of layers and everything that handles caches.
+
+Job: ``LayerSpec``, which a kind of layer (attention, Gated DeltaNet, ...) derives from its geometry, and from which
+pool sizes, cache tensors, copies, checkpoints, chunk tables and eviction costs follow. Owns: the vocabulary of caches.
+Does not know: kinds of layers, tensors, pools. No torch: ``weft config`` plans without building a model.
+
+A layer may keep both: *paged* tensors grow with the sequence, one entry per token, and lie in pages; *state* tensors
+have one entry per sequence, in slots, and are copied where a prefix is reused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDtypes:
+    """Dtype names that a layer chooses from for its cache tensors.
+
+    Attributes:
+        model: of weights and activations.
+        kv: of keys and values.
+        state: of recurrent states.
+    """
+
+    model: str = "float32"
+    kv: str = "float32"
+    state: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One named tensor of a layer's cache.
+
+    Attributes:
+        name: key under which the layer finds it, for example ``"k"`` or ``"conv"``.
+        shape: of one entry: of one token if paged, of one slot otherwise.
+        dtype: dtype name.
+        sharded_dim: dimension of ``shape`` that is split over the tensor-parallel ranks; None: whole on every rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharded_dim: int | None = None
+
+    @property
+    def entry_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def on_rank(self, tp_size: int) -> CacheTensor:
+        """One rank's share; a dimension smaller than the number of ranks is replicated, down to 1."""
+        if self.sharded_dim is None or tp_size == 1:
+            return self
+        shape = list(self.shape)
+        shape[self.sharded_dim] = max(1, shape[self.sharded_dim] // tp_size)
+        return replace(self, shape=tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The cache of one layer, and what a token costs in it.
+
+    Attributes:
+        paged: tensors ``[num_pages, page_size, *shape]``.
+        states: tensors ``[num_slots, *shape]``.
+        chunk_size: longest chunk of its prefill, in tokens; a layer with states has one, since a state is stored at the
+            end of a chunk.
+        num_weights: weights of the layer's token mixer that one token meets, of the whole model; two FLOPs each.
+        flops_per_token: FLOPs of one token besides those (decay, read and write of a state).
+        flops_per_pair: FLOPs of attention for one pair of a token and an earlier one.
+    """
+
+    paged: tuple[CacheTensor, ...] = ()
+    states: tuple[CacheTensor, ...] = ()
+    chunk_size: int | None = None
+    num_weights: int = 0
+    flops_per_token: float = 0.0
+    flops_per_pair: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert not self.states or self.chunk_size, "a layer with states says how long its chunks are"
+        names = [tensor.name for tensor in (*self.paged, *self.states)]
+        assert len(names) == len(set(names)), f"cache tensors need names of their own: {names}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's entries."""
+        return _total_bytes(self.paged)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot's entries."""
+        return _total_bytes(self.states)
+
+    def on_rank(self, tp_size: int) -> LayerSpec:
+        """The spec of one of ``tp_size`` ranks; costs stay those of the whole model."""
+        paged, states = (tuple(t.on_rank(tp_size) for t in tensors) for tensors in (self.paged, self.states))
+        return replace(self, paged=paged, states=states)
+
+
+class MixerConfig(Protocol):
+    """Geometry of one kind of token mixer, of the whole model: a frozen value, read from ``config.json``."""
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """What such a layer keeps and costs."""
+        ...
+
+    def check_shares(self, tp_size: int) -> None:
+        """Check that ``tp_size`` ranks can share the layer.
+
+        Raises:
+            ConfigError: naming the number that does not divide.
+        """
+        ...
+
+
+def _total_bytes(tensors: Sequence[CacheTensor]) -> int:
+    return sum(tensor.entry_bytes for tensor in tensors)
