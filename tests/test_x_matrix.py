@@ -45,12 +45,11 @@ COMPANIONS = [[7, 90, 31], [5] * 18]
 
 
 class Reference:
-    """transformers' greedy tokens, each prompt once."""
+    """Greedy tokens of a transformers model, each prompt once; ``folder`` holds its checkpoint."""
 
-    def __init__(self, arch: str, folder: Path) -> None:
+    def __init__(self, model: Any, folder: Path) -> None:
         self.folder = folder
-        self._model = make_model(arch, max_position_embeddings=1100)
-        self._model.save_pretrained(folder)
+        self._model = model
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def __call__(self, prompt: list[int], count: int) -> list[int]:
@@ -146,7 +145,13 @@ class Poisoned:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    return {arch: Reference(arch, tmp_path_factory.mktemp("tiny")) for arch in ARCHITECTURES}
+    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in ARCHITECTURES}
+
+
+def make_reference(arch: str, folder: Path) -> Reference:
+    model = make_model(arch, max_position_embeddings=1100)
+    model.save_pretrained(folder)
+    return Reference(model, folder)
 
 
 COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVERLAP)] + [

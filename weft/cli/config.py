@@ -17,6 +17,7 @@ from typing import Any
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig
+from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
 from weft.errors import CapacityError
 
@@ -97,6 +98,8 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mixers):
+        return value.as_dicts()
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (frozenset, set)):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.config.families import FAMILIES, Family
 from weft.config.json_object import JsonObject
-from weft.config.model import ModelConfig, MoeConfig
+from weft.config.model import Mixers, ModelConfig, MoeConfig
 from weft.errors import ConfigError, UnsupportedModelError
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -88,11 +88,13 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         max_position_embeddings=text.integer("max_position_embeddings", 32768),
         layer_types=layer_types,
-        mixers={
-            kind: {name: read(text) for name, read in readers.items()}
-            for kind, readers in family.mixers.items()
-            if kind in layer_types
-        },
+        mixers=Mixers(
+            {
+                kind: {name: read(text) for name, read in readers.items()}
+                for kind, readers in family.mixers.items()
+                if kind in layer_types
+            }
+        ),
         tie_word_embeddings=top.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False)),
         mlp_bias=text.boolean("mlp_bias", False) and family.mlp_bias,
         zero_centered_norm=family.zero_centered_norm,

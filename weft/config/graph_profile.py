@@ -20,7 +20,7 @@ import msgspec
 
 from weft.config.cache_folder import cache_folder
 from weft.config.cpu import cpu_name
-from weft.config.model import ModelConfig
+from weft.config.model import Mixers, ModelConfig
 from weft.errors import ConfigError
 
 FORMAT = 1
@@ -184,6 +184,8 @@ def _plain(value: Any) -> Any:
     """The value as JSON gives it back."""
     if isinstance(value, (frozenset, set)):
         return sorted(value)
+    if isinstance(value, Mixers):
+        return value.as_dicts()
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -6,8 +6,9 @@ Does not know: checkpoints (``config/checkpoint.py`` fills it from ``config.json
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
 
@@ -24,6 +25,29 @@ class MoeConfig:
     sparse_layers: frozenset[int]
 
 
+class Mixers(Mapping[str, Mapping[str, MixerConfig]]):
+    """Layer type -> name of the module in the decoder layer -> geometry of that token mixer; read only.
+
+    A class of its own, because between processes each geometry travels with the name of its class (``transport.py``).
+    """
+
+    def __init__(self, geometries: Mapping[str, Mapping[str, MixerConfig]]) -> None:
+        self._geometries = geometries
+
+    def __getitem__(self, layer_type: str) -> Mapping[str, MixerConfig]:
+        return self._geometries[layer_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._geometries)
+
+    def __len__(self) -> int:
+        return len(self._geometries)
+
+    def as_dicts(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The numbers, as plain values."""
+        return {kind: {name: asdict(cast(Any, g)) for name, g in modules.items()} for kind, modules in self.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model's geometry. Sizes are those of the whole model, before tensor-parallel sharding.
@@ -31,8 +55,7 @@ class ModelConfig:
     Attributes:
         architecture: the class name in the checkpoint, for example ``Qwen3NextForCausalLM``.
         layer_types: one entry per layer, as the checkpoint names them (``full_attention``, ``linear_attention``, ...).
-        mixers: layer type that occurs -> name of the module in the decoder layer -> geometry of that token mixer. A
-            layer with several mixers side by side has several names.
+        mixers: the token mixers of every layer type that occurs. A layer with several side by side has several modules.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
@@ -48,7 +71,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     layer_types: tuple[str, ...]
-    mixers: Mapping[str, Mapping[str, MixerConfig]]
+    mixers: Mixers
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     zero_centered_norm: bool = False

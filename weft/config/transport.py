@@ -1,19 +1,26 @@
 """An ``EngineConfig`` between processes: what msgspec needs to know of its field types.
 
-Job: hooks for paths and mappings. Owns: nothing. Does not know: who sends what.
+Job: hooks for paths, mappings and the geometries of layers. Owns: nothing. Does not know: who sends what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from weft.config.model import Mixers
 
 
 def encode_other(value: Any) -> Any:
     """For ``enc_hook``."""
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mixers):
+        return {kind: {name: [_path(type(g)), g] for name, g in modules.items()} for kind, modules in value.items()}
     if isinstance(value, Mapping):
         return dict(value)
     raise NotImplementedError(f"{type(value).__name__} does not cross the process border")
@@ -23,4 +30,15 @@ def decode_other(kind: type, value: Any) -> Any:
     """For ``dec_hook``."""
     if kind is Path:
         return Path(value)
+    if kind is Mixers:
+        return Mixers({kind: {name: _geometry(*g) for name, g in modules.items()} for kind, modules in value.items()})
     raise NotImplementedError(f"{kind.__name__} does not cross the process border")
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _geometry(path: str, fields: dict[str, Any]) -> Any:
+    module, name = path.split(":")
+    return msgspec.convert(fields, getattr(import_module(module), name))

@@ -1,0 +1,300 @@
+"""A new kind of recurrent layer is one file: this one.
+
+The kind is a moving average: of channels with a learned decay (state ``fast [C]``), and of the same channels in groups
+with a decay that depends on the token (state ``slow [G, C / G]``). A model that mixes it with Gated DeltaNet and full
+attention must keep every promise of the engine although nothing but this file knows the kind. docs/adding-a-model.md
+tells the steps in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests import test_x_matrix as matrix
+from tests.harness import Harness
+from tests.tiny import make_model
+from weft.cache.spec import CacheSpec
+from weft.config.families import FAMILIES
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+from weft.config.model import ModelConfig
+from weft.config.sharding import divide
+from weft.errors import ConfigError
+from weft.forward_context import Batch, get_forward_context
+from weft.graph.split_ops import split_op
+from weft.layers.context import ModelContext
+from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightTable, empty_parameter
+from weft.models.qwen3_next import Qwen3NextForCausalLM
+from weft.ops.device_work import device_reference, device_work
+
+# -- 1. geometry and spec ---------------------------------------------------------------------------------------------
+
+CHUNK_SIZE = 24
+
+
+@dataclass(frozen=True, slots=True)
+class MovingAverageConfig:
+    num_channels: int
+    num_groups: int
+
+    @property
+    def width(self) -> int:
+        return self.num_channels // self.num_groups
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        return LayerSpec(
+            states=(
+                CacheTensor("fast", (self.num_channels,), dtypes.state, sharded_dim=0),
+                CacheTensor("slow", (self.num_groups, self.width), dtypes.state, sharded_dim=0),
+            ),
+            chunk_size=CHUNK_SIZE,
+            num_weights=hidden_size * (2 * self.num_channels + self.num_groups),
+            flops_per_token=6.0 * self.num_channels,
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        divide(self.num_groups, tp_size, "average_groups")
+
+
+def read_moving_average(text: JsonObject) -> MovingAverageConfig:
+    config = MovingAverageConfig(text.integer("average_channels"), text.integer("average_groups"))
+    if config.num_channels % config.num_groups:
+        raise ConfigError(f"{text.where}: average_groups={config.num_groups} does not divide average_channels")
+    return config
+
+
+# -- 2. layer ---------------------------------------------------------------------------------------------------------
+
+
+class MovingAverage(WeightModule):
+    def __init__(self, geometry: MovingAverageConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
+        super().__init__()
+        self.name, self._tp = name, context.tp
+        self.channels = geometry.num_channels // context.tp.size
+        parts = [geometry.num_channels, geometry.num_groups]
+        hidden_size, what = config.hidden_size, "average_channels"
+        self.vb_proj = MergedColumnParallelLinear(hidden_size, parts, bias=False, context=context, what=what)
+        self.decay = empty_parameter(self.channels, dtype=torch.float32, device=context.device)
+        self.out_proj = RowParallelLinear(parts[0], hidden_size, bias=False, context=context, what=what)
+        context.layers.register(name, self)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.out_proj(self.mix(self.vb_proj(hidden_states)))
+
+    @split_op("moving_average", width=lambda layer: layer.channels)
+    def mix(self, projected: Tensor) -> Tensor:
+        context = get_forward_context()
+        cache, values = context.caches[self.name], projected[:, : self.channels]
+        gates = projected[:, self.channels :].sigmoid()
+        return moving_average(values, gates, self.decay.sigmoid(), cache["fast"], cache["slow"], context.batch)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        rows = RowMap(self.channels * self._tp.size, (RowRun(self._tp.rank * self.channels, 0, self.channels),))
+        return ({"decay": rows.piece(self.decay)},)
+
+
+# -- 3. operation -----------------------------------------------------------------------------------------------------
+
+
+def moving_average(values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, slow: Tensor, batch: Batch) -> Tensor:
+    """``values [T, C]``, ``gates [T, G]``, ``decay [C]`` -> ``[T, C]``; states advance in place."""
+    out = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    if batch.mixture is not None:
+        device_work("moving_average", batch, (values, gates, decay), (out, fast, slow), chunk_size=CHUNK_SIZE)
+        return out
+    count = batch.num_decodes
+    if count:
+        slots = batch.state_slots[:count].long()
+        u, d = _updates(values[:count], gates[:count], decay)
+        new = [d[0] * fast[slots] + u[0], d[1] * slow[slots].flatten(1) + u[1]]
+        fast.index_copy_(0, slots, new[0])
+        slow.index_copy_(0, slots, new[1].view(count, *slow.shape[1:]))
+        out[:count] = (new[0] + new[1]).masked_fill((slots == 0)[:, None], 0.0)
+    if batch.chunks:
+        _prefill(values, gates, decay, fast, slow, batch, out)
+    return out
+
+
+@device_reference("moving_average")
+def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    (values, gates, decay), (out, fast, slow) = inputs, outputs
+    out.copy_(moving_average(values, gates, decay, fast, slow, batch))
+
+
+def _updates(values: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token adds and by what it multiplies, for both states: ``[2, T, C]`` each."""
+    wide = gates.repeat_interleave(values.shape[1] // gates.shape[1], dim=1)
+    factors = torch.stack([decay.expand_as(values), wide])
+    return (1.0 - factors) * values, factors
+
+
+def _prefill(
+    values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, slow: Tensor, batch: Batch, out: Tensor
+) -> None:
+    chunks = batch.chunks[CHUNK_SIZE]
+    first, starts, lengths = chunks.first.tolist(), chunks.start.tolist(), chunks.length.tolist()
+    fresh = (batch.seq_lens == batch.cu_seqlens_q.diff()).tolist()
+    for seq, (begin, end) in enumerate(pairwise(first)):
+        if begin == end:
+            continue
+        slot = int(batch.state_slots[seq])
+        state = torch.stack([fast[slot], slow[slot].flatten()])
+        state = torch.zeros_like(state) if fresh[seq] else state
+        for i in range(begin, end):
+            tokens = slice(starts[i], starts[i] + lengths[i])
+            states = _scan(state, *_updates(values[tokens], gates[tokens], decay))
+            out[tokens], state = states.sum(0), states[:, -1]
+            for target in {int(chunks.checkpoint_slot[i]), slot if i == end - 1 else -1} - {-1}:
+                fast[target], slow[target] = state[0], state[1].view(slow.shape[1:])
+
+
+def _scan(state: Tensor, updates: Tensor, factors: Tensor) -> Tensor:
+    """States after each token, ``[2, L, C]``, from the one before the first, ``[2, C]``."""
+    log = factors.log().cumsum(1)
+    weights = (log[:, :, None] - log[:, None]).exp()  # [2, L, L, C]
+    causal = torch.ones(log.shape[1], log.shape[1]).tril().bool()[:, :, None]
+    return log.exp() * state[:, None] + torch.where(causal, weights, 0.0).mul(updates[:, None]).sum(2)
+
+
+# -- 4. family --------------------------------------------------------------------------------------------------------
+
+ARCH = "AveragedForCausalLM"
+
+
+class AveragedForCausalLM(Qwen3NextForCausalLM):
+    mixers = Qwen3NextForCausalLM.mixers | {MovingAverageConfig: MovingAverage}
+    weight_table = WeightTable(
+        packed=Qwen3NextForCausalLM.weight_table.packed | {"vb_proj": ("value_proj", "gate_proj")},
+    )
+
+
+FAMILY = dataclasses.replace(
+    FAMILIES["Qwen3NextForCausalLM"],
+    model=f"{__name__}:AveragedForCausalLM",
+    mixers={**FAMILIES["Qwen3NextForCausalLM"].mixers, "moving_average": {"average": read_moving_average}},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    FAMILIES[ARCH] = FAMILY
+    yield
+    del FAMILIES[ARCH]
+
+
+# -- 5. tests ---------------------------------------------------------------------------------------------------------
+
+KINDS = ["moving_average", "linear_attention", "full_attention", "moving_average"]
+CHANNELS, GROUPS = 24, 3
+
+
+class Oracle(nn.Module):
+    """The same layer, token by token, in the place of a layer of transformers' model."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.value_proj = nn.Linear(hidden_size, CHANNELS, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, GROUPS, bias=False)
+        self.out_proj = nn.Linear(CHANNELS, hidden_size, bias=False)
+        self.decay = nn.Parameter(torch.randn(CHANNELS))
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        (x,), decay = hidden_states, self.decay.sigmoid()
+        values, gates = self.value_proj(x), self.gate_proj(x).sigmoid().repeat_interleave(CHANNELS // GROUPS, 1)
+        fast, slow, out = torch.zeros(CHANNELS), torch.zeros(CHANNELS), []
+        for value, gate in zip(values, gates, strict=True):
+            fast = decay * fast + (1 - decay) * value
+            slow = gate * slow + (1 - gate) * value
+            out.append(fast + slow)
+        return self.out_proj(torch.stack(out))[None]
+
+
+def make_reference(folder: Path) -> matrix.Reference:
+    """A tiny Qwen3-Next two of whose layers are moving averages, saved as a checkpoint of the new architecture."""
+    types = ["linear_attention" if kind == "moving_average" else kind for kind in KINDS]
+    model = make_model("Qwen3NextForCausalLM", max_position_embeddings=1100, layer_types=types)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        for layer, kind in zip(model.model.layers, KINDS, strict=True):
+            if kind == "moving_average":
+                layer.linear_attn = Oracle(model.config.hidden_size)
+    model.save_pretrained(folder)
+    ours = [f"model.layers.{i}." for i, kind in enumerate(KINDS) if kind == "moving_average"]
+    tensors = {
+        name.replace("linear_attn", "average") if name.startswith(tuple(ours)) else name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [ARCH], "layer_types": KINDS}
+    config |= {"average_channels": CHANNELS, "average_groups": GROUPS}
+    (folder / "config.json").write_text(json.dumps(config))
+    return matrix.Reference(model, folder)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, matrix.Reference]:
+    return {ARCH: make_reference(tmp_path_factory.mktemp("averaged"))}
+
+
+COLUMNS = [(*column, "capture") for column in product([ARCH], matrix.MODES, ["overlap"])] + [
+    (ARCH, "PIECEWISE", "overlap", "eager")
+]
+
+
+@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))
+def engine(request: pytest.FixtureRequest, references: dict[str, matrix.Reference]) -> Iterator[matrix.Poisoned]:
+    with matrix.open_engine(*request.param, references) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("length", matrix.LENGTHS)
+@pytest.mark.parametrize("phase", matrix.PHASES)
+@pytest.mark.parametrize("path", matrix.PATHS)
+def test_tokens_are_those_of_the_reference(engine: matrix.Poisoned, path: str, phase: str, length: int) -> None:
+    matrix.check(engine, path, phase, length)
+
+
+def test_plan_and_checkpoints_know_the_kind(references: dict[str, matrix.Reference]) -> None:
+    harness = Harness(references[ARCH].folder)
+    spec = harness.spec
+    assert list(spec.layers) == [
+        "model.layers.0.average",
+        "model.layers.1.linear_attn",
+        "model.layers.2.self_attn",
+        "model.layers.3.average",
+    ]
+    assert (spec.chunk_sizes, spec.alignment) == ((24, 64), 192)
+    plain = dataclasses.replace(harness.config, layer_types=tuple(KINDS[1:3]))
+    without = CacheSpec.from_model(plain, page_size=spec.page_size, dtypes=CacheDtypes())
+    assert spec.slot_bytes == without.slot_bytes + 2 * 2 * CHANNELS * 4
+    assert spec.kv_bytes_per_token == without.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("position", [1, 23, 24, 25, 64, 71, 100])
+def test_a_stored_state_is_that_of_a_run_that_stops_there(
+    references: dict[str, matrix.Reference], position: int
+) -> None:
+    """In every layer, although the kinds cut the prompt differently."""
+    harness, tokens = Harness(references[ARCH].folder), matrix.prompt_of(120)
+    whole, stopped = harness.sequence(tokens), harness.sequence(tokens[:position])
+    target = harness.free_slot()
+    whole.checkpoints = {position: target}
+    harness.run([(whole, len(tokens))])
+    harness.run([(stopped, position)])
+    for name, layer in harness.spec.layers.items():
+        for state in layer.states:
+            stored, expected = (harness.caches[name][state.name][slot] for slot in (target, stopped.slot))
+            torch.testing.assert_close(stored, expected, rtol=1e-5, atol=1e-5)
