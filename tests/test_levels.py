@@ -17,7 +17,18 @@ PACKAGE = ROOT / "weft"
 
 # A room may import rooms of lower levels. In the levels marked ordered it may also import rooms to its left.
 LEVELS: list[tuple[str, ...]] = [
-    ("collector", "errors", "assets", "sampling_params", "config", "messages", "outputs", "request", "forward_context"),
+    (
+        "collector",
+        "errors",
+        "text_pieces",
+        "assets",
+        "sampling_params",
+        "config",
+        "messages",
+        "outputs",
+        "request",
+        "forward_context",
+    ),
     ("tokenizer", "ops", "cache", "parallel", "graph"),
     ("scheduler", "layers", "quantization"),
     ("models", "weights"),

@@ -195,6 +195,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if value is None:
                 continue
             _list(name, value, "token ids")
+            if all(type(token) is int and token >= 0 for token in value):  # there may be as many as the vocabulary has
+                continue
             for token in value:
                 _integer(name, token, 0, None, what=f"{name} holds {token!r}; it")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -214,7 +216,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return
         if not isinstance(self.logit_bias, dict):
             raise RequestError(f"logit_bias={self.logit_bias!r} is not a dict of token id -> number", "logit_bias")
-        for token, bias in self.logit_bias.items():
+        items = self.logit_bias.items()
+        if all(type(t) is int and t >= 0 and type(b) in (int, float) and -100 <= b <= 100 for t, b in items):
+            return
+        for token, bias in items:
             _integer("logit_bias", token, 0, None, what=f"logit_bias has the key {token!r}; it")
             _number("logit_bias", bias, -100.0, 100.0, what=f"logit_bias adds {bias!r} to token {token}; it")
 

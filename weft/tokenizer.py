@@ -16,6 +16,9 @@ from typing import Any
 
 from weft.config.json_object import JsonObject
 from weft.errors import ConfigError, RequestError
+from weft.text_pieces import TextEncoder
+
+_MANY = 4096
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -77,6 +80,7 @@ class Tokenizer:
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
+        self._encoder = TextEncoder(self._backend)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -106,10 +110,11 @@ class Tokenizer:
             hf_tokenizer.chat_template = _processor_template(folder)
         return cls(hf_tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a text, with the tokenizer's own prefix (such as a BOS) unless ``add_special_tokens`` is False.
 
-        A text that already begins with the BOS, as chat templates write it, gets no second one.
+        A text that already begins with the BOS, as chat templates write it, gets no second one. ``limit``: more tokens
+        than that are of no use; a long text may then give only its first ones, but more than the limit.
 
         Raises:
             RequestError: the text holds lone surrogates, which have no encoding.
@@ -120,12 +125,14 @@ class Tokenizer:
             raise RequestError(
                 f"the text is not valid Unicode at character {error.start}; remove the lone surrogate"
             ) from error
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._encoder.encode(text, add_special_tokens=add_special_tokens, limit=limit)
         has_two = add_special_tokens and self._adds_bos and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if has_two else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token give none."""
+        if len(token_ids) > _MANY:  # a batch call lets other threads run
+            return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:

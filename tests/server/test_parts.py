@@ -32,13 +32,13 @@ def forever() -> None:
 def test_work_that_does_not_end_is_ended() -> None:
     async def main() -> None:
         pool = RenderPool(timeout_s=0.1)
-        assert await pool.run_limited(lambda: 5) == 5
+        assert await pool.run_limited(lambda: 5, str) == "5"
         for _ in range(4):  # more than there are threads: each is free again afterwards
             with pytest.raises(RequestError, match=r"longer than 0\.1 s"):
-                await pool.run_limited(forever)
-        assert await pool.run_limited(lambda: 6) == 6
+                await pool.run_limited(forever, str)
+        assert await pool.run_limited(lambda: 6, str) == "6"
         with pytest.raises(RequestError, match="mine"):
-            await pool.run_limited(_refuse)
+            await pool.run_limited(_refuse, str)
         pool.close()
 
     asyncio.run(main())

@@ -95,7 +95,7 @@ def test_a_grammar_may_wait_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) 
 def test_a_template_may_wait_for_a_busy_machine() -> None:
     async def main() -> None:
         pool = RenderPool(timeout_s=0.1)
-        assert await pool.run_limited(lambda: time.sleep(0.4) or 5) == 5
+        assert await pool.run_limited(lambda: time.sleep(0.4) or 5, str) == "5"
         pool.close()
 
     asyncio.run(main())

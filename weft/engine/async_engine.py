@@ -19,6 +19,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from weft.engine import wire
+from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.inputs import InputProcessor, PreparedPrompt
 from weft.engine.outputs import CompletionDelta, OutputStream
 from weft.engine.views import Snapshot
@@ -167,6 +168,7 @@ class AsyncEngine:
     ) -> None:
         self.inputs = inputs
         self.tokenizer = tokenizer
+        self.chats = ChatPrompts(tokenizer) if tokenizer is not None else None
         self.stats = wire.EngineStats()
         self._link = link
         self._token_times = token_times

@@ -21,6 +21,7 @@ from weft.errors import ContextLengthError, RequestError
 from weft.messages import RowSampling
 from weft.request import Request
 from weft.sampling_params import SamplingParams
+from weft.text_pieces import PIECE
 from weft.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -71,14 +72,14 @@ class InputProcessor:
             RequestError: empty, of the wrong type, too long, or with token ids outside the vocabulary.
         """
         if isinstance(prompt, str):
-            prepared = PreparedPrompt(prompt, self._encode(prompt))
+            prepared = PreparedPrompt(prompt, self.encode(prompt, params))
         elif isinstance(prompt, Mapping):
-            prepared = self._prepare_mapping(prompt)
+            prepared = self._prepare_mapping(prompt, params)
         else:
             prepared = PreparedPrompt(None, self._check_ids("prompt_token_ids", prompt))
         if params is not None and params.truncate_prompt_tokens is not None:
             prepared = self._truncate(prepared, params.truncate_prompt_tokens, params.max_tokens or 1)
-        self._check_length(prepared.token_ids)
+        self._check_length(prepared)
         return prepared
 
     def _truncate(self, prompt: PreparedPrompt, keep: int, room: int) -> PreparedPrompt:
@@ -93,18 +94,18 @@ class InputProcessor:
         positions = [position - cut for position in prompt.checkpoint_positions if position > cut]
         return PreparedPrompt(text, ids, positions, prompt.cache_salt)
 
-    def _prepare_mapping(self, prompt: Mapping[str, Any]) -> PreparedPrompt:
+    def _prepare_mapping(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> PreparedPrompt:
         unknown = sorted(set(prompt) - set(PROMPT_KEYS))
         if unknown:
             raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
         salt = prompt.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise RequestError(f"cache_salt={salt!r} is not a non-empty text", "cache_salt")
-        text, token_ids = self._text_and_ids(prompt)
+        text, token_ids = self._text_and_ids(prompt, params)
         positions = _check_positions(prompt.get("checkpoint_positions"), len(token_ids))
         return PreparedPrompt(text, token_ids, positions, salt)
 
-    def _text_and_ids(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    def _text_and_ids(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> tuple[str | None, list[int]]:
         if "prompt_token_ids" in prompt:
             text = prompt.get("prompt")
             if text is not None and not isinstance(text, str):
@@ -116,15 +117,18 @@ class InputProcessor:
             raise RequestError(
                 "a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids' (integers)", "prompt"
             )
-        return prompt["prompt"], self._encode(prompt["prompt"])
+        return prompt["prompt"], self.encode(prompt["prompt"], params)
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str, params: SamplingParams | None, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; of one that is too long, no more than shows that it is. Raises RequestError."""
         if self._tokenizer is None:
             raise RequestError(
                 "a text prompt needs the tokenizer, but skip_tokenizer_init=True; give prompt_token_ids instead",
                 "prompt",
             )
-        return self._tokenizer.encode(text)
+        is_cut = params is not None and params.truncate_prompt_tokens is not None
+        limit = None if is_cut else self._max_model_len
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
 
     def _check_ids(self, name: str, ids: Any) -> list[int]:
         if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
@@ -138,19 +142,18 @@ class InputProcessor:
             raise RequestError(f"{name} holds {wrong}; the vocabulary has ids 0 to {self._vocab_size - 1}", name)
         return ids
 
-    def _check_length(self, token_ids: list[int]) -> None:
-        if not token_ids:
+    def _check_length(self, prompt: PreparedPrompt) -> None:
+        """Says it in the words by which OpenAI's and Anthropic's clients know an overflow."""
+        limit, num_tokens = self._max_model_len, len(prompt.token_ids)
+        if not num_tokens:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
-        if len(token_ids) >= self._max_model_len:
-            raise self.too_long(f"{len(token_ids)}")
-
-    def too_long(self, num_tokens: str) -> ContextLengthError:
-        """The error for a prompt of ``num_tokens``, in the words by which OpenAI's and Anthropic's clients know it."""
-        limit = self._max_model_len
-        return ContextLengthError(
-            f"This model's maximum context length is {limit} tokens. However, the prompt is too long: {num_tokens} "
-            f"tokens > {limit - 1} maximum (one is left to be generated); shorten it, or raise max_model_len and the "
-            "memory for the cache",
+        if num_tokens < limit:
+            return
+        at_least = "at least " if prompt.text is not None and len(prompt.text) > PIECE else ""
+        raise ContextLengthError(
+            f"This model's maximum context length is {limit} tokens. However, the prompt is too long: "
+            f"{at_least}{num_tokens} tokens > {limit - 1} maximum (one is left to be generated); shorten it, or raise "
+            "max_model_len and the memory for the cache",
             "prompt",
         )
 

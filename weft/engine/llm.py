@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig, resolve
-from weft.engine.borders import conversation_borders
+from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import template_message
 from weft.engine.core import EngineCore
 from weft.engine.inputs import InputProcessor, Prompt
@@ -79,6 +78,7 @@ class LLM:
         self._core = EngineCore(self.config)
         self.startup: dict[str, float] = times.seconds | self._core.startup
         self._inputs = InputProcessor(self.config, self.tokenizer, self.max_model_len)
+        self._chats = ChatPrompts(self.tokenizer) if self.tokenizer is not None else None
         self._streams: dict[str, OutputStream] = {}
         self._by_request: dict[str, OutputStream] = {}
         self._ids = itertools.count()
@@ -191,20 +191,22 @@ class LLM:
 
         For hybrid models also ``checkpoint_positions``: where the conversation's next prompts will leave this one.
         """
-        if self.tokenizer is None:
+        if self._chats is None:
             raise RequestError(
                 "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
             )
         _check_chat_options(tools, chat_template_kwargs)
         plain = [template_message(message, i) for i, message in enumerate(messages)]
-        render = partial(self.tokenizer.render_chat, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        text = render(plain, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
-        if self.config.enable_prefix_caching and self.config.model_config.is_hybrid and not continue_final_message:
-            encode = partial(self.tokenizer.encode, add_special_tokens=False)
-            prompt["checkpoint_positions"] = conversation_borders(plain, token_ids, lambda other: encode(render(other)))
-        return prompt
+        chat = self._chats.make(
+            plain,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            turn_boundaries=self.config.enable_prefix_caching and self.config.model_config.is_hybrid,
+        )
+        prompt: dict[str, Any] = {"prompt": chat.text, "prompt_token_ids": chat.token_ids}
+        return prompt | ({"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {})
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as ``transformers`` loads it, with its own methods. Raises RequestError if there is none."""

@@ -16,7 +16,7 @@ from weft.errors import RequestError
 from weft.server.blocks import Block, BlockEvent, Blocks
 from weft.server.caller import Caller
 from weft.server.calls import Context, check_model
-from weft.server.chat_completions import Chat, prepare, start_chat, tool_use
+from weft.server.chat_completions import Chat, render_chat, start_chat, tool_use
 from weft.server.errors import ApiError
 from weft.server.protocol import ChatCompletionRequest, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
@@ -69,8 +69,8 @@ async def count_tokens(context: Context, body: bytes, caller: Caller) -> dict[st
     request = to_chat(context.bodies.read(body, CountTokensRequest))
     check_model(context, request.model)
     tools = tool_use(request, context.settings.tool_call_parser)
-    prompts = await prepare(context, context.service.engine, request, tools, caller)
-    return {"input_tokens": len(prompts[0].token_ids)}
+    chat = await render_chat(context, context.service.engine, request, tools)
+    return {"input_tokens": len(chat.token_ids)}
 
 
 # -- the request -----------------------------------------------------------------------------------------------------

@@ -5,23 +5,19 @@ Job: render and tokenize messages off the event loop. Does not know: sampling, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.borders import conversation_borders
+from weft.engine.chat_prompts import ChatPrompt
 from weft.engine.conversation import template_message
 from weft.engine.inputs import PreparedPrompt
 from weft.errors import RequestError
 from weft.server.answers import THINK
 from weft.server.errors import ApiError
-from weft.server.protocol import SamplingFields
 from weft.server.service import Service
 from weft.tokenizer import Tokenizer
-
-NO_SAMPLING = SamplingFields()
 
 
 def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
@@ -31,83 +27,42 @@ def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
     return engine.tokenizer
 
 
-async def prepare_chat(
+async def chat_prompt(
     service: Service,
     engine: AsyncEngine,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    sampling: SamplingFields = NO_SAMPLING,
-    cache_salt: str | None = None,
-) -> PreparedPrompt:
-    """Render and tokenize a conversation, off the event loop. Raises RequestError."""
-    tokenizer, inputs = need_tokenizer(engine), engine.inputs
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    limit: int | None = None,
+) -> ChatPrompt:
+    """Render and tokenize a conversation, off the event loop.
+
+    Args:
+        add_generation_prompt: None: unless the last message is to be continued.
+        limit: more tokens than that are of no use; see ``ChatPrompts.encode``.
+
+    Raises:
+        RequestError: the template refuses it or takes too long.
+        ApiError: there is no tokenizer.
+    """
+    need_tokenizer(engine)
+    chats, continues = engine.chats, bool(continue_final_message)
+    assert chats is not None
     plain = [template_message(message, i) for i, message in enumerate(messages)]
-    render = partial(tokenizer.render_chat, tools=tools, chat_template_kwargs=template_kwargs)
-    wants_borders = service.keeps_states and not continue_final_message
-
-    def prepare() -> PreparedPrompt:
-        text, shown = _rendered(
-            plain,
-            partial(render, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message),
-        )
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        fields: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": cache_salt}
-        was_cut = truncate(service, engine, fields, sampling)
-        fields["checkpoint_positions"] = sampling.checkpoint_positions
-        prepared = inputs.prepare_prompt(fields)
-        if not wants_borders or was_cut:
-            return prepared
-        encode = partial(tokenizer.encode, add_special_tokens=False)
-        borders = conversation_borders(shown, ids, lambda other: encode(render(other)))
-        return replace(prepared, checkpoint_positions=sorted({*prepared.checkpoint_positions, *borders}))
-
-    return await service.render.run_limited(prepare)
-
-
-def truncate(service: Service, engine: AsyncEngine, fields: dict[str, Any], request: SamplingFields) -> bool:
-    """Keep the last ``truncate_prompt_tokens`` of a prompt, -1: as many as leave room for ``max_tokens``.
-
-    Returns True if something was cut off. Raises RequestError for a number out of range.
-    """
-    keep, limit = request.truncate_prompt_tokens, service.capacity.max_model_len - 1
-    if keep is None:
-        return False
-    if keep != -1 and not 1 <= keep <= limit:
-        raise RequestError(
-            f"truncate_prompt_tokens={keep} is out of range; allowed: 1 to {limit}, or -1 for what the context holds",
-            "truncate_prompt_tokens",
-        )
-    if keep == -1:
-        keep = max(1, limit + 1 - (request.max_tokens or 1))
-    ids = fields["prompt_token_ids"]
-    if len(ids) <= keep:
-        return False
-    fields["prompt_token_ids"] = ids[-keep:]
-    if "prompt" in fields:
-        fields["prompt"] = need_tokenizer(engine).decode(ids[-keep:], skip_special_tokens=False)
-    return True
-
-
-Messages = list[dict[str, Any]]
-
-
-def _rendered(messages: Messages, render: Callable[[Messages], str]) -> tuple[str, Messages]:
-    """The conversation as text, and the messages that the template took.
-
-    Some templates refuse a system message behind the first place, which agents send between turns: there it is shown
-    as the user's. Raises RequestError.
-    """
-    try:
-        return render(messages), messages
-    except RequestError:
-        moved = messages[:1] + [m | {"role": "user"} if m["role"] == "system" else m for m in messages[1:]]
-        if moved == messages:
-            raise
-        return render(moved), moved
+    render = partial(
+        chats.render,
+        plain,
+        tools=tools,
+        chat_template_kwargs=template_kwargs,
+        add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
+        continue_final_message=continues,
+        turn_boundaries=service.keeps_states,
+    )
+    size = sum(len(message["content"]) for message in plain)
+    return await service.render.run_limited(render, lambda chat: chats.encode(chat, limit), size=size)
 
 
 def opens_reasoning(prompt: PreparedPrompt) -> bool:

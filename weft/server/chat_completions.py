@@ -13,14 +13,16 @@ from itertools import accumulate
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine, PromptDelta
+from weft.engine.chat_prompts import ChatPrompt
 from weft.engine.inputs import PreparedPrompt
 from weft.engine.outputs import CompletionDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, LogprobsDict
+from weft.sampling_params import SamplingParams
 from weft.server.answers import AnswerParser, Parts, ToolCall
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
-from weft.server.chat import need_tokenizer, opens_reasoning, prepare_chat, tool_schemas
+from weft.server.chat import chat_prompt, need_tokenizer, opens_reasoning, tool_schemas
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatCompletionRequest
 from weft.server.sampling import chat_params
@@ -129,7 +131,7 @@ async def start_chat(
         prefix,
         params,
         1,
-        lambda engine: prepare(context, engine, request, tools, caller),
+        lambda engine: prepare(context, engine, request, params, tools, caller),
         model=model,
         request_id=request.request_id,
         priority=request.priority,
@@ -176,23 +178,40 @@ def _named_function(choice: str | dict[str, Any]) -> str | None:
 
 
 async def prepare(
-    context: Context, engine: AsyncEngine, request: ChatCompletionRequest, tools: ToolUse, caller: Caller
+    context: Context,
+    engine: AsyncEngine,
+    request: ChatCompletionRequest,
+    params: SamplingParams,
+    tools: ToolUse,
+    caller: Caller,
 ) -> Sequence[PreparedPrompt]:
     """The prompt of a chat. Raises RequestError."""
-    continues = bool(request.continue_final_message)
-    adds = request.add_generation_prompt if request.add_generation_prompt is not None else not continues
-    prompt = await prepare_chat(
+    limit = context.service.capacity.max_model_len if params.truncate_prompt_tokens is None else None
+    chat = await render_chat(context, engine, request, tools, limit)
+    positions = {*chat.turn_boundaries, *(request.checkpoint_positions or ())}
+    fields = {
+        "prompt": chat.text,
+        "prompt_token_ids": chat.token_ids,
+        "checkpoint_positions": sorted(positions),
+        "cache_salt": caller.cache_salt(request.cache_salt),
+    }
+    return [engine.inputs.prepare_prompt(fields, params)]
+
+
+async def render_chat(
+    context: Context, engine: AsyncEngine, request: ChatCompletionRequest, tools: ToolUse, limit: int | None = None
+) -> ChatPrompt:
+    """The text and the tokens of a chat; ``limit`` as for ``chat_prompt``. Raises RequestError."""
+    return await chat_prompt(
         context.service,
         engine,
         request.messages,
         tools=tools.shown,
         template_kwargs=_template_kwargs(request),
-        add_generation_prompt=adds,
-        continue_final_message=continues,
-        sampling=request,
-        cache_salt=caller.cache_salt(request.cache_salt),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        limit=limit,
     )
-    return [prompt]
 
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

@@ -12,9 +12,10 @@ from weft.engine.async_engine import AsyncEngine, PromptDelta
 from weft.engine.inputs import PreparedPrompt
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
+from weft.sampling_params import SamplingParams
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
-from weft.server.chat import need_tokenizer, truncate
+from weft.server.chat import need_tokenizer
 from weft.server.logprobs import completion_logprobs, prompt_logprobs
 from weft.server.protocol import CompletionRequest
 from weft.server.sampling import completion_params
@@ -30,7 +31,7 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
     given = _prompt_list(request.prompt, context.settings.max_prompts)
 
     async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
-        return await context.service.render.run(_prepare, context, engine, request, given, caller)
+        return await context.service.render.run(_prepare, engine, request, params, given, caller, size=len(body))
 
     call = await open_call(
         context,
@@ -56,33 +57,32 @@ def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[
     """The prompts; a text or a list of token ids is one."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids and len(ids) == len(prompt):
-        return [ids]
-    prompts = [item for item in prompt if not isinstance(item, int)]
-    if not prompts or ids:
+    is_id = [isinstance(item, int) for item in prompt]
+    if prompt and all(is_id):
+        return [prompt]  # type: ignore[list-item]
+    if not prompt or any(is_id):
         raise RequestError("prompt must be a text, token ids, or a non-empty list of one of those", "prompt")
+    prompts: list[str | list[int]] = prompt  # type: ignore[assignment]
     if len(prompts) > limit:
         raise RequestError(f"prompt holds {len(prompts)} prompts; this server takes {limit} per call", "prompt")
     return prompts
 
 
 def _prepare(
-    context: Context, engine: AsyncEngine, request: CompletionRequest, given: list[str | list[int]], caller: Caller
+    engine: AsyncEngine,
+    request: CompletionRequest,
+    params: SamplingParams,
+    given: list[str | list[int]],
+    caller: Caller,
 ) -> list[PreparedPrompt]:
-    salt = caller.cache_salt(request.cache_salt)
+    shared = {"cache_salt": caller.cache_salt(request.cache_salt), "checkpoint_positions": request.checkpoint_positions}
     special = request.add_special_tokens is not False
     prompts: list[PreparedPrompt] = []
     for prompt in given:
-        fields: dict[str, Any] = {"cache_salt": salt, "checkpoint_positions": request.checkpoint_positions}
-        if isinstance(prompt, str):
-            fields["prompt"] = prompt
-            if engine.tokenizer is not None:
-                fields["prompt_token_ids"] = engine.tokenizer.encode(prompt, add_special_tokens=special)
-        else:
-            fields["prompt_token_ids"] = prompt
-        truncate(context.service, engine, fields, request)
-        prompts.append(engine.inputs.prepare_prompt(fields))
+        fields: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        if isinstance(prompt, str) and not special:
+            fields["prompt_token_ids"] = engine.inputs.encode(prompt, params, add_special_tokens=False)
+        prompts.append(engine.inputs.prepare_prompt(fields | shared, params))
     return prompts
 
 

@@ -3,7 +3,8 @@
 Job: run both in threads, and stop a template that runs too long. Owns: the threads. Does not know: HTTP, sampling.
 
 Templates are programs of the checkpoint, run in jinja2's immutable sandbox; the conversation decides how long they
-take. Tokenizers release the interpreter lock, so threads are enough.
+take. Tokenizers release the interpreter lock, so threads are enough. Large inputs are worked on one at a time, so that
+a thread is always left for small ones.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from weft.errors import RequestError
 
 Result = TypeVar("Result")
 
+Middle = TypeVar("Middle")
+
 NUM_THREADS = 2
+
+LARGE = 1 << 18
+"""Characters from which on an input is large."""
 
 _GLANCE_S = 0.01
 
 
-class TemplateTimeout(Exception):
-    """Raised inside a template that runs too long."""
+class TemplateTimeout(BaseException):
+    """Raised inside a template that runs too long; it is no ``Exception``, which templates and libraries catch."""
 
 
 class RenderPool:
@@ -39,27 +45,33 @@ class RenderPool:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._large = asyncio.Semaphore(NUM_THREADS - 1)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="render")
 
-    async def run(self, work: Callable[..., Result], *args: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+    async def run(self, work: Callable[..., Result], *args: Any, size: int = 0) -> Result:
+        """Run ``work`` in a thread. ``size``: characters that it is about."""
+        loop = asyncio.get_running_loop()
+        if size < LARGE:
+            return await loop.run_in_executor(self._threads, work, *args)
+        async with self._large:
+            return await loop.run_in_executor(self._threads, work, *args)
 
-    async def run_limited(self, work: Callable[..., Result], *args: Any) -> Result:
-        """Run Python code that may not end by itself.
+    async def run_limited(
+        self, work: Callable[[], Middle], then: Callable[[Middle], Result], *, size: int = 0
+    ) -> Result:
+        """Run Python code that may not end by itself, and with its result ``then``, which does.
 
         Raises:
-            RequestError: it took longer than the limit.
+            RequestError: ``work`` took longer than the limit.
         """
-        limited = _Limited(work, args)
+        limited = _Limited(work)
         alarm = _Alarm(limited, self._timeout_s)
         try:
-            return await self.run(limited)
-        except (TemplateTimeout, RequestError) as error:
-            if isinstance(error, TemplateTimeout) or isinstance(error.__cause__, TemplateTimeout):
-                raise RequestError(
-                    f"the chat template took longer than {self._timeout_s:g} s; shorten the conversation", "messages"
-                ) from error
-            raise
+            return await self.run(lambda: then(limited()), size=size)
+        except TemplateTimeout as error:
+            raise RequestError(
+                f"the chat template took longer than {self._timeout_s:g} s; shorten the conversation", "messages"
+            ) from error
         finally:
             alarm.cancel()
 
@@ -70,9 +82,8 @@ class RenderPool:
 class _Limited:
     """A call that another thread can end by raising ``TemplateTimeout`` inside it."""
 
-    def __init__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
-        self._args = args
         self._lock = threading.Lock()
         self._thread_id: int | None = None
         self._began = 0.0
@@ -82,7 +93,7 @@ class _Limited:
             self._began = time.thread_time()
             self._thread_id = threading.get_ident()
         try:
-            return self._work(*self._args)
+            return self._work()
         finally:
             with self._lock:
                 self._thread_id = None

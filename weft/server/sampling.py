@@ -33,7 +33,11 @@ _SAME_NAME = (
     "ignore_eos",
     "skip_special_tokens",
     "prompt_logprobs",
+    "truncate_prompt_tokens",
 )
+
+_MOST = {"bad_words": 512, "allowed_token_ids": 1 << 18, "logit_bias": 1 << 18}
+"""Entries of a list that are looked at one by one while others wait."""
 
 
 def completion_params(request: CompletionRequest, settings: ServerSettings) -> SamplingParams:
@@ -81,6 +85,10 @@ def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.n is not None and request.n > settings.max_n:
         raise RequestError(f"n={request.n} is more than this server allows: {settings.max_n}", "n")
+    for name, most in _MOST.items():
+        size = len(getattr(request, name) or ())
+        if size > most:
+            raise RequestError(f"{name} has {size:,} entries; this server takes {most:,}", name)
     for name in ("priority", "min_tokens", "top_k"):
         _check_size(name, getattr(request, name))
     if request.stop:

@@ -11,7 +11,7 @@ from weft import __version__
 from weft.errors import RequestError
 from weft.server.caller import Caller
 from weft.server.calls import Context, check_model
-from weft.server.chat import need_tokenizer, prepare_chat
+from weft.server.chat import chat_prompt, need_tokenizer
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
 
@@ -44,8 +44,8 @@ async def tokenize(context: Context, body: bytes, caller: Caller) -> dict[str, A
         "tokens": ids,
     }
     if request.return_token_strs:
-        tokenizer = need_tokenizer(context.service.engine)
-        result["token_strs"] = [tokenizer.token_text(token) for token in ids]
+        token_text = need_tokenizer(context.service.engine).token_text
+        result["token_strs"] = await context.service.render.run(lambda: list(map(token_text, ids)), size=len(ids))
     return result
 
 
@@ -57,19 +57,18 @@ async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
     if request.prompt is not None:
         special = request.add_special_tokens is not False
         prompt = request.prompt
-        return await service.render.run(lambda: tokenizer.encode(prompt, add_special_tokens=special))
+        return await service.render.run(lambda: tokenizer.encode(prompt, add_special_tokens=special), size=len(prompt))
     assert request.messages is not None
-    continues = bool(request.continue_final_message)
-    prepared = await prepare_chat(
+    chat = await chat_prompt(
         service,
         engine,
         request.messages,
         tools=request.tools,
         template_kwargs=request.chat_template_kwargs,
-        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
-        continue_final_message=continues,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
     )
-    return prepared.token_ids
+    return chat.token_ids
 
 
 async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
@@ -77,10 +76,14 @@ async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str,
     request = context.bodies.read(body, DetokenizeRequest)
     check_model(context, request.model)
     tokenizer, limit = need_tokenizer(context.service.engine), context.service.config.model_config.vocab_size
-    wrong = next((token for token in request.tokens if not 0 <= token < limit), None)
-    if wrong is not None:
-        raise RequestError(f"tokens holds {wrong}; the vocabulary has ids 0 to {limit - 1}", "tokens")
-    text = await context.service.render.run(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+    def decode() -> str:
+        wrong = next((token for token in request.tokens if not 0 <= token < limit), None)
+        if wrong is not None:
+            raise RequestError(f"tokens holds {wrong}; the vocabulary has ids 0 to {limit - 1}", "tokens")
+        return tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    text = await context.service.render.run(decode, size=len(request.tokens))
     return {"prompt": text}
 
 

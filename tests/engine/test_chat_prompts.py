@@ -1,0 +1,208 @@
+"""Prompts of conversations: their turn boundaries, and that what is remembered changes nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from tests.engine.conftest import assert_idle
+from tests.test_tokenizer import byte_level
+from weft import LLM, SamplingParams
+from weft.config import resolve
+from weft.engine import chat_prompts
+from weft.engine.chat_prompts import ChatPrompts
+from weft.errors import RequestError
+from weft.tokenizer import Tokenizer
+
+# Opens a reasoning block for the answer to come, and drops the reasoning of earlier turns, as Qwen's templates do.
+REASONS = (
+    "{%- set last = namespace(user=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{%- endif %}"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{%- if m.reasoning_content and loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{%- endif %}"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+    "{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{%- endfor %}<|im_end|>"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- if not enable_thinking is false %}<think>\n{%- endif %}"
+    "{%- endif %}"
+)
+# Refuses a system message that does not come first, and opens a block that no history holds.
+STRICT = REASONS.replace(
+    "{%- for m in messages %}<|im_start|>",
+    "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{%- endif %}"
+    "<|im_start|>",
+)
+
+
+def with_template(template: str | None) -> Tokenizer:
+    tokenizer = Tokenizer.load(resolve(device="cpu").tokenizer_path)
+    if template is not None:
+        tokenizer.hf.chat_template = template
+    return tokenizer
+
+
+TOKENIZERS = {"mini": with_template(None), "reasons": with_template(REASONS), "strict": with_template(STRICT)}
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Hello"}
+ANSWER = {"role": "assistant", "content": "Hi", "reasoning_content": "hm"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "two"}
+
+
+def reference(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    """Turn boundaries by their definition: three renderings, three encodings."""
+
+    def encode(given: Sequence[Mapping[str, Any]]) -> list[int]:
+        return tokenizer.encode(tokenizer.render_chat(given, **options), add_special_tokens=False)
+
+    prompt, found = encode(messages), set()
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    question = {"role": "user", "content": "\u2051 sentinel question"}
+    for other in (
+        [*messages, {"role": "assistant", "content": "\u2042 sentinel answer"}, question],
+        [*system, question],
+    ):
+        ids = encode(other)
+        found.add(next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt)))
+    return sorted(found - {0})
+
+
+def conversation(rng: random.Random) -> list[dict[str, Any]]:
+    """Some turns, with reasoning and tool calls here and there, and at the end something to answer."""
+
+    def say(base: dict[str, Any]) -> dict[str, Any]:
+        return base | {
+            "content": " ".join(rng.choice(["one", "two 2", "\n\nthree", "<|im_end|>", "é東"]) for _ in range(3))
+        }
+
+    messages = [say(SYSTEM)] if rng.random() < 0.5 else []
+    for turn in range(rng.randint(1, 3)):
+        messages += [say(ANSWER if rng.random() < 0.5 else {"role": "assistant"})] if turn else []
+        messages.append(say(USER))
+    for _ in range(rng.randint(0, 2)):
+        messages += [CALLS | ({"reasoning_content": "so"} if rng.random() < 0.4 else {}), say(RESULT)]
+    return messages
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_prompts_and_boundaries_are_those_of_the_definition(name: str) -> None:
+    tokenizer, rng = TOKENIZERS[name], random.Random(1)
+    chats = ChatPrompts(tokenizer)
+    assert chats._segments._added is not None
+    for _ in range(120):
+        options: dict[str, Any] = {"chat_template_kwargs": rng.choice([None, {"enable_thinking": False}])}
+        options["tools"] = rng.choice([None, [CALL]])
+        messages = conversation(rng)
+        chat = chats.make(messages, turn_boundaries=True, **options)
+        assert chat.token_ids == tokenizer.encode(chat.text, add_special_tokens=False)
+        assert chat.turn_boundaries == reference(tokenizer, messages, **options), messages
+    assert chats._tails and chats._systems
+
+
+def test_a_known_shape_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_template(REASONS)
+    chats, rendered = ChatPrompts(tokenizer), []
+    render = tokenizer.render_chat
+    monkeypatch.setattr(tokenizer, "render_chat", lambda *a, **k: rendered.append(1) or render(*a, **k))
+    for text in ("one", "two", "three"):
+        chats.make([SYSTEM, USER | {"content": text}], turn_boundaries=True)
+    assert len(rendered) == 3 + 2
+
+
+def test_unchanged_messages_are_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_template(None)
+    chats, encoded = ChatPrompts(tokenizer), []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **k: encoded.append(text) or encode(text, **k))
+    history = [SYSTEM | {"content": "many words " * 2000}, USER]
+    chats.make(history)
+    encoded.clear()
+    chats.make([*history, ANSWER | {"content": "new"}, USER | {"content": "question"}])
+    assert sum(map(len, encoded)) < 100
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_prompts, "MAX_CACHED_TOKENS", 1000)
+    chats = ChatPrompts(TOKENIZERS["mini"])
+    for number in range(100):
+        chats.make([USER | {"content": f"{number} words" * 20}])
+    kept = [*chats._segments._new.values(), *chats._segments._old.values()]
+    assert sum(len(segment.token_ids) for segment in kept) < 3000
+
+
+def test_what_is_too_long_is_encoded_no_further() -> None:
+    chats = ChatPrompts(TOKENIZERS["mini"])
+    rendered = chats.render([USER, ANSWER, USER | {"content": "one two three " * 300_000}], turn_boundaries=True)
+    began = time.process_time()
+    chat = chats.encode(rendered, 4096)
+    assert len(chat.token_ids) > 4096 and not chat.turn_boundaries and time.process_time() - began < 1.0
+    assert (
+        len(chats.make([USER | {"content": "one two three " * 3000}]).token_ids) > 9000
+    )  # no part was kept as the whole
+
+
+def test_a_tokenizer_whose_words_know_their_place_encodes_the_whole() -> None:
+    raw = byte_level()
+    raw.add_special_tokens([AddedToken("<turn>", lstrip=True, normalized=False)])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+    tokenizer.hf.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}  <turn>{% endfor %}"
+    chats = ChatPrompts(tokenizer)
+    assert chats._segments._added is None
+    messages = [USER, {"role": "assistant", "content": "Hi"}, USER]
+    chat = chats.make(messages, turn_boundaries=True)
+    assert chat.token_ids == tokenizer.encode(chat.text, add_special_tokens=False)
+    assert chat.turn_boundaries == reference(tokenizer, messages)
+
+
+def test_a_system_message_between_turns_stands_where_it_is_or_is_shown_as_the_users() -> None:
+    messages = [SYSTEM, USER, SYSTEM | {"content": "Now!"}, USER]
+    assert "<|im_start|>system\nNow!" in ChatPrompts(TOKENIZERS["mini"]).make(messages).text
+    assert "<|im_start|>userNow!" in ChatPrompts(TOKENIZERS["strict"]).make(messages, turn_boundaries=True).text
+
+
+def test_template_that_refuses_made_up_turns_gives_no_boundaries() -> None:
+    tokenizer = with_template(
+        "{% for m in messages %}{% if 'sentinel' in m.content %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
+        "{% endfor %}"
+    )
+    assert ChatPrompts(tokenizer).make([USER], turn_boundaries=True).turn_boundaries == []
+
+
+def test_next_turn_reuses_the_whole_prompt_when_the_answer_is_rewritten(folder: Path) -> None:
+    """The history holds another answer than the one generated, as after dropped reasoning: only that is computed."""
+    with LLM(str(folder), max_num_seqs=2) as llm:
+        prompt = list(range(100, 170))
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": prompt, "checkpoint_positions": [60]}], params, use_tqdm=False)
+        (second,) = llm.generate([[*prompt[:60], 5, 6, 7, 8]], params, use_tqdm=False)
+        assert second.num_cached_tokens == 60
+        assert_idle(llm)
+
+
+def test_salted_prompts_share_nothing(folder: Path) -> None:
+    with LLM(str(folder), max_num_seqs=2) as llm:
+        prompt, params = list(range(100, 170)), SamplingParams(max_tokens=1)
+        salted = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
+        found = [llm.generate([p], params, use_tqdm=False)[0].num_cached_tokens for p in salted]
+        assert found == [0, 0, 69]
+
+
+@pytest.mark.parametrize("positions", [[0], [71], [True], "12", [1.0], 5])
+def test_positions_that_are_none_are_refused(folder: Path, llm: LLM, positions: Any) -> None:
+    with pytest.raises(RequestError, match="checkpoint_positions"):
+        llm.generate([{"prompt_token_ids": list(range(70)), "checkpoint_positions": positions}])
+
+
+@pytest.mark.parametrize("salt", ["", 5])
+def test_salts_that_are_none_are_refused(llm: LLM, salt: Any) -> None:
+    with pytest.raises(RequestError, match="cache_salt"):
+        llm.generate([{"prompt_token_ids": [1], "cache_salt": salt}])

@@ -1,0 +1,293 @@
+"""From a conversation to a prompt: rendered once, encoded once, and what did not change is not encoded again.
+
+Job: the text of a conversation, its token ids, and its turn boundaries: the token positions at which later prompts are
+likely to leave this one, where a recurrent state is worth keeping. Owns: the encodings of earlier conversations' parts,
+and what is known of the template. Does not know: caches, states, how a position is used.
+
+Chat templates rewrite history: many drop the reasoning of earlier answers, so the end of an answer is often not a
+prefix of the next prompt. The rule asks the template itself: a turn boundary is the end of the longest common token
+prefix of the prompt and of the same messages followed by a made-up answer and a made-up user turn. A second one is the
+end of the system and tools block, found the same way with another first user turn. A made-up conversation is rendered
+only if none of the same shape was seen before: where the answer's header ends depends on the template alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from weft.errors import RequestError
+from weft.text_pieces import SAMPLE
+from weft.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+
+# Two texts that no message is likely to start with; unlike each other, so that neither is a prefix of the other.
+_ANSWER = {"role": "assistant", "content": "\u2042 sentinel answer"}
+_QUESTION = {"role": "user", "content": "\u2051 sentinel question"}
+
+MAX_CACHED_TOKENS = 500_000
+"""Tokens whose encodings are kept, twice over: what was not used since the last so many is dropped."""
+
+_MAX_REMEMBERED = 256
+_MAX_TAIL = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt whose tokens do not depend on what is around it: an added token, or what is between two."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How prompts of one shape end: the text from the boundary's segment on, and the tokens behind the boundary."""
+
+    text: str
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class RenderedChat:
+    """A conversation as text, and what to compare it with to find its turn boundaries.
+
+    Attributes:
+        next_turn: the same with a made-up next turn, or how such prompts end; None: not wanted, or refused.
+        system: the system and tools block with another first turn, as text or encoded; None as above.
+        shape, system_key: under which both are remembered.
+    """
+
+    text: str
+    next_turn: str | Tail | None = None
+    system: str | list[Segment] | None = None
+    shape: bytes | None = None
+    system_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """``turn_boundaries``: positions in ``token_ids``, ascending; none if the text was longer than the limit."""
+
+    text: str
+    token_ids: list[int]
+    turn_boundaries: list[int]
+
+
+class ChatPrompts:
+    """Makes the prompts of one tokenizer. May be used by several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._segments = Segments(tokenizer)
+        self._tails: dict[bytes, Tail] = {}
+        self._systems: dict[bytes, list[Segment]] = {}
+
+    def make(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
+        """Both steps at once; ``options``: of ``render``."""
+        return self.encode(self.render(messages, **options))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        turn_boundaries: bool = False,
+    ) -> RenderedChat:
+        """Run the chat template.
+
+        Args:
+            messages: as ``conversation.template_message`` gives them.
+            tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see ``Tokenizer.render_chat``.
+            turn_boundaries: they are wanted.
+
+        Raises:
+            RequestError: no template, no messages, or something that the template refuses.
+        """
+        plain = partial(self._tokenizer.render_chat, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        text, shown = _rendered(
+            messages,
+            partial(plain, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message),
+        )
+        chat = RenderedChat(text)
+        if turn_boundaries and not continue_final_message:
+            variables = _encoded([tools, chat_template_kwargs])
+            self._look_up_next_turn(chat, shown, plain, variables)
+            self._look_up_system(chat, shown, plain, variables)
+        return chat
+
+    def _look_up_next_turn(
+        self, chat: RenderedChat, messages: Sequence[Message], render: Render, variables: bytes
+    ) -> None:
+        chat.shape = _shape(messages, variables)
+        tail = self._tails.get(chat.shape) if chat.shape is not None else None
+        is_known = tail is not None and chat.text.endswith(tail.text)
+        chat.next_turn = tail if is_known else _made_up(render, [*messages, _ANSWER, _QUESTION])
+
+    def _look_up_system(
+        self, chat: RenderedChat, messages: Sequence[Message], render: Render, variables: bytes
+    ) -> None:
+        system = [message for message in messages[:1] if message["role"] in ("system", "developer")]
+        chat.system_key = variables + _encoded(system)
+        chat.system = self._systems.get(chat.system_key) or _made_up(render, [*system, _QUESTION])
+
+    def encode(self, chat: RenderedChat, limit: int | None = None) -> ChatPrompt:
+        """The prompt. ``limit``: more tokens than that are of no use; see ``Tokenizer.encode``."""
+        segments = self._segments.encode(chat.text, limit)
+        token_ids = list(chain.from_iterable(segment.token_ids for segment in segments))
+        if limit is not None and len(token_ids) > limit:
+            return ChatPrompt(chat.text, token_ids, [])
+        boundaries = {self._next_turn(chat, segments, len(token_ids)), self._system_end(chat, segments)}
+        return ChatPrompt(chat.text, token_ids, sorted(boundaries - {0}))
+
+    def _next_turn(self, chat: RenderedChat, segments: list[Segment], num_tokens: int) -> int:
+        """Where the next turn leaves the prompt; 0: unknown. A new shape is remembered."""
+        if chat.next_turn is None:
+            return 0
+        if isinstance(chat.next_turn, Tail):
+            return num_tokens - chat.next_turn.num_tokens
+        shared = _common_prefix(segments, self._segments.encode(chat.next_turn))
+        tail = _tail(segments, num_tokens - shared)
+        if chat.shape is not None and len(tail.text) <= _MAX_TAIL:
+            _remember(self._tails, chat.shape, tail)
+        return shared
+
+    def _system_end(self, chat: RenderedChat, segments: list[Segment]) -> int:
+        """Where another first turn leaves the prompt; 0: unknown."""
+        if chat.system is None:
+            return 0
+        if isinstance(chat.system, str):
+            chat.system = self._segments.encode(chat.system)
+            _remember(self._systems, chat.system_key, chat.system)
+        return _common_prefix(segments, chat.system)
+
+
+class Segments:
+    """Encodes texts segment by segment, with a bounded cache of what was encoded.
+
+    Text between two added tokens (``<|im_start|>``) is encoded as if it stood alone, in most tokenizers. Others, of
+    which a sample shows that they do not work so, get the whole text as one segment.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = _split_pattern(tokenizer)
+        self._new: dict[str, Segment] = {}
+        self._old: dict[str, Segment] = {}
+        self._num_new_tokens = 0
+
+    def encode(self, text: str, limit: int | None = None) -> list[Segment]:
+        parts = [text] if self._added is None else filter(None, self._added.split(text))
+        segments, left = [], limit
+        for part in parts:
+            segments.append(self._segment(part, left))
+            if left is not None:
+                left -= len(segments[-1].token_ids)
+                if left < 0:
+                    break
+        return segments
+
+    def _segment(self, text: str, limit: int | None) -> Segment:
+        found = self._new.get(text)
+        if found is not None:
+            return found
+        found = self._old.get(text)
+        if found is None:
+            found = Segment(text, tuple(self._tokenizer.encode(text, add_special_tokens=False, limit=limit)))
+        if limit is None or len(found.token_ids) <= limit:  # else it may be a part only
+            self._keep(found)
+        return found
+
+    def _keep(self, segment: Segment) -> None:
+        self._num_new_tokens += len(segment.token_ids)
+        if self._num_new_tokens > MAX_CACHED_TOKENS:
+            self._old, self._new = self._new, {}
+            self._num_new_tokens = len(segment.token_ids)
+        self._new[segment.text] = segment
+
+
+def _split_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Finds the added tokens of a text; None if text between two of them is not encoded as if it stood alone."""
+    added = tokenizer.hf.backend_tokenizer.get_added_tokens_decoder().values()
+    if not added or any(t.lstrip or t.rstrip or t.single_word for t in added):
+        return None
+    names = sorted((token.content for token in added), key=len, reverse=True)
+    pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")")
+    sample = "".join(f"{name}user\n{SAMPLE}{name}\n{name} x{name}{name}é" for name in names[:4])
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return pattern if encode(sample) == [i for part in pattern.split(sample) if part for i in encode(part)] else None
+
+
+def _rendered(messages: Sequence[Message], render: Render) -> tuple[str, Sequence[Message]]:
+    """The conversation as text, and the messages that the template took.
+
+    Some templates refuse a system message behind the first place, which agents send between turns: there it is shown
+    as the user's. Raises RequestError.
+    """
+    try:
+        return render(messages), messages
+    except RequestError:
+        moved = [{**m, "role": "user"} if i and m["role"] == "system" else m for i, m in enumerate(messages)]
+        if moved == list(messages):
+            raise
+        return render(moved), moved
+
+
+def _made_up(render: Render, messages: Sequence[Message]) -> str | None:
+    """A made-up conversation; None if the template refuses it: then nothing is known of what follows."""
+    try:
+        return render(messages)
+    except RequestError:
+        return None
+
+
+def _shape(messages: Sequence[Message], variables: bytes) -> bytes | None:
+    """What decides how a template goes on after these messages; None if their texts may, as reasoning that is dropped
+    from the history does."""
+    last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+    turn = messages[last_user:]
+    if any(m.get("reasoning_content") or "</think>" in str(m.get("content")) for m in turn if m["role"] == "assistant"):
+        return None
+    kinds = [message["role"] + ("!" if message.get("tool_calls") else "") for message in turn]
+    return variables + _encoded([sorted(set(kinds)), kinds[-1:]])
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=repr)
+
+
+def _tail(segments: list[Segment], num_tokens: int) -> Tail:
+    """The end of a prompt from the segment on in which its last ``num_tokens`` begin; at least the last segment."""
+    start, left = len(segments) - 1, num_tokens
+    while start > 0 and left > len(segments[start].token_ids):
+        left -= len(segments[start].token_ids)
+        start -= 1
+    return Tail("".join(segment.text for segment in segments[start:]), num_tokens)
+
+
+def _common_prefix(a: Sequence[Segment], b: Sequence[Segment]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x is not y and x.token_ids != y.token_ids:
+            pairs = zip(x.token_ids, y.token_ids, strict=False)
+            same = next((i for i, (s, t) in enumerate(pairs) if s != t), min(len(x.token_ids), len(y.token_ids)))
+            return count + same
+        count += len(x.token_ids)
+    return count
+
+
+def _remember(table: dict[bytes, Any], key: bytes, value: Any) -> None:
+    if len(table) >= _MAX_REMEMBERED:
+        table.clear()
+    table[key] = value

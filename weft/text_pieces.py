@@ -1,0 +1,93 @@
+"""Token ids of texts of any length, without keeping other threads waiting.
+
+Job: cut a long text where that does not change its tokens, and encode it piece by piece, each in a call that releases
+the interpreter lock. Owns: the rule of where to cut, and the check whether a tokenizer keeps it.
+Does not know: chat templates.
+
+One call for the whole would take memory of 130 times the text, and hold the lock while it gives that back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+PIECE = 1 << 14
+"""Characters of a piece, about."""
+
+_SEARCH = PIECE // 2
+
+SAMPLE = (
+    "The 3 cats' tails, don't ask (why)...  two  spaces\n\nlines\n  4 indented\ttabs \n end_of x=1;y+=22 1,234.5 "
+    "naïve Grüße: 東京 は 12 度。 한국 어 नम स्ते العر بية 👍🏽 ok ' s 't it's UPPER lowerUPPER a1b2c3 \r\n-- >> !! ?! "
+)
+"""A text in which the rule holds at every place, if it holds at all."""
+
+
+def cuts(text: str) -> list[int]:
+    """Every place where ``text`` may be cut."""
+    return [at for at in range(1, len(text)) if _may_cut(text, at)]
+
+
+def _may_cut(text: str, at: int) -> bool:
+    """Pre-tokenizers of byte-level vocabularies put no space behind anything else into one word, nor a digit behind a
+    letter."""
+    left, right = text[at - 1], text[at]
+    if right == " ":
+        return not left.isspace()
+    return right in "0123456789" and left.isascii() and left.isalpha()
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """``text`` in pieces of about ``size`` characters; longer ones where it cannot be cut."""
+    start = 0
+    while len(text) - start > size:
+        at = start + size
+        end = min(len(text), at + _SEARCH)
+        while at < len(text) and not _may_cut(text, at):
+            at += 1
+            if at == end:  # a space is found faster than one character at a time
+                found = text.find(" ", at)
+                at = len(text) if found < 0 else found
+                end = min(len(text), at + _SEARCH)
+        if at >= len(text):
+            break
+        yield text[start:at]
+        start = at
+    yield text[start:]
+
+
+class TextEncoder:
+    """Encodes texts with a tokenizer of the tokenizers library."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._may_cut = self._keeps_rule()
+        around, inside = self._encode("x", True), self._encode("x", False)
+        at = next((i for i in range(len(around)) if around[i : i + len(inside)] == inside), 0)
+        self._longest = max(map(len, backend.get_vocab()))
+        self._before, self._after = around[:at], around[at + len(inside) :]
+
+    def _keeps_rule(self) -> bool:
+        if any(cuts(token.content) for token in self._backend.get_added_tokens_decoder().values()):
+            return False
+        whole = self._encode(SAMPLE, False)
+        return all(self._encode(SAMPLE[:at], False) + self._encode(SAMPLE[at:], False) == whole for at in cuts(SAMPLE))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode(self, text: str, *, add_special_tokens: bool, limit: int | None) -> list[int]:
+        """Token ids. ``limit``: stop once there are more; what is returned is then longer than that, and a part."""
+        if len(text) <= PIECE or not self._may_cut:
+            return self._encode(text, add_special_tokens)
+        ids = list(self._before) if add_special_tokens else []
+        for piece in pieces(text):
+            if limit is not None and len(piece) > self._longest * (limit + 1):  # a word without end
+                start = self._encode(piece[: self._longest * (limit + 1)], False)
+                if len(start) > limit:
+                    return ids + start
+            ids += self._encode(piece, False)
+            if limit is not None and len(ids) > limit:
+                return ids
+        return ids + self._after if add_special_tokens else ids
