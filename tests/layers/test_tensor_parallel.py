@@ -43,6 +43,9 @@ class Rank:
         self._group.gathered.append(x)
         return torch.cat(self._group.gathered, dim=-1)
 
+    def peer_memory(self, num_bytes: int) -> Tensor | None:
+        return None
+
     def least(self, value: int) -> int:
         return value
 

@@ -86,6 +86,9 @@ class EngineConfig:
     enable_expert_parallel: bool = _option(
         "bool", False, "split a mixture of experts by whole experts, not by their width"
     )
+    disable_custom_all_reduce: bool = _option(
+        "bool", False, "leave every sum over ranks to NCCL, also those of few rows"
+    )
     distributed_executor_backend: Literal["uni", "mp"] = _option(
         "text", None, "who runs the ranks: uni (this process, one rank) or mp (a process for each further rank); "
         "default: mp if there are several", choices=("uni", "mp"),

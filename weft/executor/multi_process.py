@@ -117,7 +117,7 @@ class MultiProcessExecutor:
         failed = self._workers.failure() is not None
         if not failed:
             self._ring.send(STOP, self._workers.check)
-        self._rank.close(abort=failed)
+        self._rank.close()
         self._workers.wait()
         self._ring.close()
         torch.set_num_threads(self._num_threads)

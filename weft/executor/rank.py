@@ -6,6 +6,7 @@ from.
 
 from __future__ import annotations
 
+import gc
 import os
 from types import TracebackType
 
@@ -17,16 +18,22 @@ from weft.parallel.process_group import ProcessGroup
 from weft.runner.memory import release_workspaces
 from weft.runner.model_runner import ModelRunner
 
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here, and nobody else is to connect
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_GRAPH_REGISTER": "0",  # registering every buffer of a thousand captured sums would make the start slow
+}
+
 
 class Rank:
     """Rank ``rank`` of ``size``, all on this machine. On GPUs, rank N takes device N.
 
-    The group is left when the body ends; without waiting for the others if by an exception.
+    The group is left when the body ends.
     """
 
     def __init__(self, config: EngineConfig, rank: int, size: int, store: Store) -> None:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")  # all ranks are here, and nobody else is to connect
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         device = torch.device("cpu")
         if config.device == "cuda":
             device = torch.device("cuda", rank)
@@ -36,13 +43,14 @@ class Rank:
             self.runner = ModelRunner(config, tp=self.group)
             self.group.least(0)  # nobody serves before all can
         except BaseException:
-            self.group.close(abort=True)
+            self.group.close()
             raise
 
-    def close(self, *, abort: bool = False) -> None:
+    def close(self) -> None:
         """Let go of weights and caches, and leave the group."""
         del self.runner
-        self.group.close(abort=abort)
+        gc.collect()  # captured graphs, before what they use
+        self.group.close()
         release_workspaces()
 
     def __enter__(self) -> Rank:
@@ -51,4 +59,4 @@ class Rank:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(abort=error is not None)
+        self.close()

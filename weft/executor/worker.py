@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -140,7 +142,8 @@ def main() -> int:
         store = dist.FileStore(start.store, start.size)
         run_steps(reader, start.config, start.rank, start.size, store, tell)
     except EOFError:
-        return 1  # rank 0 has gone: nobody is left to tell
+        shutil.rmtree(Path(start.store).parent, ignore_errors=True)  # rank 0 has gone: nobody is left to do it
+        return 1
     except Exception as error:
         if not isinstance(error, WeftError):
             logger.exception("rank %d ends", start.rank)

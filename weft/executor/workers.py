@@ -146,7 +146,6 @@ class Workers:
     def wait_until_ready(self) -> None:
         """Until every rank can run steps. Raises as ``check``."""
         self._wait([worker.is_ready for worker in self.workers])
-        self._folder.cleanup()
 
     def _wait(self, events: list[threading.Event]) -> None:
         for event in events:

@@ -66,12 +66,14 @@ class CaptureOptions:
         watched: debug mode: the tensors that the graphs read, by name, as they are now; every replay checks that none
             has moved since the capture.
         show_progress: a progress bar with the free memory.
+        least: the least of a number over all processes that capture together, so that they capture the same sizes.
     """
 
     device: torch.device
     keep_gc: bool = False
     watched: Callable[[], Mapping[str, Tensor]] | None = None
     show_progress: bool = True
+    least: Callable[[int], int] = int
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ class GraphSet(Generic[T]):
         with tqdm(sizes, desc=f"Capturing {what}", disable=not options.show_progress, dynamic_ncols=True) as bar:
             for size in bar:
                 used = self.counters.capture_bytes
-                if budget is not None and used > budget:
+                if budget is not None and options.least(budget - used) < 0:
                     left = [s for s in sizes if s <= size]
                     logger.warning("%s hold %d MiB, the budget is used up: none for sizes %s", what, used >> 20, left)
                     return

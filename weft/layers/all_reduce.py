@@ -1,17 +1,27 @@
 """The sum over ranks, as a layer of its own.
 
-Job: make the all-reduce a split op, so that passes can break there where it cannot be captured (gloo). Owns: nothing.
-Does not know: how a sum is formed.
+Job: sum over the ranks in the way that is fastest for the number of rows. Owns: the memory through which ranks exchange
+few rows. Does not know: how a sum is formed.
+
+Few rows on GPUs are summed, added to the residual stream and normalised by one kernel over peer memory. Everything else
+goes through the group's own all-reduce, which is a split op, so that passes can break there where it cannot be captured
+(gloo).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
+from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes
 
 NAME = "all_reduce"
+
+MAX_ROWS = 512
+"""Rows above which NCCL and a norm are faster than the fused kernel; see benchmarks/tensor_parallel.py."""
 
 
 class AllReduce(nn.Module):
@@ -20,6 +30,17 @@ class AllReduce(nn.Module):
     def __init__(self, width: int, context: ModelContext) -> None:
         super().__init__()
         self.name, self.width, self._tp = NAME, width, context.tp
+        self._peers: PeerBuffers | None = None
+        if context.custom_all_reduce:
+            self._peers = self._make_peers(context)
+
+    def _make_peers(self, context: ModelContext) -> PeerBuffers | None:
+        tp = context.tp
+        addresses = tp.peer_memory(buffer_bytes(tp.size, self.width, context.dtype))
+        if addresses is None:
+            return None
+        counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=context.device)
+        return PeerBuffers(addresses, counters, tp.rank, tp.size, self.width, MAX_ROWS)
 
     @classmethod
     def shared(cls, width: int, context: ModelContext) -> AllReduce:
@@ -30,6 +51,13 @@ class AllReduce(nn.Module):
             context.layers.register(NAME, found)
         assert isinstance(found, cls) and found.width == width
         return found
+
+    def peers(self, x: Tensor) -> PeerBuffers | None:
+        """The memory for the fused kernel, if it is to sum ``x``: not in a pass that breaks at sums, nor in a trace."""
+        if self._peers is None or torch.compiler.is_dynamo_compiling() or x.shape[0] > self._peers.max_rows:
+            return None
+        breaks = get_forward_context().breaks
+        return None if breaks is not None and NAME in breaks.names else self._peers
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sum(x)

@@ -26,6 +26,7 @@ class ModelContext:
         tp: the tensor-parallel group.
         backend: which implementation of the operations runs.
         layers: filled while the model is built.
+        custom_all_reduce: sum few rows over ranks through peer memory, where there is any.
         expert_parallel: ranks hold whole experts, not a share of each.
         max_model_len: longest sequence that will be run, in tokens (length of the rotary tables).
         rotary: tables that layers share.
@@ -39,3 +40,4 @@ class ModelContext:
     max_model_len: int
     expert_parallel: bool = False
     rotary: RotaryTables = field(default_factory=RotaryTables)
+    custom_all_reduce: bool = True

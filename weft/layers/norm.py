@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, WeightModule, empty_parameter, whole
+from weft.ops.all_reduce import all_reduce_rms_norm
 from weft.ops.norm import gated_rms_norm, rms_norm
 
 
@@ -46,6 +47,11 @@ class ResidualRMSNorm(RMSNorm):
         """``(norm(x + residual), x + residual)``, where ``x [T, size]`` is this rank's part of a sum and must not be
         used afterwards; no residual at the first layer counts as zero."""
         for all_reduce in self._all_reduce:
+            peers = all_reduce.peers(x)
+            if peers is not None:
+                return all_reduce_rms_norm(
+                    x, residual, self.weight, self._eps, peers, zero_centered=self._zero_centered
+                )
             x = all_reduce(x)
         if residual is None:
             return self(x), x

@@ -1,7 +1,7 @@
 """Ranks in processes of their own: collectives through torch.distributed.
 
-Job: ``TensorParallel`` over NCCL on GPUs and gloo on the CPU. Owns: the process group. Does not know: who started the
-processes, layers, graphs.
+Job: ``TensorParallel`` over NCCL on GPUs and gloo on the CPU. Owns: the process group and its peer memory.
+Does not know: who started the processes, layers, graphs.
 
 A collective is one operator to the dispatcher (``weft::all_reduce_``, ``weft::all_gather``), so that the graph emulator
 records and replays it as a unit. NCCL's kernels are captured in CUDA graphs like any other; gloo works on the host.
@@ -16,6 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from weft.parallel.peer_memory import PeerMemory
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A rank may compile kernels for minutes while others wait; one that died or hangs is noticed by its executor."""
@@ -36,7 +38,7 @@ class ProcessGroup:
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
         self.rank, self.size = rank, size
-        self._device = device
+        self._device, self._store = device, store
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -50,6 +52,7 @@ class ProcessGroup:
         assert group is not None
         self._name = group.group_name
         _GROUPS[self._name] = group
+        self._peer_memory: list[PeerMemory] = []
 
     def all_reduce(self, x: Tensor) -> Tensor:
         torch.ops.weft.all_reduce_(x, self._name)
@@ -58,16 +61,24 @@ class ProcessGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.ops.weft.all_gather(x, self.size, self._name)
 
+    def peer_memory(self, num_bytes: int) -> Tensor | None:
+        if self._device.type != "cuda":
+            return None
+        store = dist.PrefixStore(f"peer-memory-{len(self._peer_memory)}", self._store)
+        self._peer_memory.append(PeerMemory(num_bytes, self._device, self.rank, self.size, store))
+        return self._peer_memory[-1].addresses
+
     def least(self, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=_GROUPS[self._name])
         return int(tensor.item())
 
-    def close(self, *, abort: bool = False) -> None:
-        """Leave the group. ``abort``: a rank is gone, so do not wait for it."""
+    def close(self) -> None:
+        """Leave the group. On GPUs without waiting for the others, some of which may be gone."""
         del _GROUPS[self._name]
-        if abort and self._device.type == "cuda":
-            dist.distributed_c10d._abort_process_group()
+        self._peer_memory.clear()
+        if self._device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()  # captured graphs may hold NCCL's kernels: nothing to wait for
         else:
             dist.destroy_process_group()
 
@@ -76,7 +87,7 @@ def abort_groups() -> None:
     """A rank is gone: whoever waits for it in a collective of this process gets an error. From any thread. On gloo the
     closed connection does that already."""
     for group in _GROUPS.values():
-        if group.name() == "nccl":
+        if dist.get_backend(group) == "nccl":
             group.abort()
 
 

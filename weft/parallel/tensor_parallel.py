@@ -29,6 +29,11 @@ class TensorParallel(Protocol):
         not be used afterwards."""
         ...
 
+    def peer_memory(self, num_bytes: int) -> Tensor | None:
+        """Addresses ``[size]`` int64, on the device, of a zeroed buffer of every rank that this rank can read and
+        write; None if the ranks have no such memory. It lives as long as the group."""
+        ...
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's ``x``, concatenated along the last dimension in rank order."""
         ...
@@ -49,6 +54,9 @@ class SingleRank:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def peer_memory(self, num_bytes: int) -> Tensor | None:
+        return None
 
     def least(self, value: int) -> int:
         return value

@@ -133,6 +133,7 @@ class ModelRunner:
             device=self.device,
             tp=self._tp,
             expert_parallel=config.enable_expert_parallel,
+            custom_all_reduce=not config.disable_custom_all_reduce,
             backend=self._backend,
             layers=self._layers,
             max_model_len=config.max_model_len,
@@ -263,7 +264,13 @@ class ModelRunner:
         if CudaGraphMode(config.cuda_graph_mode) is CudaGraphMode.NONE:
             return
         watched = self._read_by_graphs if config.enable_torch_compile_debug_mode else None
-        options = CaptureOptions(self.device, keep_gc=config.enable_cudagraph_gc, watched=watched)
+        options = CaptureOptions(
+            self.device,
+            keep_gc=config.enable_cudagraph_gc,
+            watched=watched,
+            show_progress=self._tp.rank == 0,
+            least=self._tp.least,
+        )
         pool = self._make_pool(self.device)
         self.graphs = capture_graphs(sizes, self._functions, self.compiler, pool, options, config, self._table)
 

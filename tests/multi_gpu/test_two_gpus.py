@@ -1,0 +1,60 @@
+"""What only several GPUs can show: sums over peer memory, and that two ranks generate what one generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.test_tensor_parallel import CRAMPED, HYBRID, ODD, generate
+from tests.ranks import fork_ranks
+from tests.tiny import make_checkpoint
+
+pytestmark = pytest.mark.multi_gpu
+
+
+@pytest.fixture(autouse=True)
+def _forks() -> Iterator[None]:
+    with fork_ranks():
+        yield
+
+
+def test_all_reduce_is_exact_and_every_rank_has_the_same_bits() -> None:
+    """Against float64, on every number of rows; 10,000 replays with poisoned outputs."""
+    from benchmarks.kernels.all_reduce import launch
+
+    found = launch(2, replays=10_000, time_it=False)
+    assert all(count == 10_000 for count in found["replays"].values()) and len(found["replays"]) == 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(HYBRID, tmp_path_factory.mktemp("tiny"), **ODD)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[int]]:
+    return run(folder, 1, enforce_eager=True)
+
+
+def run(folder: Path, size: int, **settings: Any) -> list[list[int]]:
+    """Tokens in float32, of prompts that run twice: the second time they hit the prefix cache."""
+    torch.set_float32_matmul_precision("highest")
+    return generate(folder, size, dtype="float32", **settings)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enforce_eager": True, "disable_custom_all_reduce": True},
+        {"cuda_graph_mode": "FULL_AND_PIECEWISE", "enable_expert_parallel": True},
+        CRAMPED | {"enable_prefix_caching": False, "num_state_slots": 4},
+    ],
+    ids=["full", "eager-nccl", "pieces-experts", "preempted"],
+)
+def test_two_ranks_generate_what_one_generates(settings: dict[str, Any], folder: Path, alone: list[list[int]]) -> None:
+    assert run(folder, 2, **settings) == alone

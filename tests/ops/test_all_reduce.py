@@ -1,0 +1,67 @@
+"""The fused all-reduce: ranks in processes of their own, under Triton's interpreter, in shared memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from weft.ops.all_reduce import all_reduce_rms_norm, all_reduce_rms_norm_reference
+from weft.ops.peer_buffers import PeerBuffers, buffer_bytes
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/multi_gpu has the same on GPUs")
+
+WIDTH = 40
+NUM_PROGRAMS = 4
+ROWS = (1, 3, 2 * NUM_PROGRAMS + 1, 2)
+
+
+def run_rank(rank: int, size: int, buffers: list[Tensor], inputs: Tensor, results: Tensor) -> None:
+    """One exchange after the other, each with another number of rows."""
+    addresses = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.int64)
+    counters = torch.zeros(NUM_PROGRAMS, dtype=torch.int32)
+    peers = PeerBuffers(addresses, counters, rank, size, WIDTH, max_rows=NUM_PROGRAMS * 8)
+    residual, weight = inputs[0, 0].clone(), inputs[0, 1, 0]
+    for i, rows in enumerate(ROWS):
+        first = i == 0
+        y, residual_out = all_reduce_rms_norm(
+            inputs[rank, 2, :rows], None if first else residual[:rows], weight, 1e-6, peers, zero_centered=bool(i % 2)
+        )
+        results[rank, i, 0, :rows], results[rank, i, 1, :rows] = y, residual_out
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_sum_add_and_normalise(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("weft.ops.peer_buffers", "weft.ops.triton.all_reduce"):
+        monkeypatch.setattr(f"{module}.MAX_PROGRAMS", NUM_PROGRAMS)
+    num_bytes = buffer_bytes(size, WIDTH, torch.float32)
+    buffers = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    inputs = torch.randn(size, 3, max(ROWS), WIDTH).share_memory_()
+    results = torch.full((size, len(ROWS), 2, max(ROWS), WIDTH), torch.nan).share_memory_()
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_rank(rank, size, buffers, inputs, results)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    for i, rows in enumerate(ROWS):
+        parts = [inputs[rank, 2, :rows] for rank in range(size)]
+        residual = None if i == 0 else inputs[0, 0, :rows]
+        want = all_reduce_rms_norm_reference(parts, residual, inputs[0, 1, 0], 1e-6, zero_centered=bool(i % 2))
+        for rank in range(size):
+            torch.testing.assert_close(results[rank, i, 0, :rows], want[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(results[rank, i, 1, :rows], want[1], rtol=1e-6, atol=1e-6)
+            assert torch.equal(results[rank, i, :, :rows], results[0, i, :, :rows]), "ranks disagree"
+            assert results[rank, i, :, rows:].isnan().all()

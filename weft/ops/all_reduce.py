@@ -1,0 +1,41 @@
+"""The sum over ranks, fused with what follows it in the residual stream: addition and RMSNorm.
+
+Job: one launch for all-reduce, residual and norm of a few rows. Owns: nothing. Does not know: process groups, who
+allocated the memory through which ranks exchange rows (``parallel/peer_memory.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.ops.norm import rms_norm_reference
+from weft.ops.peer_buffers import PeerBuffers
+
+
+def all_reduce_rms_norm_reference(
+    parts: list[Tensor], residual: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Torch reference of ``all_reduce_rms_norm``; ``parts`` are the ``x`` of all ranks."""
+    total = torch.stack([part.float() for part in parts]).sum(0)
+    if residual is not None:
+        total = total + residual.float()
+    total = total.to(parts[0].dtype)
+    return rms_norm_reference(total, weight, eps, zero_centered=zero_centered), total
+
+
+def all_reduce_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, peers: PeerBuffers, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(s), s)`` with ``s = sum of every rank's x + residual``. A GPU operation; every rank must launch it.
+
+    Sums are formed in float32 in rank order and rounded once, so every rank gets the same bits.
+
+    Args:
+        x: ``[T, width]``, T at most ``peers.max_rows``, the same on all ranks.
+        residual: ``[T, width]``, the same on all ranks; None counts as zero.
+        weight: ``[width]``.
+    """
+    from weft.ops.triton.all_reduce import all_reduce_rms_norm_triton
+
+    return all_reduce_rms_norm_triton(x, residual, weight, eps, peers, zero_centered=zero_centered)

@@ -1,0 +1,52 @@
+"""The memory through which ranks exchange rows: what stands where.
+
+Job: the layout that the kernel and those who allocate agree on. Owns: sizes. Does not know: who allocates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_PROGRAMS = 128
+"""Programs of one launch: fewer than a GPU has multiprocessors, so that all of them run at the same time."""
+
+MAX_ROWS_PER_PROGRAM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBuffers:
+    """Memory that every rank of a group can read and write.
+
+    One rank's buffer holds flags, then rows::
+
+        flags   [size, MAX_PROGRAMS] int32       flags[r, p]: the last exchange that program p of rank r announced here
+        rows    [2, MAX_PROGRAMS, MAX_ROWS_PER_PROGRAM, width]    of even and of odd exchanges
+
+    Attributes:
+        addresses: ``[size]`` int64 on the device: where each rank's buffer is, as seen from here.
+        counters: ``[MAX_PROGRAMS]`` int32: exchanges of each program so far.
+        rank, size: place in the group.
+        width: columns of a row.
+        max_rows: rows above which the group's own all-reduce is faster; at most ``MAX_PROGRAMS *
+            MAX_ROWS_PER_PROGRAM``.
+    """
+
+    addresses: Tensor
+    counters: Tensor
+    rank: int
+    size: int
+    width: int
+    max_rows: int
+
+
+def flag_bytes(size: int) -> int:
+    """Bytes of the flags of a group of ``size``."""
+    return size * MAX_PROGRAMS * 4
+
+
+def buffer_bytes(size: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes of one rank's buffer."""
+    return flag_bytes(size) + 2 * MAX_PROGRAMS * MAX_ROWS_PER_PROGRAM * width * dtype.itemsize

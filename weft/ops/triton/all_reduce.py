@@ -1,0 +1,137 @@
+"""One-shot all-reduce over peer memory, with residual addition and RMSNorm.
+
+Job: ``all_reduce_rms_norm`` on GPUs. Owns: the protocol between the ranks' programs. Does not know: layers, groups.
+
+Program p of every rank exchanges its rows with program p of the others, and with nobody else:
+
+1. write the rows to this rank's buffer, in the half that belongs to this exchange (halves alternate);
+2. announce: set this program's flag on every other rank to the number of the exchange (release, system scope);
+3. wait until all other ranks have announced it here (acquire, system scope);
+4. read everybody's rows, sum, add, normalise.
+
+One barrier is enough. A rank overwrites a half two exchanges later. By then it has seen every peer's flag of the
+exchange between, and a peer sets that flag only after its launch before has ended, with all its reads.
+
+Early launch stays correct across the barrier. Every program waits for the kernels before it prior to anything else, so
+what it announces is complete, and the launch before has ended here. Kernels after this one are released at once; they
+wait in turn until this grid has ended. Released early they take room on the multiprocessors while programs here spin,
+but a release counts only when every program of this grid has started: nothing that waits for this grid can keep a part
+of it from starting. And the grid has at most ``MAX_PROGRAMS`` programs, which all run at the same time, so no program
+of a peer waits for one here that is not running yet.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.peer_buffers import MAX_PROGRAMS, MAX_ROWS_PER_PROGRAM, PeerBuffers, flag_bytes
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv, next_power_of_2
+
+_MOST_POLLS = 1 << 27
+"""A minute or more; a peer that is that late is dead, and the host has noticed. The launch then fails."""
+
+
+@triton.jit
+def _flags(addresses, rank, FROM: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Where rank ``rank`` keeps the flag of this program of rank ``FROM``."""
+    base = tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
+    return base + FROM * PROGRAMS + tl.program_id(0)
+
+
+@triton.jit
+def _rows(addresses, rank, FLAG_BYTES: tl.constexpr, element: tl.constexpr):
+    """Where rank ``rank`` keeps its rows."""
+    return (tl.load(addresses + rank) + FLAG_BYTES).to(tl.pointer_type(element))
+
+
+@triton.jit
+def _wait_for(flag, exchange, MOST: tl.constexpr, TRAP: tl.constexpr):
+    """Until ``flag`` has reached ``exchange`` (both wrap around)."""
+    polls = 0
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while (seen - exchange < 0) & (polls < MOST):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+    if TRAP:  # noqa: SIM102 (known to the compiler)
+        if polls == MOST:
+            tl.inline_asm_elementwise(
+                "{ trap; mov.u32 $0, $1; }", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@jit(do_not_specialize=["num_rows"])
+def _all_reduce_norm_kernel(
+    x, residual, weight, y, total, addresses, counters, eps, num_rows, stride_x, stride_residual,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FLAG_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, MOST_ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    exchange = tl.load(counters + program) + 1
+    half = ((exchange & 1) * PROGRAMS + program).to(tl.int64) * (MOST_ROWS * WIDTH)
+    element = x.dtype.element_ty
+    here = _rows(addresses, RANK, FLAG_BYTES, element) + half
+    for i in tl.static_range(ROWS):
+        row = (program + i * num_programs).to(tl.int64)
+        values = tl.load(x + row * stride_x + columns, mask=inside & (row < num_rows), other=0.0)
+        tl.store(tl.multiple_of(here + i * WIDTH + columns, ALIGNED), values, mask=inside)
+    tl.debug_barrier()  # every thread's rows are written before one thread announces them
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            tl.atomic_xchg(_flags(addresses, peer, RANK, PROGRAMS), exchange, sem="release", scope="sys")
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _wait_for(_flags(addresses, RANK, peer, PROGRAMS), exchange, MOST_POLLS, EARLY)
+    tl.debug_barrier()  # no thread reads before the one that polls has seen all flags
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    for i in tl.static_range(ROWS):
+        row = (program + i * num_programs).to(tl.int64)
+        is_row = inside & (row < num_rows)
+        values = tl.zeros([BLOCK], dtype=tl.float32)
+        for peer in tl.static_range(SIZE):  # in rank order on every rank: the same bits
+            there = _rows(addresses, peer, FLAG_BYTES, element) + half
+            place = tl.multiple_of(there + i * WIDTH + columns, ALIGNED)
+            values += tl.load(place, mask=is_row, other=0.0, cache_modifier=".cg").to(tl.float32)
+        if RESIDUAL:
+            values += tl.load(residual + row * stride_residual + columns, mask=is_row, other=0.0).to(tl.float32)
+        rounded = values.to(element)
+        tl.store(total + row * WIDTH + columns, rounded, mask=is_row)
+        values = rounded.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+        tl.store(y + row * WIDTH + columns, (values * inverse * scale).to(element), mask=is_row)
+    tl.store(counters + program, exchange)
+
+
+def all_reduce_rms_norm_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, peers: PeerBuffers, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``all_reduce_rms_norm`` of ``weft/ops/all_reduce.py``."""
+    num_rows, width = x.shape
+    assert num_rows <= peers.max_rows and width == peers.width and x.stride(1) == 1
+    other = x if residual is None else residual
+    assert other.stride(1) == 1
+    y, total = (torch.empty((num_rows, width), dtype=x.dtype, device=x.device) for _ in range(2))
+    if num_rows == 0:
+        return y, total
+    programs = min(num_rows, MAX_PROGRAMS)
+    block = next_power_of_2(width)
+    _all_reduce_norm_kernel[(programs,)](
+        x, other, weight, y, total, peers.addresses, peers.counters, eps, num_rows, x.stride(0), other.stride(0),
+        RANK=peers.rank, SIZE=peers.size, WIDTH=width, BLOCK=block, FLAG_BYTES=flag_bytes(peers.size),
+        ALIGNED=math.gcd(16, width), PROGRAMS=MAX_PROGRAMS, ROWS=next_power_of_2(cdiv(num_rows, programs)),
+        MOST_ROWS=MAX_ROWS_PER_PROGRAM, RESIDUAL=residual is not None, ZERO_CENTERED=zero_centered,
+        MOST_POLLS=_MOST_POLLS, num_warps=max(1, min(8, block // 256)), **early_launch(x.device),
+    )  # fmt: skip
+    return y, total
