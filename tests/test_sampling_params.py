@@ -43,8 +43,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": True}, r"max_tokens=True is not an integer"),
     ({"min_tokens": -1}, r"min_tokens=-1 is outside"),
     ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens=9 is greater than max_tokens=8; lower one or raise the other"),
-    ({"logprobs": 21}, r"logprobs=21 is outside the allowed range: 0 to 20"),
-    ({"prompt_logprobs": -1}, r"prompt_logprobs=-1 is outside"),
+    ({"logprobs": -2}, r"logprobs=-2 is outside the allowed range: -1 or more"),
+    ({"prompt_logprobs": -2}, r"prompt_logprobs=-2 is outside"),
     ({"ignore_eos": "no"}, r"ignore_eos='no' is not a truth value; give True or False"),
     ({"detokenize": None}, r"detokenize=None is not a truth value"),
 ]

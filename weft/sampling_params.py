@@ -13,7 +13,6 @@ import msgspec
 
 from weft.errors import RequestError
 
-MAX_LOGPROBS = 20
 MAX_STOPS = 16
 
 GREEDY_BELOW = 1e-5
@@ -77,7 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: EOS ids do not end the generation.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: token ids only, no text (then no stop strings either).
-        logprobs: report the chosen token's log probability and those of the N likeliest (0: the chosen one's only).
+        logprobs: report the chosen token's log probability and those of the N likeliest (0: the chosen one's only; -1:
+            of the vocabulary). ``EngineConfig.max_logprobs`` bounds it.
         prompt_logprobs: the same for every prompt token.
         structured_outputs: a constraint on the form of the text, which decides where it ends.
         logits_processors: callables ``(output_token_ids, logits)`` or ``(prompt_token_ids, output_token_ids, logits)``
@@ -140,8 +140,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _integer("max_tokens", self.max_tokens, 1, None, optional=True)
         _integer("min_tokens", self.min_tokens, 0, None)
         _integer("top_k", self.top_k, -1, None, optional=True)
-        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("logprobs", self.logprobs, -1, None, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, -1, None, optional=True)
         _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None, optional=True)
         if self.truncate_prompt_tokens == 0:
             raise RequestError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.engine.conftest import HYBRID
 from tests.tiny import make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
 from weft.engine.llm import LLM
+from weft.errors import RequestError
 from weft.outputs import LogprobsDict, RequestOutput
 from weft.sampling_params import SamplingParams
 
@@ -116,3 +118,13 @@ def test_decoded_tokens_and_no_entries_after_a_stop_string(llm: LLM) -> None:
     assert len(output.logprobs) == len(output.token_ids) < 20
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):
         assert entry[token].decoded_token == tokenizer.decode([token], skip_special_tokens=False)
+
+
+def test_max_logprobs(llm: LLM, folder: Path, reference: Any) -> None:
+    wish = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=30)
+    with pytest.raises(RequestError, match=r"logprobs=-1 is more than the 20 log probabilities .* raise max_logprobs"):
+        llm.generate(PROMPTS[2], wish, use_tqdm=False)
+    with LLM(str(folder), max_logprobs=-1) as unlimited:
+        output = unlimited.generate(PROMPTS[2], wish, use_tqdm=False)[0]
+    check(output, reference, VOCAB_SIZE, 30)
+    assert len((output.outputs[0].logprobs or [{}])[0]) == VOCAB_SIZE

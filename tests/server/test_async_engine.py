@@ -246,6 +246,7 @@ class Listener:
     def __init__(self) -> None:
         self.firsts: list[float] = []
         self.nexts: list[int] = []
+        self.iterations: list[int] = []
 
     def first_token(self, seconds: float) -> None:
         self.firsts.append(seconds)
@@ -254,17 +255,22 @@ class Listener:
         assert 0 <= seconds < 5
         self.nexts.append(count)
 
+    def iteration(self, num_tokens: int) -> None:
+        self.iterations.append(num_tokens)
+
 
 def test_times_of_tokens_are_told_per_message(inputs: InputProcessor) -> None:
     """One first token per request; further ones of the same message together."""
 
     async def body(engine: AsyncEngine, link: Link) -> None:
         listener = Listener()
-        engine._token_times = listener
+        engine._token_times = [listener]
         for name in ("a", "b"):
             submit(engine, name=name, max_tokens=4, ignore_eos=True)
         link.run(10)
         assert len(listener.firsts) == 2 and all(0 <= s < 5 for s in listener.firsts)
         assert listener.nexts == [2, 2, 2]
+        prompt = len(engine.inputs.prepare_prompt(TEXT).token_ids)
+        assert listener.iterations == [2 * prompt + 2, 2, 2, 2]
 
     run(inputs, body)

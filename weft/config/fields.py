@@ -111,6 +111,9 @@ class EngineConfig:
     )  # fmt: skip
     # scheduling
     max_num_seqs: int = _option("int", None, "most requests that run at a time", low=1, high=4096)
+    max_logprobs: int = _option(
+        "int", 20, "most log probabilities per token that a request may ask for; -1: the vocabulary", low=-1
+    )
     max_num_batched_tokens: int = _option("int", None, "token budget of one step; longer prompts run in chunks", low=1)
     schedule_policy: Literal["fcfs", "priority", "lpm"] = _option(
         "text", "fcfs", "which request goes first: fcfs, priority, or lpm (longest prefix match)",

@@ -25,7 +25,7 @@ from weft.engine.outputs import CompletionDelta, OutputStream
 from weft.engine.views import Snapshot
 from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
-from weft.request import Request, RequestTimes
+from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.tokenizer import Tokenizer
 
@@ -42,11 +42,16 @@ class Link(Protocol):
 
 
 class TokenTimes(Protocol):
-    """Hears how long first tokens took, and further ones since the token before, in seconds."""
+    """Hears when tokens come, in seconds."""
 
-    def first_token(self, seconds: float) -> None: ...
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token, so long after its arrival."""
 
-    def next_tokens(self, seconds: float, count: int) -> None: ...
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """``count`` requests got a further token, so long after their token before."""
+
+    def iteration(self, num_tokens: int) -> None:
+        """A step gave so many tokens, with those of the prompts that it finished."""
 
 
 class ResponseStream:
@@ -156,7 +161,7 @@ class AsyncEngine:
         link: towards the engine.
         inputs: validates and resolves requests for this model.
         tokenizer: None: token ids only.
-        token_times: None: nobody wants to know.
+        token_times: hear when tokens come.
     """
 
     def __init__(
@@ -164,7 +169,7 @@ class AsyncEngine:
         link: Link,
         inputs: InputProcessor,
         tokenizer: Tokenizer | None,
-        token_times: TokenTimes | None = None,
+        token_times: Sequence[TokenTimes] = (),
     ) -> None:
         self.inputs = inputs
         self.tokenizer = tokenizer
@@ -227,6 +232,7 @@ class AsyncEngine:
         self.stats = outputs.stats
         now = time.monotonic()
         previous: dict[float, int] = {}  # moment of a message -> requests that got their token before this one in it
+        num_tokens = 0
         for update in outputs.updates:
             owner = self._owners.get(update.request_id)
             if owner is None:
@@ -235,7 +241,7 @@ class AsyncEngine:
             try:
                 update.apply(request)
                 if update.token_ids:
-                    self._note_time(request.times, now, previous)
+                    num_tokens += len(update.token_ids) + self._note_time(request, now, previous)
                 stop = stream.take(index, request)
             except Exception:
                 logger.exception(
@@ -247,16 +253,21 @@ class AsyncEngine:
                     self._stop(request, stop)
             if request.finish_reason is not None:
                 del self._owners[request.request_id]
-        if self._token_times is not None:
+        for listener in self._token_times if num_tokens else ():
+            listener.iteration(num_tokens)
             for moment, count in previous.items():
-                self._token_times.next_tokens(now - moment, count)
+                listener.next_tokens(now - moment, count)
 
-    def _note_time(self, times: RequestTimes, now: float, previous: dict[float, int]) -> None:
-        if times.last_token is not None:
-            previous[times.last_token] = previous.get(times.last_token, 0) + 1
-        elif times.first_token is not None and self._token_times is not None:
-            self._token_times.first_token(times.first_token - times.arrival)
-        times.last_token = now
+    def _note_time(self, request: Request, now: float, previous: dict[float, int]) -> int:
+        """A request got tokens. Returns how many tokens of its prompt are done by that."""
+        times = request.times
+        before, times.last_token = times.last_token, now
+        if before is not None:
+            previous[before] = previous.get(before, 0) + 1
+            return 0
+        for listener in self._token_times:
+            listener.first_token((times.first_token or now) - times.arrival)
+        return request.num_prompt_tokens
 
     def _stop(self, request: Request, stop: str) -> None:
         """A stop string ends the request; the engine may not know yet."""

@@ -53,6 +53,7 @@ class InputProcessor:
         self._generation: GenerationDefaults = config.generation
         self._seed = config.seed
         self._num_processes = config.tensor_parallel_size
+        self._max_logprobs = config.max_logprobs
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._num_prompts = 0
@@ -213,12 +214,26 @@ class InputProcessor:
             bad_words=self._bad_words(params),
             min_tokens=params.min_tokens,
             blocked_before_min=sorted(self._ends(params)) if params.min_tokens else [],
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
+            logprobs=self.num_logprobs("logprobs", params.logprobs),
+            prompt_logprobs=self.num_logprobs("prompt_logprobs", params.prompt_logprobs),
             grammar=self._grammar(params),
         )
         _check_allowed(sampling)
         return sampling
+
+    def num_logprobs(self, name: str, wanted: int | None) -> int | None:
+        """How many alternatives of each token; -1 asks for the vocabulary. Raises RequestError if that is too many."""
+        if wanted is None:
+            return None
+        number = self._vocab_size if wanted == -1 else wanted
+        limit = self._vocab_size if self._max_logprobs == -1 else min(self._max_logprobs, self._vocab_size)
+        if number > limit:
+            raise RequestError(
+                f"{name}={wanted} is more than the {limit} log probabilities per token that are allowed; ask for "
+                "fewer, or raise max_logprobs (-1: the whole vocabulary)",
+                name,
+            )
+        return number
 
     def _ends(self, params: SamplingParams) -> set[int]:
         """Token ids that end the generation."""
@@ -255,12 +270,6 @@ class InputProcessor:
         for name in ("stop_token_ids", "allowed_token_ids"):
             self._check_ids(name, getattr(params, name) or [])
         self._check_ids("logit_bias", list(params.logit_bias or {}))
-        for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(params, name)
-            if wanted is not None and wanted > self._vocab_size:
-                raise RequestError(
-                    f"{name}={wanted} is more than the {self._vocab_size} tokens of the vocabulary; ask for fewer", name
-                )
         if params.logits_processors and self._num_processes > 1:
             raise RequestError(
                 "logits_processors run in the process of the model, but tensor_parallel_size="

@@ -56,6 +56,7 @@ class Chat:
         tools: which tools are shown and read.
         n: completions.
         top_logprobs: alternatives of each token that were asked for; None: no log probabilities.
+        names_ids: tokens of log probabilities are named by their ids.
         finish_reason, stop_reason: of the only completion, once ``parts`` has ended.
     """
 
@@ -63,6 +64,7 @@ class Chat:
     tools: ToolUse
     n: int
     top_logprobs: int | None = None
+    names_ids: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -92,7 +94,7 @@ class Chat:
     def logprobs(self, entries: Sequence[LogprobsDict] | None) -> dict[str, Any]:
         """``choices[].logprobs`` of some tokens."""
         bytes_of = need_tokenizer(self.call.engine).token_bytes
-        return chat_logprobs(entries or (), self.top_logprobs or 0, bytes_of)
+        return chat_logprobs(entries or (), self.top_logprobs or 0, bytes_of, as_ids=self.names_ids)
 
 
 def _of_content(entries: list[dict[str, Any]], content: str) -> list[dict[str, Any]]:
@@ -111,6 +113,8 @@ async def start_chat(
     """Check, render and submit a chat. Raises RequestError or ApiError."""
     model = check_model(context, request.model)
     params = chat_params(request, context.settings)
+    if request.logprobs:
+        context.service.engine.inputs.num_logprobs("top_logprobs", request.top_logprobs)
     tools = tool_use(request, context.settings.tool_call_parser)
     constraint = constraint_of(request, context.settings.max_schema_bytes)
     if tools.forced is not None:
@@ -137,7 +141,8 @@ async def start_chat(
         priority=request.priority,
         constraint=constraint,
     )
-    return Chat(call, tools, params.n, (request.top_logprobs or 0) if request.logprobs else None)
+    top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return Chat(call, tools, params.n, top_logprobs, bool(request.return_tokens_as_token_ids))
 
 
 async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
@@ -236,6 +241,7 @@ class ChatAnswer:
     def __init__(self, chat: Chat, request: ChatCompletionRequest) -> None:
         self._chat, self._call = chat, chat.call
         self._request = request
+        self._echo = _last_answer(request.messages) if request.echo else ""
         self._hides_reasoning = request.include_reasoning is False
         self._parsers = [chat.parser() for _ in range(chat.n)]
         self._has_begun = [False] * chat.n
@@ -252,8 +258,7 @@ class ChatAnswer:
         output = (await self._call.stream.results())[0]
         choices = [self._choice(completion) for completion in output.outputs]
         body = self._head("chat.completion") | {"choices": choices, "usage": self._call.usage()}
-        if self._request.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(output)
+        body["prompt_logprobs"] = prompt_logprobs(output) if self._request.prompt_logprobs is not None else None
         if self._request.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
         return body | {"weft": self._call.extension()}
@@ -265,9 +270,11 @@ class ChatAnswer:
         parts.add(parser.finish())
         if self._hides_reasoning:
             parts.reasoning = ""
-        message: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
+        content = self._echo + parts.content
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if parts.calls else "")}
+        message |= {"refusal": None, "reasoning": parts.reasoning or None}
         if parts.reasoning:
-            message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
+            message["reasoning_content"] = parts.reasoning
         if parts.calls:
             message["tool_calls"] = [_whole_call(call) for call in parts.calls]
         choice = {
@@ -335,6 +342,7 @@ class ChatAnswer:
         if not self._has_begun[delta.index]:
             self._has_begun[delta.index] = True
             result["role"] = "assistant"
+            parts.content = self._echo + parts.content
             if not parts:
                 result["content"] = ""
         if parts.reasoning:
@@ -344,6 +352,14 @@ class ChatAnswer:
         if parts.calls:
             result["tool_calls"] = [{"index": num_calls + i} | _whole_call(c) for i, c in enumerate(parts.calls)]
         return result
+
+
+def _last_answer(messages: list[dict[str, Any]]) -> str:
+    """The text of the last message if it is the assistant's, which ``echo`` puts before the answer."""
+    if not messages or messages[-1].get("role") != "assistant":
+        return ""
+    content = messages[-1].get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _whole_call(call: ToolCall) -> dict[str, Any]:

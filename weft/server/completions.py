@@ -94,6 +94,7 @@ class CompletionAnswer:
         self._request = request
         self._n = n
         self._hides_output = request.max_tokens == 0
+        self._names_ids = bool(request.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
         self._has_begun: set[int] = set()
         options = request.stream_options
@@ -136,8 +137,7 @@ class CompletionAnswer:
         }
         if self._request.return_token_ids:
             choice |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
-        if self._request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output)
+        choice["prompt_logprobs"] = prompt_logprobs(output) if self._request.prompt_logprobs is not None else None
         return choice
 
     def _prompt_text(self, index: int) -> str:
@@ -154,11 +154,12 @@ class CompletionAnswer:
         if self._hides_output:
             entries = []
         if not self._request.echo:
-            return completion_logprobs(entries, self._request.logprobs)[0]
+            return completion_logprobs(entries, self._request.logprobs, as_ids=self._names_ids)[0]
         prompt = list(output.prompt_logprobs or [])
-        result, _ = completion_logprobs(prompt + entries, self._request.logprobs)
-        first = need_tokenizer(self._call.engine).token_text(output.prompt_token_ids[0])
-        result["tokens"][0] = first  # it has no log probability, but it has a text
+        result, _ = completion_logprobs(prompt + entries, self._request.logprobs, as_ids=self._names_ids)
+        token = output.prompt_token_ids[0]  # it has no log probability, but it has a name
+        first = need_tokenizer(self._call.engine).token_text(token)
+        result["tokens"][0] = f"token_id:{token}" if self._names_ids else first
         result["text_offset"][1:] = [offset + len(first) for offset in result["text_offset"][1:]]
         return result
 
@@ -195,7 +196,7 @@ class CompletionAnswer:
             choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if delta.logprobs is not None and self._request.logprobs is not None and delta.logprobs:
             shown, offset = completion_logprobs(
-                list(delta.logprobs), self._request.logprobs, self._offsets.get(index, 0)
+                delta.logprobs, self._request.logprobs, self._offsets.get(index, 0), as_ids=self._names_ids
             )
             self._offsets[index] = offset
             choice["logprobs"] = shown

@@ -161,6 +161,9 @@ class History:
         """``count`` requests got a further token, so long after their token before."""
         self._current().inter_token.observe(seconds, count)
 
+    def iteration(self, num_tokens: int) -> None:
+        """Not kept: rates come from the engine's own counters."""
+
     def responded(self, status: int) -> None:
         """A completion was answered or refused."""
         kind = "failed" if status >= 500 else "overloaded" if status == 429 else "refused" if status >= 400 else "ok"

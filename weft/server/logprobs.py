@@ -18,20 +18,35 @@ BytesOf = Callable[[int], bytes]
 """The bytes that a token stands for."""
 
 
-def chat_logprobs(entries: Sequence[LogprobsDict], top: int, bytes_of: BytesOf) -> dict[str, Any]:
-    """``choices[].logprobs`` of a chat completion. ``top``: alternatives asked for."""
-    return {"content": [_chat_entry(entry, top, bytes_of) for entry in entries], "refusal": None}
+def chat_logprobs(entries: Sequence[LogprobsDict], top: int, bytes_of: BytesOf, *, as_ids: bool) -> dict[str, Any]:
+    """``choices[].logprobs`` of a chat completion.
+
+    Args:
+        entries: of some tokens.
+        top: alternatives asked for; -1: all.
+        bytes_of: see ``BytesOf``.
+        as_ids: name tokens ``token_id:N`` instead of by their text, which two tokens may share.
+    """
+    return {"content": [_chat_entry(entry, top, bytes_of, as_ids) for entry in entries], "refusal": None}
 
 
-def _chat_entry(entry: LogprobsDict, top: int, bytes_of: BytesOf) -> dict[str, Any]:
+def _chat_entry(entry: LogprobsDict, top: int, bytes_of: BytesOf, as_ids: bool) -> dict[str, Any]:
     chosen = next(iter(entry))
-    best = sorted(entry, key=lambda token: entry[token].rank)[:top]
-    tops = [_chat_token(token, entry[token], bytes_of) for token in best]
-    return _chat_token(chosen, entry[chosen], bytes_of) | {"top_logprobs": tops}
+    tops = [_chat_token(token, entry[token], bytes_of, as_ids) for token in _likeliest(entry, top)]
+    return _chat_token(chosen, entry[chosen], bytes_of, as_ids) | {"top_logprobs": tops}
 
 
-def _chat_token(token: int, value: Logprob, bytes_of: BytesOf) -> dict[str, Any]:
-    return {"token": value.decoded_token or "", "logprob": clamped(value), "bytes": list(bytes_of(token))}
+def _chat_token(token: int, value: Logprob, bytes_of: BytesOf, as_ids: bool) -> dict[str, Any]:
+    return {"token": _name(token, value, as_ids), "logprob": clamped(value), "bytes": list(bytes_of(token))}
+
+
+def _name(token: int, value: Logprob, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else value.decoded_token or ""
+
+
+def _likeliest(entry: LogprobsDict, top: int) -> list[int]:
+    """The likeliest tokens, in order; -1: all."""
+    return sorted(entry, key=lambda token: entry[token].rank)[: None if top == -1 else top]
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
@@ -48,37 +63,29 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
 
 
 def completion_logprobs(
-    entries: list[LogprobsDict | None], top: int, offset: int = 0
+    entries: Sequence[LogprobsDict | None], top: int, offset: int = 0, *, as_ids: bool
 ) -> tuple[dict[str, list[Any]], int]:
-    """``choices[].logprobs`` of a completion, and the text offset behind its last token.
+    """``choices[].logprobs`` of a completion, and the text offset behind its last token; arguments as above.
 
     The first token of a prompt has no log probability: its entry is None, as in the OpenAI API.
     """
     result: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for entry in entries:
-        chosen = None if entry is None else next(iter(entry.values()))
-        text = "" if chosen is None else chosen.decoded_token or ""
-        result["tokens"].append(text)
-        result["token_logprobs"].append(None if chosen is None else clamped(chosen))
-        result["top_logprobs"].append(
-            None if entry is None else {value.decoded_token or "": clamped(value) for value in _with_chosen(entry, top)}
-        )
         result["text_offset"].append(offset)
-        offset += len(text)
+        if entry is None:
+            name, logprob, alternatives = "", None, None
+        else:
+            chosen = next(iter(entry))
+            name, logprob = _name(chosen, entry[chosen], as_ids), clamped(entry[chosen])
+            best = _likeliest(entry, top)
+            shown = best if chosen in best else [*best, chosen]
+            alternatives = {_name(token, entry[token], as_ids): clamped(entry[token]) for token in shown}
+            offset += len(entry[chosen].decoded_token or "")
+        result["tokens"].append(name)
+        result["token_logprobs"].append(logprob)
+        result["top_logprobs"].append(alternatives)
     return result, offset
 
 
 def clamped(value: Logprob) -> float:
     return max(value.logprob, LOWEST)
-
-
-def _top(entry: LogprobsDict, top: int) -> list[Logprob]:
-    """The likeliest tokens, in order."""
-    return sorted(entry.values(), key=lambda value: value.rank)[:top]
-
-
-def _with_chosen(entry: LogprobsDict, top: int) -> list[Logprob]:
-    """The likeliest tokens and the chosen one, as completions report them."""
-    best = _top(entry, top)
-    chosen = next(iter(entry.values()))
-    return best if chosen in best else [*best, chosen]

@@ -104,6 +104,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -127,6 +128,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]]
+    echo: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -71,14 +71,8 @@ def chat_params(request: ChatCompletionRequest, settings: ServerSettings) -> Sam
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     if request.logprobs:
-        given["logprobs"] = _top_logprobs(request.top_logprobs or 0)
+        given["logprobs"] = request.top_logprobs or 0
     return SamplingParams(**given)
-
-
-def _top_logprobs(count: int) -> int:
-    if not 0 <= count <= 20:
-        raise RequestError(f"top_logprobs={count} is outside the allowed range: 0 to 20", "top_logprobs")
-    return count
 
 
 def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]:

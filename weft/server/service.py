@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.config import EngineConfig
 from weft.engine import wire
-from weft.engine.async_engine import AsyncEngine
+from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
 from weft.engine.launcher import ENGINE_MODULE, EngineProcess
 from weft.engine.views import Snapshot
@@ -64,6 +64,7 @@ class Service:
         state: see the module.
         ended: set when the service is over; ``failure`` then says why, or is None.
         history: what it did in the last hour, restarts of the engine included.
+        token_times: hear when tokens come.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Service:
         self.created = int(time.time())
         self.render = RenderPool(settings.template_timeout_s)
         self.history = History()
+        self.token_times: list[TokenTimes] = [self.history]
         self.num_restarts = 0
         self._grammars: GrammarChecker | None = None
         self._engine_settings = engine_settings
@@ -223,7 +225,7 @@ class Service:
             return
         inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len)
         self._capacity = capacity
-        self._engine = AsyncEngine(process, inputs, tokenizer, self.history)
+        self._engine = AsyncEngine(process, inputs, tokenizer, self.token_times)
         if self._admission is None:
             self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size)
         self._ready_at = time.monotonic()

@@ -29,6 +29,8 @@ def model(context: Context, name: str) -> dict[str, Any]:
         "object": "model",
         "created": context.service.created,
         "owned_by": "weft",
+        "root": context.service.config.model,
+        "parent": None,
         "max_model_len": context.service.capacity.max_model_len,
     }
 

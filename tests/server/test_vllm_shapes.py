@@ -1,0 +1,131 @@
+"""Fields, shapes and metrics beyond OpenAI's that programs made for vLLM use."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.fake_engine import CUT
+from tests.server.running import RunningServer, chat_body, wait_until
+
+TEXT = "one two three"
+
+
+def post(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:
+    response = server.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def deltas(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
+    text = server.client.post("/v1/chat/completions", json=body | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    return [choice["delta"] for event in events for choice in event["choices"]]
+
+
+def test_a_model_says_where_it_comes_from(server: RunningServer) -> None:
+    model = server.client.get("/v1/models").json()["data"][0]
+    assert model["root"].endswith("weft-mini") and model["parent"] is None and model["id"] == "weft-mini"
+
+
+def test_a_message_has_its_keys_even_if_they_are_null(server: RunningServer) -> None:
+    message = server.chat(TEXT).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": TEXT, "refusal": None, "reasoning": None}
+    assert server.chat(TEXT).json()["prompt_logprobs"] is None
+    choice = post(server, "/v1/completions", prompt=TEXT, max_tokens=1)["choices"][0]
+    assert choice["prompt_logprobs"] is None and choice["logprobs"] is None and choice["stop_reason"] is None
+    message = server.chat("<think>hm</think>ok").json()["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("hm", "hm", "ok")
+
+
+@pytest.mark.parametrize(
+    "content", ["An apple a day", [{"type": "text", "text": "An apple"}, {"type": "text", "text": " a day"}]]
+)
+@pytest.mark.parametrize("echo", [True, False])
+def test_echo_puts_the_message_that_goes_on_before_the_answer(server: RunningServer, echo: bool, content: Any) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}],
+        "continue_final_message": True, "echo": echo, "priority": CUT, "max_tokens": 4,
+    }  # fmt: skip
+    whole = post(server, "/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert whole.startswith("An apple a day") is echo
+    assert "".join(d.get("content") or "" for d in deltas(server, **body)) == whole
+
+
+def test_echo_of_a_question_is_nothing(server: RunningServer) -> None:
+    assert (
+        post(server, "/v1/chat/completions", **chat_body(TEXT, echo=True))["choices"][0]["message"]["content"] == TEXT
+    )
+
+
+def test_tokens_of_log_probabilities_by_id(server: RunningServer) -> None:
+    ids = post(server, "/tokenize", prompt=TEXT, add_special_tokens=False)["tokens"]
+    named = [f"token_id:{token}" for token in ids]
+    chat = chat_body(TEXT, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    entries = post(server, "/v1/chat/completions", **chat)["choices"][0]["logprobs"]["content"]
+    assert [e["token"] for e in entries][: len(ids)] == named
+    assert entries[0]["top_logprobs"][0]["token"] == f"token_id:{ids[0] + 1}"
+    assert bytes(b for e in entries[: len(ids)] for b in e["bytes"]).decode() == TEXT
+    body = {"prompt": TEXT, "max_tokens": len(ids), "logprobs": 1, "echo": True, "return_tokens_as_token_ids": True}
+    shown = post(server, "/v1/completions", **body)["choices"][0]["logprobs"]
+    assert shown["tokens"] == named * 2 and shown["text_offset"][len(ids)] == len(TEXT)
+    assert shown["top_logprobs"][0] is None and named[1] in shown["top_logprobs"][1]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/completions", "logprobs", {"prompt": "x"}),
+        ("/v1/completions", "prompt_logprobs", {"prompt": "x"}),
+        ("/v1/chat/completions", "top_logprobs", chat_body("x", logprobs=True)),
+    ],
+)
+def test_max_logprobs(server: RunningServer, path: str, field: str, body: dict[str, Any]) -> None:
+    assert server.client.post(path, json=body | {field: 20}).status_code == 200
+    for wanted in (21, -1):
+        error = server.client.post(path, json=body | {field: wanted}).json()["error"]
+        assert error["param"] == field and f"{field}={wanted} is more than the 20" in error["message"]
+        assert "max_logprobs" in error["message"]
+
+
+def samples(server: RunningServer) -> dict[str, float]:
+    """By name and labels other than the model's."""
+    found = {}
+    for family in text_string_to_metric_families(server.client.get("/metrics").text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[sample.name + "".join(f" {v}" for v in labels.values())] = sample.value
+    return found
+
+
+def test_metrics_under_vllms_names() -> None:
+    running = RunningServer()
+    try:
+        fresh = samples(running.wait_ready())
+        assert fresh["weft:kv_pages_free"] == fresh["weft:kv_pages"] == 256 and fresh["weft:state_slots_free"] == 8
+        assert fresh["vllm:kv_cache_usage_perc"] == 0
+        num_prompt = running.chat(TEXT, priority=CUT, max_tokens=10, n=2).json()["usage"]["prompt_tokens"]
+        wait_until(lambda: "vllm:request_params_n_count" in samples(running), 10)
+        after = samples(running)
+    finally:
+        running.close()
+    for name, value in {
+        "vllm:request_params_n_sum": 2,
+        "vllm:request_params_max_tokens_sum": 20,
+        "vllm:request_inference_time_seconds_count": 2,
+        "vllm:request_time_per_output_token_seconds_count": 2,
+        "vllm:request_prefill_kv_computed_tokens_sum": 2 * num_prompt,
+        "vllm:prompt_tokens_cached_total": 0,
+        "vllm:corrupted_requests_total": 0,
+        "vllm:num_requests_waiting_by_reason capacity": 0,
+        "vllm:iteration_tokens_total_sum": 2 * num_prompt + 20,
+    }.items():
+        assert after[name] == value, name
+    assert 1 <= after["vllm:iteration_tokens_total_count"] <= 20
+    assert after["vllm:iteration_tokens_total_bucket +Inf"] == after["vllm:iteration_tokens_total_count"]
+    # The fake engine gives four tokens at a time: gaps lie between messages.
+    assert after["vllm:inter_token_latency_seconds_count"] == 4
+    assert any(name.startswith("vllm:cache_config_info") and "4096" in name for name in after)
