@@ -281,8 +281,8 @@ def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None
     [
         (
             "Qwen3ForCausalLM",
-            {"quantization_config": {"quant_method": "fp8"}},
-            r"quantization_config \(quant_method='fp8'\)",
+            {"quantization_config": {"quant_method": "awq"}},
+            r"quant_method='awq' is not supported; supported are fp8",
         ),
         (
             "Qwen3ForCausalLM",

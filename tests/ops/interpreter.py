@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,3 +25,14 @@ if DEVICE == "cpu":
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_with_index
+
+    _convert_float = interpreter._convert_float
+
+    def _convert_to_e4m3(input, input_dtype, output_dtype, rounding_mode):  # type: ignore[no-untyped-def]
+        """Triton 3.6 rounds the mantissa up without a carry into the exponent: 31.9 becomes 16 in e4m3."""
+        if output_dtype.name != "fp8e4nv" or input_dtype.name != "fp32":
+            return _convert_float(input, input_dtype, output_dtype, rounding_mode)
+        wide = torch.from_numpy(np.ascontiguousarray(input).view(np.float32).copy())
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(input.shape)
+
+    interpreter._convert_float = _convert_to_e4m3

@@ -51,9 +51,7 @@ def test_mixed_batch_with_padding_checkpoints_and_poison(kernel: int, with_bias:
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 210])
 def test_equals_torch_convolution_from_an_empty_state(length: int) -> None:
     x, weight = torch.randn(length, 5), torch.randn(5, 4)
-    out = causal_conv1d(
-        x, weight, None, torch.zeros(2, 5, 3), make_batch([length], [0]), backend=TORCH
-    )
+    out = causal_conv1d(x, weight, None, torch.zeros(2, 5, 3), make_batch([length], [0]), backend=TORCH)
     padded = torch.nn.functional.pad(x.T[None], (3, 0))
     expected = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], groups=5))
     torch.testing.assert_close(out, expected[0].T)
@@ -88,8 +86,6 @@ def test_decodes_only_and_low_precision() -> None:
     x, weight = torch.randn(7, 4).bfloat16(), torch.randn(4, 4).bfloat16()
     state16, state32 = state.bfloat16(), state.bfloat16().float()
     out16 = causal_conv1d(x, weight, None, state16, make_batch([7], [2]), backend=TORCH)
-    out32 = causal_conv1d(
-        x.float(), weight.float(), None, state32, make_batch([7], [2]), backend=TORCH
-    )
+    out32 = causal_conv1d(x.float(), weight.float(), None, state32, make_batch([7], [2]), backend=TORCH)
     assert torch.equal(out16, out32.bfloat16())
     assert torch.equal(state16, state32.bfloat16())

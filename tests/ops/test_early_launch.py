@@ -16,7 +16,7 @@ from weft.layers import embedding
 from weft.ops.triton import early_launch
 
 FOLDER = Path(early_launch.__file__).parent
-CAREFUL = {"_skinny_linear_kernel", "_decode_kernel"}
+CAREFUL = {"_skinny_linear_kernel", "_few_rows_kernel", "_decode_kernel"}
 """Kernels that load something before they wait: weights, or keys that were written before this step."""
 
 
@@ -70,8 +70,11 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 BEFORE_THE_WAIT = {"weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache"}
 """What the forward pass does not write, and the keys and values of earlier steps."""
 
+EARLY_LOADS = ("_load_weight", "_weight_tile", "load_keys_values")
+"""Functions that load for kernels before they wait."""
 
-@pytest.mark.parametrize("file", ["skinny_linear.py", "attention_decode.py"])
+
+@pytest.mark.parametrize("file", ["skinny_linear.py", "fp8_linear.py", "attention_decode.py"])
 def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
     """Every load above a function's first wait, and all loads of the functions that it calls there."""
     body = ast.parse((FOLDER / file).read_text()).body
@@ -84,7 +87,7 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
             if isinstance(call, ast.Call) and call.lineno < before:
                 if ast.unparse(call.func) == "tl.load":
                     yield next(n.id for n in ast.walk(call.args[0]) if isinstance(n, ast.Name))
-                elif isinstance(call.func, ast.Name) and call.func.id in ("_load_weight", "load_keys_values"):
+                elif isinstance(call.func, ast.Name) and call.func.id in EARLY_LOADS:
                     yield from loaded(functions[call.func.id], 10**9)
 
     waiting = [f for f in functions.values() if "wait" in calls(f)]

@@ -52,7 +52,6 @@ def generate(checkpoint: Path, params: list[dict[str, Any]], rows: list[int], **
         return [(o.token_ids, o.logprobs) for o in outputs]
 
 
-
 @pytest.mark.parametrize("place", [0, 3, 5])
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: next(iter(edit)))
 def test_an_edited_row_is_sampled_again_alone(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fp8_checkpoints import make_fp8_checkpoint
 from tests.tiny import make_checkpoint
 from weft import LLM
 from weft.config import resolve
@@ -66,13 +67,16 @@ def test_a_start_tells_its_stages() -> None:
         assert 0 < llm.startup["weights"] <= llm.startup["kernels"]
 
 
-def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_the_walk_meets_every_kernel_of_later_steps(weights: str, tmp_path: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled."""
     from weft.ops.triton.attention import GLUON_IS_KNOWN
 
-    folder = make_checkpoint(
-        "Qwen3NextForCausalLM", tmp_path, head_dim=64, max_position_embeddings=1024
-    )  # a head size that the kernel for Hopper takes, and room for several splits
+    room = {"max_position_embeddings": 1024}  # for several splits
+    if weights == "fp8":
+        folder = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path, **room)
+    else:  # a head size that the kernel for Hopper takes
+        folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path, head_dim=64, **room)
     command = [sys.executable, "-m", "tests.runner.compile_only", str(folder)]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -82,3 +86,4 @@ def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert len(kernels["at_start"]) > 20 and kernels["later"] == []
     assert any("_prefill_hopper_kernel" in name for name in kernels["at_start"]) == GLUON_IS_KNOWN
+    assert any("_few_rows_kernel" in name for name in kernels["at_start"]) == (weights == "fp8")

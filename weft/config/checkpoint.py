@@ -13,6 +13,7 @@ from pathlib import Path
 from weft.config.families import FAMILIES, Family
 from weft.config.json_object import JsonObject
 from weft.config.model import Mixers, ModelConfig, MoeConfig
+from weft.config.quantization import read_quantization
 from weft.errors import ConfigError, UnsupportedModelError
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -62,13 +63,6 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
 
 
 def _refuse_unsupported(config: JsonObject) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if config.given(key):
-            method = (config.object(key) or config).raw("quant_method")
-            raise UnsupportedModelError(
-                f"{config.where}: {key} (quant_method={method!r}) is not supported; use the unquantised checkpoint "
-                f"(dtype {', '.join(_DTYPES)})"
-            )
     if config.text("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedModelError(
             f"{config.where}: hidden_act={config.raw('hidden_act')!r} is not supported; supported is 'silu'"
@@ -102,6 +96,7 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         dtype=_dtype(top, text),
         state_dtype=_state_dtype(text),
         eos_token_ids=text.integers("eos_token_id") or top.integers("eos_token_id"),
+        quantization=read_quantization(top, text),
         bos_token_id=next(iter(text.integers("bos_token_id") or top.integers("bos_token_id")), None),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
+from weft.config.quantization import QuantizationConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class ModelConfig:
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
+        quantization: how the linear layers' weights are stored; None: in ``dtype``.
         eos_token_ids: from ``config.json``; ``generation_config.json`` goes first where it names some.
     """
 
@@ -80,6 +82,7 @@ class ModelConfig:
     state_dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantization: QuantizationConfig | None = None
 
     @property
     def is_hybrid(self) -> bool:

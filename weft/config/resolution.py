@@ -9,6 +9,7 @@ torch is asked for a GPU only where the choice depends on one and a driver is th
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from weft.config.graph_profile import differences, empty_profile, find_profile, 
 from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
 from weft.config.parallelism import choose_parallelism
+from weft.config.quantization import ONLINE
 from weft.config.validate import check_names, check_value
 from weft.errors import ConfigError
 
@@ -53,7 +55,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _switch_off(values, reasons)
     model_path = locate(values["model"], weights=weights and values["load_format"] != "dummy")
     tokenizer_path = locate(values["tokenizer"], weights=False) if values["tokenizer"] else model_path
-    model = read_checkpoint_config(model_path)
+    model = _choose_quantization(values, reasons, read_checkpoint_config(model_path))
     generation = read_generation_config(model_path)
     _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
     _choose_names(values, reasons)
@@ -97,6 +99,16 @@ def _check_cache_settings(values: dict[str, Any], given: list[str]) -> None:
             "schedule_policy='lpm' has no effect with enable_prefix_caching=False: no prefix is ever found; "
             "allowed then are fcfs and priority"
         )
+
+
+def _choose_quantization(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
+    """The model as its weights will be stored."""
+    if model.quantization is not None:
+        values["quantization"] = "fp8"
+        reasons["quantization"] = f"the checkpoint's ({model.quantization.source})"
+    elif values["quantization"] is not None:
+        return dataclasses.replace(model, quantization=ONLINE)
+    return model
 
 
 def _choose_names(values: dict[str, Any], reasons: dict[str, str]) -> None:

@@ -19,5 +19,5 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
     """
     module, name = FAMILIES[config.architecture].model.split(":")
     model: CausalLM = getattr(import_module(module), name)(config, context).eval()
-    create_weights(model, context)
+    create_weights(model, config.quantization, context)
     return model

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.config.model import ModelConfig
 from weft.errors import ConfigError, WeightsError
 from weft.layers.weight import LoadableModel, WeightModule, WeightPiece
-from weft.weights.safetensors_folder import SafetensorsFolder
+from weft.weights.safetensors_folder import FP8, SafetensorsFolder
 
 logger = logging.getLogger(__name__)
 
@@ -162,19 +162,24 @@ def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: Sa
     problems = []
     missing = [name for name in plan if name not in tensors]
     unexpected = [stored for name, stored in tensors.items() if name not in plan]
-    wrong = []
+    wrong, stored_as = [], []
     for name, stored in tensors.items():
         if name not in plan:
             continue
         shape, needed = checkpoint.shape(stored), plan[name].shape
         if shape != needed and not (shape == () and needed == (1,)):
             wrong.append(f"{stored} is {list(shape)}, the config needs {list(needed)}")
+        dtype = checkpoint.dtype(stored)
+        if (dtype == FP8) != plan[name].fp8:
+            stored_as.append(f"{stored} is {dtype}, the config needs {FP8 if plan[name].fp8 else 'F32, F16 or BF16'}")
     if missing:
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
     if unexpected:
         problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
     if wrong:
         problems.append(f"{len(wrong)} of the wrong shape: {_listed(wrong)}")
+    if stored_as:
+        problems.append(f"{len(stored_as)} of the wrong dtype: {_listed(stored_as)}")
     if problems:
         raise WeightsError(
             f"{checkpoint.folder}: the tensors do not match config.json; {'; '.join(problems)}. "

@@ -19,7 +19,8 @@ from weft.errors import WeightsError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-_DTYPES = ("F64", "F32", "F16", "BF16")
+FP8 = "F8_E4M3"
+_DTYPES = ("F64", "F32", "F16", "BF16", FP8)
 
 
 class SafetensorsFolder:
@@ -31,7 +32,7 @@ class SafetensorsFolder:
 
     Raises:
         WeightsError: (on entry) no files, only pickle files, an index that names absent files or tensors, a file that
-            is truncated or not safetensors, a tensor in two files, a dtype other than floating point.
+            is truncated or not safetensors, a tensor in two files, a dtype that Weft does not read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,6 +61,10 @@ class SafetensorsFolder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: ``BF16``, ``F8_E4M3``."""
+        return str(self._tensors[name].get_dtype())
 
     def read(self, name: str, source: tuple[slice, ...]) -> Tensor:
         """``tensor[source]`` on the CPU; only these bytes are read."""
@@ -122,7 +127,7 @@ class SafetensorsFolder:
             if tensor.get_dtype() not in _DTYPES:
                 raise WeightsError(
                     f"{path}: tensor {name} has dtype {tensor.get_dtype()}; supported are {', '.join(_DTYPES)} "
-                    "(quantised checkpoints are not supported)"
+                    "(of quantised checkpoints, FP8 ones in e4m3)"
                 )
             self._tensors[name] = tensor
 

@@ -1,7 +1,7 @@
-"""Mixture-of-experts kernels: group the (token, expert) pairs by expert, two grouped matrix products, one sum.
+"""Mixture-of-experts kernels: two matrix products, grouped by expert, between the grouping and the sum.
 
 Job: ``fused_moe`` on the GPU, for a few tokens (weights stream through once, memory bound) and for many. Owns: the
-grouping and the tile shapes. Does not know: routing, sharding.
+products and their tile shapes. Does not know: routing, sharding, how pairs are grouped (``moe_groups.py``).
 
     group    pairs of one expert become consecutive places, cut into blocks of ``rows`` places; one block, one expert
     up       hidden[place] = silu(gate_up[e, :I] x[token]) * (gate_up[e, I:] x[token])
@@ -24,19 +24,13 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
+from weft.ops.triton.moe_groups import UNGROUPED_TOKENS, block_of, group_pairs, pairs_at, single_pairs
 from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
-_UNGROUPED_TOKENS = 3
-"""Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
-
-
-_HALVED_ROWS = 128
+HALVED_ROWS = 128
 """From so many rows on, a block that is at most half full runs as a tile of half the rows: experts of 160 pairs would
 otherwise compute 256 rows."""
-
-_PAIRS = 256
-"""Pairs per program of the grouping kernels."""
 
 
 class Tile(NamedTuple):
@@ -56,80 +50,6 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-@jit(do_not_specialize=["num_pairs"])
-def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Number the pairs of each expert in the order in which they come by, and count them."""
-    enter(EARLY)
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
-    rank = tl.atomic_add(counts + expert, 1, mask=expert >= 0, sem="relaxed")
-    tl.store(ranks + pair, rank, mask=expert >= 0)
-
-
-@jit
-def _block_kernel(
-    counts, first_place, block_expert, block_first, num_blocks,
-    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Program e writes where the places of expert e begin, and its blocks: the expert, and the first place."""
-    enter(EARLY)
-    expert = tl.program_id(0)
-    others = tl.arange(0, BLOCK_E)
-    count = tl.load(counts + others, mask=others < NUM_EXPERTS, other=0)
-    blocks = (count + ROWS - 1) // ROWS
-    first_block = tl.sum(tl.where(others < expert, blocks, 0), 0)
-    first = tl.sum(tl.where(others < expert, count, 0), 0)
-    mine = tl.sum(tl.where(others == expert, count, 0), 0)
-    tl.store(first_place + expert, first)
-    if expert == NUM_EXPERTS - 1:
-        tl.store(first_place + NUM_EXPERTS, first + mine)
-        tl.store(num_blocks, tl.sum(blocks, 0))
-    for start in range(0, tl.cdiv(mine, ROWS), 16):
-        block = start + tl.arange(0, 16)
-        inside = block * ROWS < mine
-        tl.store(block_expert + first_block + block, expert + tl.zeros([16], dtype=tl.int32), mask=inside)
-        tl.store(block_first + first_block + block, first + block * ROWS, mask=inside)
-
-
-@jit(do_not_specialize=["num_pairs"])
-def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Put each pair in its place."""
-    enter(EARLY)
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
-    rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
-    first = tl.load(first_place + expert, mask=expert >= 0, other=0)
-    tl.store(pairs + first + rank, pair, mask=expert >= 0)
-
-
-@triton.jit
-def _block(ids, first_place, block_expert, block_first, num_blocks, block, GROUPED: tl.constexpr):
-    """``(expert, first, end)`` of a block: the places of its pairs, up to ``end``; expert -1 where there is nothing to
-    do."""
-    if GROUPED:
-        expert = -1
-        first = 0
-        end = 0
-        if block < tl.load(num_blocks):
-            expert = tl.load(block_expert + block)
-            first = tl.load(block_first + block)
-            end = tl.load(first_place + expert + 1)
-    else:
-        expert = tl.load(ids + block)
-        first = block
-        end = block + 1
-    return expert, first, end
-
-
-@triton.jit
-def _pairs_at(pairs, places, inside, GROUPED: tl.constexpr):
-    """The pairs at some places."""
-    pair = places
-    if GROUPED:
-        pair = tl.load(pairs + places, mask=inside, other=0)
-    return pair
-
-
 @triton.jit
 def _up_tile(
     x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
@@ -140,7 +60,7 @@ def _up_tile(
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    pair = _pairs_at(pairs, places, inside, GROUPED)
+    pair = pairs_at(pairs, places, inside, GROUPED)
     columns = column + tl.arange(0, COLUMNS)
     in_width = columns < WIDTH
     inner = tl.arange(0, INNER)
@@ -177,7 +97,7 @@ def _up_kernel(
     GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = _block(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
     column = tl.program_id(0) * COLUMNS
     if expert >= 0:
         if HALVES:
@@ -208,7 +128,7 @@ def _down_tile(
     """Down product of up to ``ROWS`` pairs of one expert."""
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    pair = _pairs_at(pairs, places, inside, GROUPED)
+    pair = pairs_at(pairs, places, inside, GROUPED)
     columns = column + tl.arange(0, COLUMNS)
     in_hidden = columns < HIDDEN
     inner = tl.arange(0, INNER)
@@ -238,7 +158,7 @@ def _down_kernel(
     GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = _block(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
     column = tl.program_id(0) * COLUMNS
     if expert >= 0:
         if HALVES:
@@ -294,8 +214,8 @@ def fused_moe_triton(
     assert gate_up.is_contiguous() and down.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
     assert x.stride(1) == 1 and ids.dtype == torch.int32
     num_tokens, top_k = ids.shape
-    grouped = num_tokens > _UNGROUPED_TOKENS
-    grouping, num_blocks = _group(ids, gate_up.shape[0], tiles.up.rows) if grouped else _ungrouped(ids)
+    grouped = num_tokens > UNGROUPED_TOKENS
+    grouping, num_blocks = group_pairs(ids, gate_up.shape[0], tiles.up.rows) if grouped else single_pairs(ids)
     _num_experts, hidden_size, width = down.shape
     hidden = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
     partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
@@ -304,14 +224,14 @@ def fused_moe_triton(
     _up_kernel[(cdiv(width, tile.columns), num_blocks)](
         x, gate_up, hidden, ids, *grouping, x.stride(0),
         HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
-        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
+        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, down, partial, ids, *grouping,
         HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=min(tile.inner, _power(width)),
-        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= _HALVED_ROWS,
+        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return sum_experts(partial, weights, ids, shared, shared_gate)
@@ -320,34 +240,3 @@ def fused_moe_triton(
 def _power(size: int) -> int:
     """The smallest power of two that holds ``size`` and is long enough for a matrix product."""
     return max(16, next_power_of_2(size))
-
-
-def _ungrouped(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
-    """A block per pair, and stand-ins for the grouping that the kernels do not read."""
-    return (ids,) * 5, ids.numel()
-
-
-def _group(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
-    """Pairs by expert and the table of blocks, and the most blocks that any routing can need.
-
-    The order of an expert's pairs changes from run to run; no result depends on it, as every row is computed alike.
-    """
-    num_pairs = ids.numel()
-    most_hit = min(num_experts, num_pairs)
-    max_blocks = min(num_pairs, (num_pairs + (rows - 1) * most_hit) // rows)
-    sizes = (num_pairs, num_pairs, num_experts + 1, max_blocks, max_blocks, 1)
-    padded = [-(-size // 4) * 4 for size in sizes]  # every part is aligned to 16 bytes, whatever the number of tokens
-    buffer = torch.empty(sum(padded), dtype=torch.int32, device=ids.device)
-    ranks, pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
-    grid = (cdiv(num_pairs, _PAIRS),)
-    _rank_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device))
-    _block_kernel[(num_experts,)](
-        counts, first_place, block_expert, block_first, num_blocks,
-        NUM_EXPERTS=num_experts, ROWS=rows, BLOCK_E=next_power_of_2(num_experts), num_warps=1,
-        **early_launch(ids.device),
-    )  # fmt: skip
-    _place_kernel[grid](
-        ids, ranks, first_place, pairs, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device)
-    )
-    return (pairs, first_place, block_expert, block_first, num_blocks), max_blocks

@@ -1,0 +1,186 @@
+"""FP8 checkpoints with the published tensor names, and the function that they stand for.
+
+Job: ``make_fp8_checkpoint`` quantises a tiny checkpoint of transformers; ``Reference`` is transformers' own model with
+the dequantised weights, whose linear layers round their inputs as the checkpoint says. Does not know: Weft. The
+arithmetic is written out here a second time on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.tiny import make_checkpoint
+
+SCHEMES = ["block", "channel-token", "channel-static", "tensor-token", "tensor-static"]
+INPUT_SCALE = 0.03
+"""Static scales; inputs above 448 times this would saturate."""
+
+GEOMETRY: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+    "head_dim": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 64,
+    "initializer_range": 0.06,
+}
+"""Widths that blocks of 128 divide, projection by projection."""
+
+_PLAIN = re.compile(
+    r".*(norm|embed_tokens|lm_head|conv1d|mlp\.gate\.weight|shared_expert_gate|in_proj_(ba|a|b)\.|visual).*"
+)
+
+
+def is_quantized(name: str, tensor: Tensor) -> bool:
+    """Whether published FP8 checkpoints quantise the tensor."""
+    return tensor.dim() == 2 and name.endswith(".weight") and not _PLAIN.fullmatch(name)
+
+
+def quantize_weight(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    """``(e4m3, scale)``, the scale in the shape in which it is published."""
+    kind = scheme.partition("-")[0]
+    if kind == "block":
+        rows, columns = weight.shape
+        padded = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
+        blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        values = (blocks / scale[:, None, :, None]).view(padded.shape)[:rows, :columns]
+    elif kind == "channel":
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        values = weight / scale
+    else:
+        scale = weight.abs().amax().reshape(1) / 448
+        values = weight / scale
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn).contiguous(), scale.float()
+
+
+def dequantize_weight(values: Tensor, scale: Tensor) -> Tensor:
+    rows, columns = values.shape
+    if scale.shape == (-(-rows // 128), -(-columns // 128)):
+        scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return values.float() * scale
+
+
+def round_inputs(x: Tensor, scheme: str) -> Tensor:
+    """What is left of ``x [..., K]`` once it is quantised."""
+    if scheme.endswith("static"):
+        return (x / INPUT_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn).float() * INPUT_SCALE
+    columns = x.shape[-1]
+    groups = F.pad(x, (0, -columns % 128)).unflatten(-1, (-1, 128)) if scheme == "block" else x[..., None, :]
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    rounded = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(-2)[..., :columns]
+
+
+def quantization_config(scheme: str) -> dict[str, Any]:
+    """As in the ``config.json`` of published checkpoints."""
+    if scheme == "block":
+        ignored = ["lm_head", "model.embed_tokens", "re:.*in_proj_(ba|a|b)", "mlp.gate", "mlp.shared_expert_gate"]
+        return {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ignored,
+        }  # fmt: skip
+    weights, activations = scheme.split("-")
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    dynamic = activations == "token"
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": weights, "dynamic": False},
+        "input_activations": common | {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic},
+    }
+    ignored = ["lm_head", "re:.*in_proj_(ba|a|b)$", "re:.*mlp.gate$", "re:.*shared_expert_gate"]
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ignored, "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def make_fp8_checkpoint(arch: str, scheme: str, folder: Path, **overrides: Any) -> Path:
+    """``folder/fp8`` as published, and ``folder/plain`` with the same weights dequantised. Returns ``folder/fp8``."""
+    plain = make_checkpoint(arch, folder / "plain", **(GEOMETRY | overrides))
+    tensors = load_file(plain / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not is_quantized(name, tensor):
+            stored[name] = tensor
+            continue
+        values, scale = quantize_weight(tensor, scheme)
+        stored[name] = values
+        stored[f"{name}_scale_inv" if scheme == "block" else f"{name}_scale"] = scale
+        if scheme.endswith("static"):
+            stored[name.removesuffix("weight") + "input_scale"] = torch.tensor([INPUT_SCALE])
+        tensors[name] = dequantize_weight(values, scale)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    (folder / "fp8").mkdir()
+    save_file(stored, folder / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    for path in plain.glob("*.json"):
+        (folder / "fp8" / path.name).write_text(path.read_text())
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = quantization_config(scheme)
+    (folder / "fp8" / "config.json").write_text(json.dumps(config))
+    return folder / "fp8"
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the tensors of a checkpoint in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class Reference:
+    """transformers' model of ``folder/plain`` whose quantised linear layers round their inputs.
+
+    Args:
+        rounds_inputs: False leaves inputs as they are, to see how much rounding them matters.
+    """
+
+    def __init__(self, arch: str, folder: Path, scheme: str, *, rounds_inputs: bool = True) -> None:
+        config = getattr(transformers, arch).config_class.from_pretrained(folder / "plain")
+        config._attn_implementation, config._experts_implementation = "eager", "eager"
+        self.model = getattr(transformers, arch).from_pretrained(folder / "plain", config=config).float().eval()
+        quantized = set()
+        for name, parameter in self.model.named_parameters():
+            if parameter.dim() == 3 and ".experts." in name:
+                quantized |= {matrix.data_ptr() for matrix in parameter}
+            elif is_quantized(name, parameter):
+                quantized.add(parameter.data_ptr())
+        self._mode: Callable[[], AbstractContextManager[Any]] = lambda: _RoundedInputs(
+            quantized if rounds_inputs else set(), scheme
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), self._mode():
+            return self.model(*args, **kwargs)
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """``[len(tokens), vocab_size]`` of one uncached pass."""
+        return self(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+class _RoundedInputs(TorchFunctionMode):
+    def __init__(self, weights: set[int], scheme: str) -> None:
+        super().__init__()
+        self._weights, self._scheme = weights, scheme
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and args[1].data_ptr() in self._weights:
+            args = (round_inputs(args[0], self._scheme), *args[1:])
+        return func(*args, **(kwargs or {}))

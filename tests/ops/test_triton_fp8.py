@@ -1,0 +1,305 @@
+"""FP8 kernels against float64 of the dequantised operands, on the GPU or under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.interpreter import DEVICE
+from tests.ops.test_triton_moe import expected_moe, routing
+from weft.ops.backend import Backend
+from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import (
+    dequantize_inputs,
+    dequantize_weight,
+    fp8_linear,
+    fp8_linear_silu_mul,
+    quantize_inputs_reference,
+    quantize_rows,
+)
+from weft.ops.triton.fp8_linear import FewRows, ManyRows, few_rows_config, fp8_product_triton, many_rows_config
+from weft.ops.triton.fp8_moe import fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.triton.fp8_quantize import quantize_inputs_triton
+from weft.ops.triton.moe import Tile, Tiles
+
+ON_GPU = DEVICE == "cuda"
+# Relative error of a whole product: one rounding to the dtype, float32 sums before it.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+ROUNDED_TWICE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Experts: hidden values are quantised between the products; one near a border may fall to either side."""
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
+SCHEMES = ["block", "token", "static"]
+
+FEW = [FewRows(True, 16, 4, 1, 1), FewRows(True, 32, 4, 1, 2), FewRows(False, 64, 4, 3, 1), FewRows(False, 64, 4, 2, 3)]
+MANY = [ManyRows(64, 128, 4, 3), ManyRows(128, 128, 8, 3), ManyRows(128, 256, 8, 3), ManyRows(64, 64, 4, 2)]
+# tokens, weight rows, inner size
+FEW_SHAPES = [(1, 256, 384), (3, 200, 256), (9, 256, 210), (16, 128, 128), (33, 384, 256)]
+MANY_SHAPES = [(65, 256, 384), (130, 200, 210)]
+
+
+def block_of(scheme: str) -> int:
+    return 128 if scheme == "block" else 0
+
+
+def fp8_matrix(rows: int, inner: int, block: int, *lead: int) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(*lead, rows, inner, device=DEVICE).to(E4M3)
+    shape = (-(-rows // 128), -(-inner // 128)) if block else (rows, 1)
+    return weight, (torch.rand(*lead, *shape, device=DEVICE) + 0.5) * inner**-0.5
+
+
+def inputs(tokens: int, inner: int, dtype: torch.dtype, scheme: str) -> tuple[Tensor, Tensor | None]:
+    """Rows are a slice of something wider, and of very different size."""
+    wide = torch.randn(tokens, inner + 16, device=DEVICE) * torch.logspace(-2, 1, tokens, device=DEVICE)[:, None]
+    static = torch.tensor([0.01], device=DEVICE) if scheme == "static" else None
+    return wide.to(dtype)[:, :inner], static
+
+
+def product(values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, block: int) -> Tensor:
+    wide = dequantize_inputs(values, scales.reshape(1, 1) if scales.dim() == 1 else scales, block=block)
+    return wide.double() @ dequantize_weight(weight, scale, block=block).double().T
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    error = ((actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+    assert error < (tolerance or TOLERANCE[actual.dtype]), f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [(1, 128), (5, 384), (2, 1030), (3, 210)])
+def test_quantised_inputs_are_those_of_the_reference(shape: tuple[int, int], scheme: str, dtype: torch.dtype) -> None:
+    x, static = inputs(*shape, dtype, scheme)
+    x[0] = 0.0
+    values, scales = quantize_inputs_triton(x, static, block=block_of(scheme))
+    want, want_scales = quantize_inputs_reference(x, static, block=block_of(scheme))
+    torch.testing.assert_close(scales.expand_as(want_scales), want_scales, rtol=1e-6, atol=0.0)
+    different = (values.float() != want.float()).float().mean()
+    assert different < (1e-3 if ON_GPU else 1e-9)  # a quotient may fall to either side of a border
+    assert (values[0].float() == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("config", FEW, ids=str)
+@pytest.mark.parametrize("shape", FEW_SHAPES)
+def test_few_rows_against_float64(
+    shape: tuple[int, int, int], config: FewRows, scheme: str, dtype: torch.dtype
+) -> None:
+    check_product(shape, config, scheme, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("config", MANY, ids=str)
+@pytest.mark.parametrize("shape", MANY_SHAPES)
+def test_many_rows_against_float64(
+    shape: tuple[int, int, int], config: ManyRows, scheme: str, dtype: torch.dtype
+) -> None:
+    check_product(shape, config, scheme, dtype)
+
+
+def check_product(
+    shape: tuple[int, int, int], config: FewRows | ManyRows | None, scheme: str, dtype: torch.dtype
+) -> None:
+    """Into a slice of a poisoned output, which keeps its other columns."""
+    tokens, rows, inner = shape
+    block = block_of(scheme)
+    x, static = inputs(tokens, inner, dtype, scheme)
+    weight, scale = fp8_matrix(rows, inner, block)
+    bias = torch.randn(rows, device=DEVICE).to(dtype)
+    values, scales = quantize_inputs_triton(x, static, block=block)
+    wide = torch.full((tokens, rows + 8), float("nan"), dtype=dtype, device=DEVICE)
+    fp8_product_triton(values, scales, weight, scale, bias, wide[:, :rows], block=block, config=config)
+    assert_near(wide[:, :rows], product(values, scales, weight, scale, block) + bias.double())
+    assert wide[:, rows:].isnan().all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("config", FEW, ids=str)
+def test_gated_product(config: FewRows, scheme: str) -> None:
+    block = block_of(scheme)
+    x, static = inputs(5, 384, torch.float32, scheme)
+    weight, scale = fp8_matrix(512, 384, block)
+    values, scales = quantize_inputs_triton(x, static, block=block)
+    out = torch.empty(5, 256, device=DEVICE)
+    fp8_product_triton(values, scales, weight, scale, None, out, block=block, silu_mul=True, config=config)
+    gate, up = product(values, scales, weight, scale, block).chunk(2, dim=-1)
+    assert_near(out, torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("config", [*FEW, *MANY], ids=str)
+def test_a_row_does_not_depend_on_the_others_nor_on_the_launch(config: FewRows | ManyRows) -> None:
+    x, _ = inputs(7, 384, torch.float32, "block")
+    weight, scale = fp8_matrix(256, 384, 128)
+
+    def run(x: Tensor) -> Tensor:
+        values, scales = quantize_inputs_triton(x, None, block=128)
+        out = torch.empty(7, 256, device=DEVICE)
+        fp8_product_triton(values, scales, weight, scale, None, out, block=128, config=config)
+        return out
+
+    alone = run(x)
+    poisoned = x.clone()
+    poisoned[3:] = float("nan")
+    assert torch.equal(run(poisoned)[:3], alone[:3])
+    for _ in range(20 if ON_GPU else 1):
+        assert torch.equal(run(x), alone)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 64, 65])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dispatch(tokens: int, scheme: str) -> None:
+    """Whatever the number of rows, the operations agree with their references, with plain rows and a bias."""
+    block = block_of(scheme)
+    x, static = inputs(max(tokens, 1), 256, torch.float32, scheme)
+    x = x[:tokens]
+    weight, scale = fp8_matrix(256, 256, block)
+    plain, bias = torch.randn(24, 256, device=DEVICE) / 16, torch.randn(280, device=DEVICE)
+    got = fp8_linear(x, weight, scale, bias, static, plain, block=block, backend=Backend.TRITON)
+    want = fp8_linear(x, weight, scale, bias, static, plain, block=block, backend=Backend.TORCH)
+    assert got.shape == (tokens, 280)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    got = fp8_linear_silu_mul(x, weight, scale, None, static, block=block, backend=Backend.TRITON)
+    want = fp8_linear_silu_mul(x, weight, scale, None, static, block=block, backend=Backend.TORCH)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("inner", [128, 2048, 4096, 5120, 8192, 28672])
+@pytest.mark.parametrize("rows", [128, 2048, 12288, 57344])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 64])
+def test_weights_that_a_program_holds_fit_in_registers(rows: int, inner: int, tokens: int) -> None:
+    config = few_rows_config(rows, inner, tokens)
+    steps = -(-inner // 128)
+    share = -(-steps // config.splits)
+    assert (config.splits - 1) * share < steps, "a program without work"
+    if config.held:
+        assert share * 128 * config.rows <= 32768
+    if config.splits > 1:
+        assert -(-rows // config.rows) <= 4096
+
+
+def test_tiles_of_many_rows() -> None:
+    assert many_rows_config(65, 2048).rows == 64
+    assert many_rows_config(8192, 8192) == ManyRows(128, 128, 8, 4)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+# tokens, experts, experts per token, hidden size, expert width
+MOE_SHAPES = [(1, 8, 2, 256, 128), (7, 5, 3, 128, 256), (33, 6, 4, 256, 128)]
+RAGGED = [(5, 4, 2, 200, 72)]
+"""Widths that 128 does not divide: with scales by channel only."""
+
+
+def check_moe(
+    shape: tuple[int, ...], scheme: str, dtype: torch.dtype, padding: int, tiles: Tiles | None = None
+) -> None:
+    num_tokens, num_experts, top_k, hidden, width = shape
+    block = block_of(scheme)
+    weights, ids = routing(num_tokens, num_experts, top_k, padding)
+    x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
+    static = (torch.tensor([0.01], device=DEVICE), torch.tensor([0.02], device=DEVICE)) if scheme == "static" else None
+    gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
+    down, down_scale = fp8_matrix(hidden, width, block, num_experts)
+    want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block)
+    x[num_tokens - padding :] = torch.nan
+    out = fp8_fused_moe_triton(
+        x, gate_up, gate_up_scale, down, down_scale, weights, ids, block=block, tiles=tiles,
+        gate_up_input_scale=static[0] if static else None, down_input_scale=static[1] if static else None,
+    )  # fmt: skip
+    assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
+    real = slice(num_tokens - padding)
+    error, size = (out[real].double() - want[real]).norm(), want[real].norm()
+    assert error <= ROUNDED_TWICE[dtype] * size, f"relative error {error / size:.2e}"
+
+
+def reference_moe(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    static: tuple[Tensor, Tensor] | None,
+    block: int,
+) -> Tensor:
+    """Pair by pair, products in float64; hidden values are rounded to x's dtype and quantised in between."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    for token, experts in enumerate(ids.tolist()):
+        for place, expert in enumerate(experts):
+            if expert < 0:
+                continue
+            values, scales = quantize_inputs_reference(x[token : token + 1], static and static[0], block=block)
+            both = product(values, scales, gate_up[expert], gate_up_scale[expert], block)
+            gate, up = both.chunk(2, dim=-1)
+            hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+            values, scales = quantize_inputs_reference(hidden, static and static[1], block=block)
+            result = product(values, scales, down[expert], down_scale[expert], block)
+            out[token] += weights[token, place].double() * result[0]
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MOE_SHAPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("padding", [0, 1])
+def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int, dtype: torch.dtype) -> None:
+    check_moe(shape, scheme, dtype, padding)
+
+
+@pytest.mark.parametrize("shape", RAGGED)
+@pytest.mark.parametrize("scheme", ["token", "static"])
+def test_experts_of_awkward_widths(shape: tuple[int, ...], scheme: str) -> None:
+    check_moe(shape, scheme, torch.float32, 1)
+
+
+@pytest.mark.parametrize("pairs", [10, 1280, 10240, 20480, 81920])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
+    """Each set of tiles that any number of tokens selects."""
+    tiles = fp8_moe_tiles(pairs, 512)
+    check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
+
+
+def test_experts_quantise_alike_in_both_products() -> None:
+    """A wide up tile quantises its hidden values itself; the down product would have done the same."""
+    weights, ids = routing(9, 4, 2, 0)
+    x = torch.randn(9, 128, device=DEVICE)
+    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
+    outs = [
+        fp8_fused_moe_triton(
+            x,
+            *gate_up,
+            *down,
+            weights,
+            ids,
+            block=128,
+            tiles=Tiles(Tile(16, columns, 128, 4, 2), Tile(16, 64, 128, 4, 2)),
+        )
+        for columns in (32, 128)
+    ]
+    torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_shared_expert_is_gated_and_added() -> None:
+    weights, ids = routing(5, 4, 2, 1)
+    x = torch.randn(5, 128, device=DEVICE)
+    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
+    shared, logits = torch.randn(5, 128, device=DEVICE), torch.randn(5, 9, device=DEVICE)
+    plain = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128)
+    gated = logits[:, 8:]
+    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128, shared=shared, shared_gate=gated)
+    torch.testing.assert_close(out, plain + torch.sigmoid(gated) * shared)
+
+
+def test_unquantised_experts_are_near() -> None:
+    """Quantising by channel and token costs a few percent, not more: scales are applied to what they belong to."""
+    weights, ids = routing(33, 4, 2, 0)
+    x, wide_up, wide_down = (torch.randn(s, device=DEVICE) for s in ((33, 256), (4, 256, 256), (4, 256, 128)))
+    wide_up, wide_down = wide_up / 16, wide_down / 11
+    gate_up, down = quantize_rows(wide_up), quantize_rows(wide_down)
+    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=0)
+    want = expected_moe(x, wide_up, wide_down, weights, ids)
+    assert (out - want).norm() < 0.08 * want.norm()

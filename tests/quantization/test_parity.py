@@ -1,0 +1,50 @@
+"""FP8 checkpoints compute the function of transformers' model with the same weights and inputs rounded alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fp8_checkpoints import SCHEMES, Reference, make_fp8_checkpoint
+from tests.harness import Harness
+
+ARCHITECTURES = [
+    "LlamaForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+]
+CASES = [(arch, "block") for arch in ARCHITECTURES] + [("Qwen3NextForCausalLM", scheme) for scheme in SCHEMES[1:]]
+LENGTHS = (1, 65, 130)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(211, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def errors(got: Tensor, want: Tensor) -> Tensor:
+    """Relative error of each row."""
+    return (got - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+@pytest.mark.parametrize(("arch", "scheme"), CASES)
+def test_logits(arch: str, scheme: str, tmp_path: Path) -> None:
+    """Rows are equal until a value near a border of the rounding falls to the other side; what follows in the sequence
+    then differs a little, and far less than with inputs that are not rounded."""
+    overrides = {} if "Moe" in arch or "Next" in arch else {"num_key_value_heads": 2}
+    harness = Harness(make_fp8_checkpoint(arch, scheme, tmp_path, **overrides))
+    reference = Reference(arch, tmp_path, scheme)
+    exact = Reference(arch, tmp_path, scheme, rounds_inputs=False)
+    sequences = [harness.sequence(prompt(n)) for n in LENGTHS]
+    logits = harness.run([(s, len(s.tokens)) for s in sequences], pad_tokens=3, pad_seqs=1)
+    got, want = torch.cat(logits), torch.cat([reference.logits(s.tokens) for s in sequences])
+    unrounded = errors(torch.cat([exact.logits(s.tokens) for s in sequences]), want).median()
+    assert errors(got, want).quantile(0.2) < 1e-4 and errors(got, want).median() < unrounded / 5
+    for sequence in sequences:
+        sequence.tokens.append(17)
+    steps = torch.cat(harness.run([(s, 1) for s in sequences], pad_tokens=2, pad_seqs=2))
+    want = torch.stack([reference.logits(s.tokens)[-1] for s in sequences])
+    assert errors(steps, want).median() < unrounded / 2

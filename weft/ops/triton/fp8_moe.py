@@ -1,0 +1,274 @@
+"""Mixture-of-experts kernels for FP8 weights: up, SiLU and multiply, quantise, down.
+
+Job: ``fp8_fused_moe`` on the GPU, for a few tokens and for many. Owns: both products and their tiles. Does not know:
+routing, sharding, how pairs are grouped (``moe_groups.py``) or summed (``moe_sum.py``).
+
+The steps are those of ``moe.py``. Sums of 128 products are scaled and added up in float32. Hidden values are rounded to
+the model's dtype and quantised where one program has all that share a scale: at the end of the up product if its tile
+is as wide as a block, else while the down product loads them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.e4m3 import E4M3
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.fp8_quantize import quantize_inputs_triton, scale_of, to_e4m3
+from weft.ops.triton.launch import jit
+from weft.ops.triton.moe import HALVED_ROWS, Tile, Tiles
+from weft.ops.triton.moe_groups import UNGROUPED_TOKENS, block_of, group_pairs, pairs_at, single_pairs
+from weft.ops.triton.moe_sum import sum_experts
+from weft.ops.triton.sizes import cdiv
+
+
+@triton.jit
+def _tile(rows, k, inside, DEPTH: tl.constexpr, FULL: tl.constexpr):
+    """``[rows, 128]``; zeros outside. ``FULL``: all rows are inside."""
+    if DEPTH % 128 == 0 and FULL:
+        tile = tl.load(rows + k[None, :])
+    elif DEPTH % 128 == 0:
+        tile = tl.load(rows + k[None, :], mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(rows + k[None, :], mask=inside[:, None] & (k < DEPTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _column_scales(scale_rows, columns, in_width, step, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr):
+    """Scales of some weight rows and one step: ``[1]`` where they share one, else one each."""
+    if ONE:
+        scales = tl.load(scale_rows + tl.min(columns, 0) // BLOCK * GROUPS + step + tl.zeros([1], dtype=tl.int32))
+    else:
+        scales = tl.load(scale_rows + columns // BLOCK * GROUPS + step, mask=in_width, other=0.0)
+    return scales
+
+
+@triton.jit
+def _up_tile(
+    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
+    DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
+    places = first + tl.arange(0, ROWS)
+    inside = places < end
+    token = (pairs_at(pairs, places, inside, GROUPED) // TOP_K).to(tl.int64)
+    columns = column + tl.arange(0, COLUMNS)
+    in_width = columns < WIDTH
+    inner = tl.arange(0, 128)
+    value_rows = values + token[:, None] * HIDDEN
+    gate_rows = gate_up + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
+    up_rows = gate_rows + WIDTH * HIDDEN
+    GROUPS: tl.constexpr = (HIDDEN + 128 - 1) // 128
+    gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in tl.range(0, HIDDEN, 128, num_stages=STAGES):
+        k = start + inner
+        a = _tile(value_rows, k, inside, HIDDEN, False)
+        gate_sums = tl.dot(a, tl.trans(_tile(gate_rows, k, in_width, HIDDEN, WIDTH % COLUMNS == 0)))
+        up_sums = tl.dot(a, tl.trans(_tile(up_rows, k, in_width, HIDDEN, WIDTH % COLUMNS == 0)))
+        if BLOCK:
+            of_inputs = tl.load(scales + token * GROUPS + start // 128, mask=inside, other=0.0)[:, None]
+            gate_scales = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH // BLOCK * GROUPS)
+            up_scales = gate_scales + WIDTH // BLOCK * GROUPS
+            step = start // 128
+            ONE: tl.constexpr = COLUMNS <= BLOCK
+            gate_sums *= of_inputs * _column_scales(gate_scales, columns, in_width, step, GROUPS, BLOCK, ONE)[None, :]
+            up_sums *= of_inputs * _column_scales(up_scales, columns, in_width, step, GROUPS, BLOCK, ONE)[None, :]
+        gate += gate_sums
+        up += up_sums
+    if not BLOCK:
+        of_inputs = tl.load(scales + token * 0) if STATIC else tl.load(scales + token, mask=inside, other=0.0)
+        channel = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH) + columns
+        gate *= of_inputs[:, None] * tl.load(channel, mask=in_width, other=0.0)[None, :]
+        up *= of_inputs[:, None] * tl.load(channel + WIDTH, mask=in_width, other=0.0)[None, :]
+    result = (gate / (1.0 + tl.exp(-gate)) * up).to(DTYPE)
+    stored = inside[:, None] & in_width[None, :]
+    offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    if QUANTIZE:
+        wide = tl.reshape(result.to(tl.float32), [ROWS, COLUMNS // BLOCK, BLOCK])
+        scale = scale_of(tl.max(tl.abs(wide), 2))
+        quantized = tl.reshape(to_e4m3(wide, scale[:, :, None]), [ROWS, COLUMNS])
+        tl.store(hidden + offsets, quantized, mask=stored)
+        group = column // BLOCK + tl.arange(0, COLUMNS // BLOCK)
+        scale_at = places.to(tl.int64)[:, None] * (WIDTH // BLOCK) + group[None, :]
+        tl.store(hidden_scale + scale_at, scale, mask=inside[:, None] & (group * BLOCK < WIDTH)[None, :])
+    else:
+        tl.store(hidden + offsets, result, mask=stored)
+
+
+@jit
+def _fp8_up_kernel(
+    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, ids, pairs, first_place, block_expert, block_first,
+    num_blocks,
+    DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    column = tl.program_id(0) * COLUMNS
+    if expert >= 0:
+        if HALVES and end - first <= ROWS // 2:
+            _up_tile(
+                values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
+                DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS // 2, COLUMNS, GROUPED, STAGES,
+            )  # fmt: skip
+        else:
+            _up_tile(
+                values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
+                DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS, COLUMNS, GROUPED, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _row_scale(
+    hidden_rows, input_scale, inside, WIDTH: tl.constexpr, ROWS: tl.constexpr, STATIC: tl.constexpr
+):  # fmt: skip
+    """The scale of whole rows of hidden values: given, or from their largest magnitude."""
+    if STATIC:
+        scale = tl.load(input_scale) + tl.zeros([ROWS], dtype=tl.float32)
+    else:
+        amax = tl.zeros([ROWS], dtype=tl.float32)
+        for start in tl.range(0, WIDTH, 128):
+            wide = _tile(hidden_rows, start + tl.arange(0, 128), inside, WIDTH, False).to(tl.float32)
+            amax = tl.maximum(amax, tl.max(tl.abs(wide), 1))
+        scale = scale_of(amax)
+    return scale
+
+
+@triton.jit
+def _down_tile(
+    hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, QUANTIZED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Down product of up to ``ROWS`` pairs of one expert."""
+    places = first + tl.arange(0, ROWS)
+    inside = places < end
+    pair = pairs_at(pairs, places, inside, GROUPED)
+    columns = column + tl.arange(0, COLUMNS)
+    in_hidden = columns < HIDDEN
+    inner = tl.arange(0, 128)
+    hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
+    down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
+    GROUPS: tl.constexpr = (WIDTH + 128 - 1) // 128
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    of_inputs = tl.zeros([ROWS], dtype=tl.float32)
+    if not BLOCK:
+        of_inputs = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, STATIC)
+    for start in tl.range(0, WIDTH, 128, num_stages=STAGES):
+        k = start + inner
+        a = _tile(hidden_rows, k, inside, WIDTH, False)
+        if not QUANTIZED:
+            wide = a.to(tl.float32)
+            if BLOCK:
+                of_inputs = scale_of(tl.max(tl.abs(wide), 1))
+            a = to_e4m3(wide, of_inputs[:, None])
+        else:
+            of_inputs = tl.load(hidden_scale + places * GROUPS + start // 128, mask=inside, other=0.0)
+        sums = tl.dot(a, tl.trans(_tile(down_rows, k, in_hidden, WIDTH, HIDDEN % COLUMNS == 0)))
+        if BLOCK:
+            scale_rows = down_scale + expert.to(tl.int64) * (tl.cdiv(HIDDEN, BLOCK) * GROUPS)
+            of_weights = _column_scales(
+                scale_rows, columns, in_hidden, start // 128, GROUPS, BLOCK, COLUMNS <= BLOCK
+            )  # fmt: skip
+            sums *= of_inputs[:, None] * of_weights[None, :]
+        acc += sums
+    if not BLOCK:
+        channel = down_scale + expert.to(tl.int64) * HIDDEN + columns
+        acc *= of_inputs[:, None] * tl.load(channel, mask=in_hidden, other=0.0)[None, :]
+    offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
+
+
+@jit
+def _fp8_down_kernel(
+    hidden, hidden_scale, down, down_scale, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, QUANTIZED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    column = tl.program_id(0) * COLUMNS
+    if expert >= 0:
+        if HALVES and end - first <= ROWS // 2:
+            _down_tile(
+                hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
+                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS // 2, COLUMNS, GROUPED, STAGES,
+            )  # fmt: skip
+        else:
+            _down_tile(
+                hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
+                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS, COLUMNS, GROUPED, STAGES,
+            )  # fmt: skip
+
+
+def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
+    """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. ``inner`` is always 128."""
+    average = num_pairs / num_experts
+    if average <= 8:
+        return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
+    if average <= 24:
+        return Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))
+    if average <= 64:
+        return Tiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4))
+    return Tiles(Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4))
+
+
+def fp8_fused_moe_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    gate_up_input_scale: Tensor | None = None,
+    down_input_scale: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    block: int,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """``fp8_fused_moe`` of ``weft/ops/fp8_moe.py``. ``tiles``: for tuning; None takes ``fp8_moe_tiles``."""
+    num_experts, hidden_size, width = down.shape
+    tiles = fp8_moe_tiles(ids.numel(), num_experts) if tiles is None else tiles
+    assert tiles.up.rows == tiles.down.rows and ids.dtype == torch.int32
+    assert all(t.is_contiguous() for t in (gate_up, gate_up_scale, down, down_scale, ids, weights))
+    num_tokens, top_k = ids.shape
+    grouped = num_tokens > UNGROUPED_TOKENS
+    grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows) if grouped else single_pairs(ids)
+    values, scales = quantize_inputs_triton(x, gate_up_input_scale, block=block)
+    quantize = block > 0 and tiles.up.columns % block == 0
+    hidden = torch.empty((ids.numel(), width), dtype=E4M3 if quantize else x.dtype, device=x.device)
+    hidden_scale = down_input_scale
+    if quantize:
+        hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
+    partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
+    tile, static = tiles.up, gate_up_input_scale is not None
+    given = scales if hidden_scale is None else hidden_scale
+    _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
+        values, scales, gate_up, gate_up_scale, hidden, given, ids, *grouping,
+        DTYPE=_TYPES[x.dtype], HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, BLOCK=block, STATIC=static,
+        QUANTIZE=quantize, ROWS=tile.rows, COLUMNS=tile.columns, GROUPED=grouped, STAGES=tile.stages,
+        HALVES=grouped and tile.rows >= HALVED_ROWS, num_warps=tile.warps, **early_launch(ids.device),
+    )  # fmt: skip
+    tile = tiles.down
+    _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
+        hidden, given, down, down_scale, partial, ids, *grouping,
+        HIDDEN=hidden_size, WIDTH=width, BLOCK=block, STATIC=static, QUANTIZED=quantize, ROWS=tile.rows,
+        COLUMNS=tile.columns, GROUPED=grouped, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
+        num_warps=tile.warps, **early_launch(ids.device),
+    )  # fmt: skip
+    return sum_experts(partial, weights, ids, shared, shared_gate)
+
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -1,0 +1,127 @@
+"""Which (token, expert) pairs belong together: those of one expert at consecutive places, in blocks of equal length.
+
+Job: the grouping that all expert kernels share. Owns: the order of pairs and the table of blocks. Does not know:
+weights, products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv, next_power_of_2
+
+UNGROUPED_TOKENS = 3
+"""Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
+
+_PAIRS = 256
+"""Pairs per program of the grouping kernels."""
+
+
+@jit(do_not_specialize=["num_pairs"])
+def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Number the pairs of each expert in the order in which they come by, and count them."""
+    enter(EARLY)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+    rank = tl.atomic_add(counts + expert, 1, mask=expert >= 0, sem="relaxed")
+    tl.store(ranks + pair, rank, mask=expert >= 0)
+
+
+@jit
+def _block_kernel(
+    counts, first_place, block_expert, block_first, num_blocks,
+    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program e writes where the places of expert e begin, and its blocks: the expert, and the first place."""
+    enter(EARLY)
+    expert = tl.program_id(0)
+    others = tl.arange(0, BLOCK_E)
+    count = tl.load(counts + others, mask=others < NUM_EXPERTS, other=0)
+    blocks = (count + ROWS - 1) // ROWS
+    first_block = tl.sum(tl.where(others < expert, blocks, 0), 0)
+    first = tl.sum(tl.where(others < expert, count, 0), 0)
+    mine = tl.sum(tl.where(others == expert, count, 0), 0)
+    tl.store(first_place + expert, first)
+    if expert == NUM_EXPERTS - 1:
+        tl.store(first_place + NUM_EXPERTS, first + mine)
+        tl.store(num_blocks, tl.sum(blocks, 0))
+    for start in range(0, tl.cdiv(mine, ROWS), 16):
+        block = start + tl.arange(0, 16)
+        inside = block * ROWS < mine
+        tl.store(block_expert + first_block + block, expert + tl.zeros([16], dtype=tl.int32), mask=inside)
+        tl.store(block_first + first_block + block, first + block * ROWS, mask=inside)
+
+
+@jit(do_not_specialize=["num_pairs"])
+def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Put each pair in its place."""
+    enter(EARLY)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+    rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
+    first = tl.load(first_place + expert, mask=expert >= 0, other=0)
+    tl.store(pairs + first + rank, pair, mask=expert >= 0)
+
+
+@triton.jit
+def block_of(ids, first_place, block_expert, block_first, num_blocks, block, GROUPED: tl.constexpr):
+    """``(expert, first, end)`` of a block: the places of its pairs, up to ``end``; expert -1 where there is nothing to
+    do."""
+    if GROUPED:
+        expert = -1
+        first = 0
+        end = 0
+        if block < tl.load(num_blocks):
+            expert = tl.load(block_expert + block)
+            first = tl.load(block_first + block)
+            end = tl.load(first_place + expert + 1)
+    else:
+        expert = tl.load(ids + block)
+        first = block
+        end = block + 1
+    return expert, first, end
+
+
+@triton.jit
+def pairs_at(pairs, places, inside, GROUPED: tl.constexpr):
+    """The pairs at some places."""
+    pair = places
+    if GROUPED:
+        pair = tl.load(pairs + places, mask=inside, other=0)
+    return pair
+
+
+def single_pairs(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    """A block per pair, and stand-ins for the grouping that the kernels do not read."""
+    return (ids,) * 5, ids.numel()
+
+
+def group_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
+    """Pairs by expert and the table of blocks, and the most blocks that any routing can need.
+
+    The order of an expert's pairs changes from run to run; no result depends on it, as every row is computed alike.
+    """
+    num_pairs = ids.numel()
+    most_hit = min(num_experts, num_pairs)
+    max_blocks = min(num_pairs, (num_pairs + (rows - 1) * most_hit) // rows)
+    sizes = (num_pairs, num_pairs, num_experts + 1, max_blocks, max_blocks, 1)
+    padded = [-(-size // 4) * 4 for size in sizes]  # every part is aligned to 16 bytes, whatever the number of tokens
+    buffer = torch.empty(sum(padded), dtype=torch.int32, device=ids.device)
+    ranks, pairs, first_place, block_expert, block_first, num_blocks = buffer.split(padded)
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
+    grid = (cdiv(num_pairs, _PAIRS),)
+    _rank_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device))
+    _block_kernel[(num_experts,)](
+        counts, first_place, block_expert, block_first, num_blocks,
+        NUM_EXPERTS=num_experts, ROWS=rows, BLOCK_E=next_power_of_2(num_experts), num_warps=1,
+        **early_launch(ids.device),
+    )  # fmt: skip
+    _place_kernel[grid](
+        ids, ranks, first_place, pairs, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device)
+    )
+    return (pairs, first_place, block_expert, block_first, num_blocks), max_blocks

@@ -1,0 +1,187 @@
+"""Weights in FP8 (e4m3), multiplied with inputs that are quantised on the way in.
+
+Job: the parameters of FP8 layers and the operations that use them. Does not know: how weights and scales are arranged
+in checkpoints (``storage.py``), kernels (``weft/ops``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from weft.layers.context import ModelContext
+from weft.layers.linear import LinearBase
+from weft.layers.moe import Experts
+from weft.layers.quant_method import ExpertsMethod, LinearMethod
+from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, empty_parameter, uniform_range
+from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import fp8_linear, fp8_linear_silu_mul
+from weft.ops.fp8_moe import fp8_fused_moe
+from weft.quantization.storage import OnlineStorage, QuantizedRows, Storage, random_ranges
+from weft.quantization.unquantized import fused_layout
+
+
+class Fp8Linear(LinearMethod):
+    """``weight [M, K]`` in e4m3 and ``weight_scale``; ``input_scale [1]`` where inputs have a static one; and
+    ``plain_weight [N - M, K]`` in the model's dtype for parts that are not quantised, which come last.
+
+    Args:
+        names: prefix of each part's tensors -> its name in the checkpoint, for errors.
+        plain: prefixes of the parts that are not quantised.
+    """
+
+    def __init__(self, storage: Storage, context: ModelContext, names: dict[str, str], plain: frozenset[str]) -> None:
+        self._storage, self._context, self._names, self._plain = storage, context, names, plain
+
+    def create(self, layer: LinearBase) -> None:
+        shard, device = layer.shard, self._context.device
+        plain = [run.target for part in self._plain for run in shard.parts[part].runs]
+        rows, columns = min(plain, default=shard.rows), shard.columns
+        layer.weight = empty_parameter(rows, columns, dtype=E4M3, device=device)
+        scale_shape = self._storage.scale_shape(rows, columns)
+        layer.weight_scale = empty_parameter(*scale_shape, dtype=torch.float32, device=device)
+        layer.register_parameter("input_scale", _input_scale(self._storage, device))
+        if plain:
+            dtype = self._context.dtype
+            layer.plain_weight = empty_parameter(shard.rows - rows, columns, dtype=dtype, device=device)
+        self.layouts(layer)  # raises where blocks do not fit
+
+    def layouts(self, layer: LinearBase) -> tuple[Layout, ...]:
+        shard, layout = layer.shard, Layout()
+        weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
+        for part, rows in shard.parts.items():
+            if part in self._plain:
+                plain_weight = layer.get_parameter("plain_weight")
+                moved = tuple(RowRun(run.source, run.target - weight.shape[0], run.count) for run in rows.runs)
+                layout[f"{part}weight"] = shard.piece(RowMap(rows.total, moved), plain_weight)
+                continue
+            found = self._storage.layout(shard, rows, weight, scale, _optional(layer, "input_scale"), self._names[part])
+            layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
+        return (layout,)
+
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        return fp8_linear(
+            x,
+            layer.get_parameter("weight"),
+            layer.get_parameter("weight_scale"),
+            bias,
+            _optional(layer, "input_scale"),
+            _optional(layer, "plain_weight"),
+            block=self._storage.block,
+            backend=self._context.backend,
+        )
+
+    def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert not self._plain, "gate and up are both quantised or both not"
+        return fp8_linear_silu_mul(
+            x,
+            layer.get_parameter("weight"),
+            layer.get_parameter("weight_scale"),
+            bias,
+            _optional(layer, "input_scale"),
+            block=self._storage.block,
+            backend=self._context.backend,
+        )
+
+    def initial_range(self, layer: LinearBase, name: str) -> tuple[float, float]:
+        ranges = random_ranges(layer.shard.columns)
+        ranges |= {"weight_scale": ranges["scale"], "plain_weight": uniform_range(layer.shard.columns)}
+        return ranges[name]
+
+
+class Fp8Experts(ExpertsMethod):
+    """``gate_up [E, 2 * I, H]`` and ``down [E, H, I]`` in e4m3, with scales ``[E, ...]`` and, where inputs have static
+    ones, ``gate_up_input_scale [1]`` and ``down_input_scale [1]``, the largest of all experts."""
+
+    def __init__(self, storage: Storage, context: ModelContext, name: str) -> None:
+        self._storage, self._context, self._name = storage, context, name
+
+    def create(self, layer: Experts) -> None:
+        device = self._context.device
+        for name, shard in _matrices(layer):
+            shape, scales = (shard.rows, shard.columns), self._storage.scale_shape(shard.rows, shard.columns)
+            layer.register_parameter(name, empty_parameter(layer.num_experts, *shape, dtype=E4M3, device=device))
+            scale = empty_parameter(layer.num_experts, *scales, dtype=torch.float32, device=device)
+            layer.register_parameter(f"{name}_scale", scale)
+            layer.register_parameter(f"{name}_input_scale", _input_scale(self._storage, device))
+        self._one_by_one(layer, 1)  # raises where blocks do not fit
+
+    def layouts(self, layer: Experts) -> tuple[Layout, ...]:
+        """One by one (``7.gate_proj.weight``); unquantised checkpoints also fused over experts."""
+        one_by_one = self._one_by_one(layer, layer.num_experts)
+        return (one_by_one, self._fused(layer)) if isinstance(self._storage, OnlineStorage) else (one_by_one,)
+
+    def _one_by_one(self, layer: Experts, count: int) -> Layout:
+        """Tensors of the first ``count`` experts."""
+        layout = Layout()
+        for name, shard in _matrices(layer):
+            weights, scales = layer.get_parameter(name)[:count], layer.get_parameter(f"{name}_scale")[:count]
+            input_scale = _optional(layer, f"{name}_input_scale")
+            for expert, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
+                for part, rows in shard.parts.items():
+                    where = f"{self._name}.{expert}.{part}".removesuffix(".")
+                    found = self._storage.layout(shard, rows, weight, scale, input_scale, where)
+                    layout |= {f"{expert}.{part}{tensor}": piece for tensor, piece in found.items()}
+        return layout
+
+    def _fused(self, layer: Experts) -> Layout:
+        return fused_layout(layer, QuantizedMatrices(layer, "gate_up"), QuantizedMatrices(layer, "down"))
+
+    def apply(
+        self,
+        experts: Experts,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        shared: Tensor | None,
+        shared_gate: Tensor | None,
+    ) -> Tensor:
+        return fp8_fused_moe(
+            x,
+            experts.get_parameter("gate_up"),
+            experts.get_parameter("gate_up_scale"),
+            experts.get_parameter("down"),
+            experts.get_parameter("down_scale"),
+            weights,
+            ids,
+            gate_up_input_scale=_optional(experts, "gate_up_input_scale"),
+            down_input_scale=_optional(experts, "down_input_scale"),
+            shared=shared,
+            shared_gate=shared_gate,
+            block=self._storage.block,
+            backend=self._context.backend,
+        )
+
+    def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:
+        for matrix, shard in _matrices(layer):
+            ranges = random_ranges(shard.columns)
+            kinds = {matrix: "weight", f"{matrix}_scale": "scale", f"{matrix}_input_scale": "input_scale"}
+            if name in kinds:
+                return ranges[kinds[name]]
+        raise KeyError(name)
+
+
+class QuantizedMatrices:
+    """The rows of all experts' matrices, indexed as a tensor ``[E, rows, columns]`` that quantises what it is given."""
+
+    def __init__(self, layer: Experts, name: str) -> None:
+        self._weight, self._scale = layer.get_parameter(name), layer.get_parameter(f"{name}_scale")
+
+    def __getitem__(self, index: tuple[slice, slice]) -> QuantizedRows:
+        return QuantizedRows(self._weight[index], self._scale[index])
+
+
+def _matrices(layer: Experts) -> tuple[tuple[str, MatrixShard], ...]:
+    return ("gate_up", layer.gate_up_shard), ("down", layer.down_shard)
+
+
+def _optional(layer: nn.Module, name: str) -> nn.Parameter | None:
+    """A parameter that not every layer has."""
+    return layer._parameters.get(name)
+
+
+def _input_scale(storage: Storage, device: torch.device) -> nn.Parameter | None:
+    """NaN until a checkpoint's value arrives."""
+    if not storage.static:
+        return None
+    return nn.Parameter(torch.full((1,), float("nan"), device=device), requires_grad=False)
