@@ -131,7 +131,7 @@ def test_alpha_follows_the_load() -> None:
 
 def test_order_of_checkpoints_and_their_limit() -> None:
     def positions(policy: str = "exact", **values: object) -> list[int]:
-        given = {"reused": 0, "divergence": None, "borders": [], "num_prompt_tokens": 20_000} | values
+        given = {"reused": 0, "divergence": None, "borders": [], "num_prompt_tokens": 20_000, "alignment": 64} | values
         return prefill_positions(policy, **given)  # type: ignore[arg-type]
 
     assert positions() == [8192, 12288, 16384, 19999]
@@ -141,6 +141,7 @@ def test_order_of_checkpoints_and_their_limit() -> None:
     assert positions(reused=399, num_prompt_tokens=400) == []
     assert positions("aligned", divergence=70, num_prompt_tokens=210) == [64, 192]
     assert positions("aligned", num_prompt_tokens=64) == []
+    assert positions("aligned", divergence=200, num_prompt_tokens=210, alignment=192) == [192]
     assert positions("finish_only", divergence=70) == []
 
 

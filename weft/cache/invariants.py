@@ -44,7 +44,7 @@ def check_tree(tree: RadixTree) -> None:
 def _check_pages(pages: PagePool, tree: RadixTree, leases: Iterable[Lease]) -> None:
     references, pins = [0] * pages.num_pages, [0] * pages.num_pages
     for lease in leases:
-        own, shared = lease.pages[lease.num_shared_pages :], lease.pages[: lease.num_shared_pages]
+        own, shared = lease.own_pages, lease.pages[: lease.num_shared_pages]
         assert len(lease.pages) == len(set(lease.pages)), "a lease lists a page twice"
         assert all(pages.pins(page) for page in shared), "a shared page could be evicted"
         for page in own:
@@ -73,7 +73,6 @@ def _check_locks(tree: RadixTree, leases: Iterable[Lease]) -> None:
 def _check_slots(slots: StatePool, tree: RadixTree, leases: Iterable[Lease]) -> None:
     held = [checkpoint.slot for node in tree.nodes() for checkpoint in node.checkpoints.values()]
     for lease in leases:
-        held += [slot for _, slot in lease.stored] + [lease.state_slot] * (lease.state_slot > 0)
-        held += [lease.snapshot[1]] if lease.snapshot is not None else []
+        held += lease.checkpoints.slots() + [lease.state_slot] * (lease.state_slot > 0)
     assert len(held) == len(set(held)), "a slot has two owners"
     assert len(held) + slots.num_free == slots.capacity, "slots leaked"

@@ -1,63 +1,118 @@
 """What one running request holds of the cache, and the cache's figures.
 
-Job: the records that ``Manager`` hands out. Owns: their fields. Does not know: how they change.
+Job: the records that ``Manager`` hands out. Owns: their fields. Does not know: pools, the tree, or when they change.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weft.cache.checkpoints import CheckpointKind
-from weft.cache.radix_tree import Checkpoint, Node, Tokens, as_tokens
+from weft.cache.checkpoints import MAX_CHECKPOINTS, CheckpointKind
+from weft.cache.radix_tree import Checkpoint, Node, Tokens
 from weft.outputs import CacheReport
+
+
+@dataclass(slots=True)
+class LeaseCheckpoints:
+    """The states that a request stores on its way; positions are numbers of tokens.
+
+    Attributes:
+        positions: where states are still to be stored, ascending.
+        kinds: why a state is kept, by position; ``"inside"`` where nothing else is said.
+        lineage: reuses on the way to the state that was reused, that one included.
+        stored: ``(position, slot)`` of states that launched steps store, not yet in the tree.
+        snapshot: ``(position, slot)`` of the last state kept while decoding (``aligned``).
+    """
+
+    positions: list[int] = field(default_factory=list)
+    kinds: dict[int, CheckpointKind] = field(default_factory=dict)
+    lineage: int = 0
+    stored: list[tuple[int, int]] = field(default_factory=list)
+    snapshot: tuple[int, int] | None = None
+
+    def pending(self) -> list[int]:
+        """Positions of all states that are not in the tree yet, to be stored or stored."""
+        return [position for position, _ in self.stored] + self.positions
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the prefill may store one more."""
+        return len(self.pending()) < MAX_CHECKPOINTS
+
+    def add(self, position: int, kind: CheckpointKind) -> None:
+        """Have one more state stored."""
+        self.positions = sorted([*self.positions, position])
+        self.kinds[position] = kind
+
+    def take_due(self, start: int, end: int) -> list[int]:
+        """Remove and return the positions that a step over tokens ``start`` to ``end`` passes."""
+        due = [position for position in self.positions if start < position <= end]
+        self.positions = [position for position in self.positions if position > end]
+        return due
+
+    def take_stored(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Remove and return the stored states up to ``num_tokens``."""
+        reached = [entry for entry in self.stored if entry[0] <= num_tokens]
+        self.stored = [entry for entry in self.stored if entry[0] > num_tokens]
+        return reached
+
+    def slots(self) -> list[int]:
+        """Slots that the lease has beside its working slot."""
+        return [slot for _, slot in self.stored] + ([self.snapshot[1]] if self.snapshot is not None else [])
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one running request holds.
+    """What one running request holds. Its tokens, and where their KV lies::
+
+        0             num_cached_tokens     write_start           num_committed_tokens          pages * page_size
+        |-- reused -----------|-- recomputed -----|-- computed, written -----|-- room for tokens to come --|
+        |   KV and state      |   KV is read only |                          |                             |
+        |== shared pages, of the locked path ==|======== own pages, the first may begin as a copy =========|
+
+    Recomputed are tokens whose KV the tree holds but no state behind them; models without recurrent layers have none.
+    ``write_start`` is the end of the shared pages, or ``num_cached_tokens`` where that lies in an own page: then the
+    tree's page was copied, and what is reused of it stays.
 
     Attributes:
-        pages: page ids in order; position ``p`` lives in ``pages[p // page_size]``.
-        state_slot: working slot, 0 if the model has no recurrent layers.
-        num_cached_tokens: tokens whose KV and state were reused.
-        num_committed_tokens: tokens fed by the launched steps: the position of the working state.
-        write_start: first position whose KV may be written; from ``num_cached_tokens`` to there it is read only.
-        state_fork: ``(src, dst)``: copy this slot before the first step; None: nothing to copy.
-        page_copy: ``(src, dst)``: copy this page before the first step; None: nothing to copy.
+        tokens, salt, num_prompt_tokens: the tokens known when the lease was taken, whose entries they may use, and how
+            many are prompt.
         report: what the request found in the cache.
-        tokens: the tokens known when the lease was taken.
-        checkpoint_positions: where states are still to be stored, ascending.
-        salt, num_prompt_tokens: of the request.
-        kinds: why a state is kept, by position; ``"inside"`` where nothing else is said.
-        lineage: reuses on the way to the state that was reused, that one included.
-        node: the tree node up to which the path is locked; None without a prefix cache.
-        num_shared_pages: leading ``pages`` of locked nodes; the lease has a reference to each of the others.
+        num_cached_tokens: tokens whose KV and state are reused.
+        write_start: first position whose KV may be written.
+        page_copy: ``(src, dst)``: copy this page before the first step; None: nothing to copy.
+        state_fork: ``(src, dst)``: copy this slot before the first step; None: nothing to copy.
         fork_source: the state that ``state_fork`` reads, pinned until the step is launched.
-        stored: ``(position, slot)`` of states that launched steps store, not yet filed in the tree.
-        snapshot: ``(position, slot)`` of the last state kept while decoding (``aligned``).
-        is_filed: what ``tokens`` have to give is in the tree.
+        pages: page ids in order; position ``p`` lives in ``pages[p // page_size]``.
+        num_shared_pages: leading ``pages`` of locked nodes; the lease has a reference to each of the others.
+        node: the tree node up to which the path is locked; None without a prefix cache, and when the lease has ended.
+        state_slot: working slot, 0 if the model has no recurrent layers.
+        checkpoints: the states that it stores.
+        num_committed_tokens: tokens fed by the launched steps: the position of the working state.
+        is_inserted: what ``tokens`` have to give is in the tree.
     """
 
-    pages: list[int] = field(default_factory=list)
-    state_slot: int = 0
-    num_cached_tokens: int = 0
-    num_committed_tokens: int = 0
-    write_start: int = 0
-    state_fork: tuple[int, int] | None = None
-    page_copy: tuple[int, int] | None = None
-    report: CacheReport | None = None
-    tokens: Tokens = field(default_factory=lambda: as_tokens([]))
-    checkpoint_positions: list[int] = field(default_factory=list)
-    salt: str | None = None
-    node: Node | None = None
-    num_shared_pages: int = 0
-    fork_source: Checkpoint | None = None
-    stored: list[tuple[int, int]] = field(default_factory=list)
-    snapshot: tuple[int, int] | None = None
-    is_filed: bool = False
-    lineage: int = 0
-    num_prompt_tokens: int = 0
-    kinds: dict[int, CheckpointKind] = field(default_factory=dict)
+    tokens: Tokens
+    salt: str | None
+    num_prompt_tokens: int
+    report: CacheReport
+    num_cached_tokens: int
+    write_start: int
+    page_copy: tuple[int, int] | None
+    state_fork: tuple[int, int] | None
+    fork_source: Checkpoint | None
+    pages: list[int]
+    num_shared_pages: int
+    node: Node | None
+    state_slot: int
+    checkpoints: LeaseCheckpoints
+    num_committed_tokens: int
+    is_inserted: bool = False
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The pages to which the lease has a reference of its own."""
+        return self.pages[self.num_shared_pages :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +131,3 @@ class CacheStats:
     num_hit_tokens: int = 0
     num_evicted_pages: int = 0
     num_evicted_states: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the tokens looked up that were reused."""
-        return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0

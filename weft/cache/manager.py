@@ -1,7 +1,7 @@
 """Who holds which pages and slots: the cache as the scheduler sees it.
 
-Job: match a sequence against what is cached, lease pages and a state slot to a request, grow the lease, file what it
-computed, take it back. Owns: the pools, the prefix tree and every live lease.
+Job: match a sequence against what is cached, lease pages and a state slot to a request, grow the lease, insert what it
+computed into the tree, take it back. Owns: the pools, the prefix tree and every live lease.
 Does not know: tensors, batches, or why a request starts or stops. ::
 
     match(tokens)        pure: how much could be reused
@@ -9,16 +9,16 @@ Does not know: tensors, batches, or why a request starts or stops. ::
     allocate(…)          grow the lease's pages, evicting what is worth least
     order_checkpoints(…) slots for the states that the next step has to store
     commit(…)            a step is launched: so many tokens will be in pages and state
-    confirm(…)           a step is done and went well: what it computed is filed in the tree
+    confirm(…)           a step is done and went well: what it computed is inserted into the tree
     release(…)           the request has ended     } pages and the working slot move to the tree or go back;
     preempt(…)           the request will return   } only after its last launched step
     check()              every page and slot is accounted for
 
 Who owns a page or slot::
 
-    free ──allocate──▶ lease ──confirm, release: filed──▶ tree ──evicted──▶ free
-                         ▲                                  │
-                         └── pages: shared, never written ──┘   slots: forked (copied), or moved if no other is free
+    free ──allocate──▶ lease ──confirm, release: inserted──▶ tree ──evicted──▶ free
+                         ▲                                     │
+                         └──── pages: shared, never written ───┘   slots: forked (copied), or moved if no other is free
 
 A lease reads the pages of its prefix where the tree holds them, and writes only pages of its own: the partial last page
 is copied. Positions below ``Lease.write_start`` that have to be computed again, because their KV is there but no state,
@@ -28,19 +28,14 @@ of its own pages: where another request brought the same tokens, the tree's page
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.cache.checkpoints import (
-    MAX_CHECKPOINTS,
-    CheckpointPolicy,
-    is_decode_position,
-    prefill_positions,
-)
+from weft.cache.checkpoints import CheckpointKind, CheckpointPolicy, is_decode_position, prefill_positions
 from weft.cache.eviction import Evictor
+from weft.cache.insertion import insert, move_lock
 from weft.cache.invariants import check_accounts
-from weft.cache.lease import CacheStats, Lease
+from weft.cache.lease import CacheStats, Lease, LeaseCheckpoints
 from weft.cache.match import Match, explain
 from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, make_policy
@@ -156,51 +151,64 @@ class Manager:
         """
         assert match.version == self.tree.version, "the cache has changed since the match"
         num_tokens = len(match.tokens) if num_tokens is None else num_tokens
-        lease = self._try_lease(match, num_tokens, reserve_pages)
+        num_prompt_tokens = num_prompt_tokens or len(match.tokens)
+        lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, borders)
         if lease is None and not self._leases and match.num_kv_tokens:
             # Alone and still no room: the shared pages are in the way (their copy needs one page more).
             match = replace(match, num_tokens=0, prefix=NOTHING, checkpoint=None, version=self.tree.version)
-            lease = self._try_lease(match, num_tokens, reserve_pages)
+            lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, borders)
         if lease is None:
             return None
-        lease.num_prompt_tokens = num_prompt_tokens or len(match.tokens)
-        self._plan_checkpoints(lease, match, borders)
         self._num_query_tokens += len(match.tokens)
         self._num_hit_tokens += lease.num_cached_tokens
         self._leases.add(lease)
         return lease
 
-    def _try_lease(self, match: Match, num_tokens: int, reserve_pages: int) -> Lease | None:
+    def _try_lease(
+        self, match: Match, num_tokens: int, reserve_pages: int, num_prompt_tokens: int, borders: Sequence[int]
+    ) -> Lease | None:
         report = explain(match, needs_state=self._needs_state)
         node = self._lock_prefix(match)
-        shared, copied = divmod(match.num_kv_tokens, self.spec.page_size)
-        needed = max(self.spec.pages_for(num_tokens) - shared, int(copied > 0))
+        num_shared, copied = divmod(match.num_kv_tokens, self.spec.page_size)
+        needed = max(self.spec.pages_for(num_tokens) - num_shared, int(copied > 0))
         fits = needed + reserve_pages <= self.pages.num_free + self.pages.num_evictable
-        slot = self._take_working_slot(match.checkpoint) if fits else None
+        source = match.checkpoint
+        slot = self._take_working_slot(source) if fits else None
         if slot is None:
             if node is not None:
                 self.tree.unlock(node)
             return None
-        pages = self.tree.page_list(Prefix(node, match.num_kv_tokens))
-        lease = Lease(pages[:shared], slot, match.num_tokens, match.num_tokens, report=report, tokens=match.tokens)
-        lease.salt, lease.node, lease.num_shared_pages = match.salt, node, shared
-        lease.write_start = max(match.num_tokens, shared * self.spec.page_size)
-        if match.checkpoint is not None and slot != match.checkpoint.slot:
-            lease.state_fork, lease.fork_source = (match.checkpoint.slot, slot), match.checkpoint
-            self.tree.pin(match.checkpoint)
-        if copied:
-            self._take_pages(lease, 1)
-            lease.page_copy = (pages[shared], lease.pages[shared])
-        if match.checkpoint is not None:
-            used = match.checkpoint
-            self.evictor.odds.use(used.kind, used.lineage, used.num_uses)
-            lease.lineage = used.lineage + 1
+        stored_pages = self.tree.page_list(Prefix(node, match.num_kv_tokens))
+        is_fork = source is not None and slot != source.slot
+        if source is not None and is_fork:
+            self.tree.pin(source)
+        copy = self._take_pages(1) if copied else []
+        assert copy is not None, "there is room"
+        checkpoints = self._plan_checkpoints(match, num_prompt_tokens, borders)
+        if source is not None:
+            self.evictor.odds.use(source.kind, source.lineage, source.num_uses)
         if node is not None:
             self._touch(match, node)
-        return lease
+        return Lease(
+            tokens=match.tokens,
+            salt=match.salt,
+            num_prompt_tokens=num_prompt_tokens,
+            report=report,
+            num_cached_tokens=match.num_tokens,
+            write_start=max(match.num_tokens, num_shared * self.spec.page_size),
+            page_copy=(stored_pages[num_shared], copy[0]) if copied else None,
+            state_fork=(source.slot, slot) if source is not None and is_fork else None,
+            fork_source=source if is_fork else None,
+            pages=stored_pages[:num_shared] + copy,
+            num_shared_pages=num_shared,
+            node=node,
+            state_slot=slot,
+            checkpoints=checkpoints,
+            num_committed_tokens=match.num_tokens,
+        )
 
     def _lock_prefix(self, match: Match) -> Node | None:
-        """Lock exactly what is matched. None if nothing is ever filed."""
+        """Lock exactly what is matched. None if nothing is ever inserted."""
         if not self.enable_prefix_caching:
             return None
         node = match.prefix.node
@@ -231,56 +239,49 @@ class Manager:
             slot = self.tree.take_checkpoint(source, lost=False)
         return slot
 
-    def _plan_checkpoints(self, lease: Lease, match: Match, borders: Sequence[int]) -> None:
+    def _plan_checkpoints(self, match: Match, num_prompt_tokens: int, borders: Sequence[int]) -> LeaseCheckpoints:
+        """Where the prefill stores states, and why."""
         if not (self._needs_state and self.enable_prefix_caching):
-            return
-        stored = match.num_kv_tokens
-        lease.kinds = dict.fromkeys(borders, "border")
-        if lease.num_cached_tokens < stored:
-            lease.kinds[stored] = "divergence"
-        lease.checkpoint_positions = prefill_positions(
+            return LeaseCheckpoints()
+        stored, reused = match.num_kv_tokens, match.num_tokens
+        kinds: dict[int, CheckpointKind] = dict.fromkeys(borders, "border")
+        if reused < stored:
+            kinds[stored] = "divergence"
+        positions = prefill_positions(
             self.checkpoint_policy,
-            reused=lease.num_cached_tokens,
-            divergence=stored if lease.num_cached_tokens < stored < len(match.tokens) else None,
+            reused=reused,
+            divergence=stored if reused < stored < len(match.tokens) else None,
             borders=borders,
-            num_prompt_tokens=lease.num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             alignment=self._alignment,
         )
+        return LeaseCheckpoints(positions, kinds, match.checkpoint.lineage + 1 if match.checkpoint is not None else 0)
 
     # -- a request grows -------------------------------------------------------------------------------------------
 
     def is_prefilled(self, lease: Lease) -> bool:
-        """Is everything filed that the lease's first tokens have to give? True too if the lease has ended."""
-        return lease.is_filed or lease.node is None
+        """Is everything in the tree that the lease's first tokens have to give? True too if the lease has ended."""
+        return lease.is_inserted or lease.node is None
 
     def shareable(self, match: Match, lease: Lease) -> int:
         """How many tokens of ``match`` a running prefill makes reusable once it is confirmed. Changes nothing."""
-        if lease.is_filed or lease.node is None or lease.salt != match.salt or not match.reuse:
+        if lease.is_inserted or lease.node is None or lease.salt != match.salt or not match.reuse:
             return 0
         shared = min(common_prefix(match.tokens, lease.tokens), len(match.tokens) - 1)
         if not self._needs_state:
             return shared
-        positions = [p for p in self._pending_positions(lease) if p <= shared]
+        positions = [p for p in lease.checkpoints.pending() if p <= shared]
         return shared if self._can_store(lease, shared) else max(positions, default=0)
 
     def share(self, match: Match, lease: Lease) -> None:
         """Let a running prefill store a state where ``match`` leaves it, if it has not come that far."""
         position = self.shareable(match, lease)
-        if self._needs_state and position not in self._pending_positions(lease) and self._can_store(lease, position):
-            lease.checkpoint_positions = sorted([*lease.checkpoint_positions, position])
-            lease.kinds[position] = "divergence"
-
-    def _pending_positions(self, lease: Lease) -> list[int]:
-        return [position for position, _ in lease.stored] + lease.checkpoint_positions
+        if self._needs_state and position not in lease.checkpoints.pending() and self._can_store(lease, position):
+            lease.checkpoints.add(position, "divergence")
 
     def _can_store(self, lease: Lease, position: int) -> bool:
-        room = len(self._pending_positions(lease)) < MAX_CHECKPOINTS
-        return self.checkpoint_policy == "exact" and room and position > lease.num_committed_tokens
-
-    def can_allocate(self, lease: Lease | None, num_tokens: int, reserve_pages: int = 0) -> bool:
-        """Would ``allocate(lease, num_tokens)`` succeed and leave ``reserve_pages``? None: for a fresh lease."""
-        missing = self.spec.pages_for(num_tokens) - (len(lease.pages) if lease is not None else 0)
-        return max(0, missing) + reserve_pages <= self.pages.num_free + self.pages.num_evictable
+        is_ahead = position > lease.num_committed_tokens
+        return self.checkpoint_policy == "exact" and lease.checkpoints.has_room and is_ahead
 
     def allocate(self, lease: Lease, num_tokens: int) -> list[int] | None:
         """Grow the lease until it holds ``num_tokens`` tokens, evicting what nobody needs.
@@ -293,10 +294,11 @@ class Manager:
         missing = self.spec.pages_for(num_tokens) - len(lease.pages)
         if missing <= 0:
             return []
-        pages = self._take_pages(lease, missing)
+        pages = self._take_pages(missing)
         if pages is None and len(self._leases) == 1 and lease.num_committed_tokens > lease.num_cached_tokens:
             self._unshare(lease)
-            pages = self._take_pages(lease, missing)
+            pages = self._take_pages(missing)
+        lease.pages.extend(pages or ())
         return pages
 
     def _unshare(self, lease: Lease) -> None:
@@ -306,15 +308,14 @@ class Manager:
         shared, lease.num_shared_pages = lease.pages[: lease.num_shared_pages], 0
         self.pages.retain(shared)
         self.pages.pin(shared)
-        self._move_lock(lease, self.tree.root(lease.salt))
+        move_lock(lease, self.tree.root(lease.salt), self.tree)
 
-    def _take_pages(self, lease: Lease, count: int) -> list[int] | None:
+    def _take_pages(self, count: int) -> list[int] | None:
         if not self.evictor.make_room(count):
             return None
         pages = self.pages.allocate(count)
         assert pages is not None
         self.pages.pin(pages)
-        lease.pages.extend(pages)
         return pages
 
     def order_checkpoints(self, lease: Lease, start: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -322,22 +323,20 @@ class Manager:
 
         Positions for which no slot can be had are skipped.
         """
-        end = start + num_tokens
-        due = [p for p in lease.checkpoint_positions if start < p <= end]
+        end, states = start + num_tokens, lease.checkpoints
         orders: list[tuple[int, int]] = []
-        if due:
-            lease.checkpoint_positions = [p for p in lease.checkpoint_positions if p > end]
+        if states.positions and (due := states.take_due(start, end)):
             for position in due:
                 slot = self.evictor.take_slot()
                 if slot is not None:
                     orders.append((position, slot))
-            lease.stored.extend(orders)
+            states.stored.extend(orders)
         elif start >= len(lease.tokens) and self._takes_snapshot(end):
             slot = self.evictor.take_slot()
             if slot is not None:
                 orders = [(end, slot)]
                 self._drop_snapshot(lease)
-                lease.snapshot = orders[0]
+                states.snapshot = orders[0]
         return orders
 
     def _takes_snapshot(self, position: int) -> bool:
@@ -345,9 +344,9 @@ class Manager:
         return wanted and is_decode_position(self.checkpoint_policy, position, self._alignment)
 
     def _drop_snapshot(self, lease: Lease) -> None:
-        if lease.snapshot is not None:
-            self.slots.release(lease.snapshot[1])
-            lease.snapshot = None
+        if lease.checkpoints.snapshot is not None:
+            self.slots.release(lease.checkpoints.snapshot[1])
+            lease.checkpoints.snapshot = None
 
     def commit(self, lease: Lease, num_tokens: int) -> None:
         """The steps launched so far leave the request with exactly ``num_tokens`` tokens in pages and state.
@@ -361,58 +360,21 @@ class Manager:
     def confirm(self, lease: Lease, num_tokens: int) -> None:
         """The step that brought the request to ``num_tokens`` tokens is done: its KV and states can be reused.
 
-        Files at checkpoints and at the end of the prefill; what is generated follows when the request goes.
+        It is inserted at checkpoints and at the end of the prefill; what is generated follows when the request goes.
         """
-        if lease.is_filed or lease.node is None:
+        if lease.is_inserted or lease.node is None:
             return
-        if num_tokens >= len(lease.tokens) or any(position <= num_tokens for position, _ in lease.stored):
-            self._file(lease, lease.tokens[:num_tokens])
-            lease.is_filed = num_tokens >= len(lease.tokens)
+        if num_tokens >= len(lease.tokens) or any(p <= num_tokens for p, _ in lease.checkpoints.stored):
+            self._insert(lease, lease.tokens[:num_tokens])
+            lease.is_inserted = num_tokens >= len(lease.tokens)
 
     def _unpin_source(self, lease: Lease) -> None:
         if lease.fork_source is not None:
             self.tree.unpin(lease.fork_source)
             lease.fork_source = None
 
-    def _file(self, lease: Lease, tokens: Tokens) -> None:
-        """Insert the KV of ``tokens`` and the stored states into the tree."""
-        assert lease.node is not None
-        if len(tokens) > lease.node.end:
-            self._lock_own(lease, self.tree.extend(lease.node, tokens, lease.pages))
-        for position, slot in [entry for entry in lease.stored if entry[0] <= len(tokens)]:
-            self._file_state(lease, tokens, position, slot)
-        lease.stored = [entry for entry in lease.stored if entry[0] > len(tokens)]
-
-    def _lock_own(self, lease: Lease, deepest: Node) -> None:
-        """Move the lock down the path to ``deepest`` as long as the nodes list pages of the lease.
-
-        Where the tree has pages that another request computed, the lease does not read them: they stay evictable.
-        """
-        node = lease.node
-        below = list(itertools.takewhile(lambda each: each is not node, deepest.path()))
-        for each in reversed(below):
-            first = each.start // self.spec.page_size
-            if each.pages != lease.pages[first : first + len(each.pages)]:
-                break
-            node = each
-        if node is not None and node is not lease.node:
-            self._move_lock(lease, node)
-
-    def _move_lock(self, lease: Lease, node: Node) -> None:
-        assert lease.node is not None
-        self.tree.lock(node)
-        self.tree.unlock(lease.node)
-        lease.node = node
-
-    def _file_state(self, lease: Lease, tokens: Tokens, position: int, slot: int) -> None:
-        """Move a state into the tree; one that is there already is kept, and the slot freed."""
-        assert lease.node is not None
-        at = self.tree.locate(lease.node, tokens, position)
-        kind = lease.kinds.get(position, "inside")
-        if at is not None and self.tree.add_checkpoint(at, position, slot, kind, lease.lineage):
-            self.evictor.odds.add(kind, lease.lineage, 0)
-        else:
-            self.slots.release(slot)
+    def _insert(self, lease: Lease, tokens: Tokens) -> None:
+        insert(lease, tokens, self.tree, self.slots, self.evictor.odds)
 
     # -- a request goes --------------------------------------------------------------------------------------------
 
@@ -422,15 +384,15 @@ class Manager:
         Args:
             token_ids: the request's tokens as far as they are known. If more were fed (a step launched past the end),
                 the working state belongs to no known sequence and is dropped.
-            keep: False: what it computed is worthless (NaN, a step that broke). Nothing is filed, and what it filed
-                or reused is forgotten: NaN shows when a token is sampled, wherever it came from.
+            keep: False: what it computed is worthless (NaN, a step that broke). Nothing is inserted, and what it
+                inserted or reused is forgotten: NaN shows when a token is sampled, wherever it came from.
         """
         tokens, fed, cached = as_tokens(token_ids), lease.num_committed_tokens, lease.node is not None
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
         if not keep and cached:
             self._forget(tokens[:fed], lease.salt)
         if keep and self.observer is not None and fed >= len(lease.tokens):
-            borders = [position for position, kind in lease.kinds.items() if kind == "border"]
+            borders = [position for position, kind in lease.checkpoints.kinds.items() if kind == "border"]
             self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, borders)
 
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
@@ -450,29 +412,29 @@ class Manager:
         fed = lease.num_committed_tokens
         if lease.node is not None and keep:
             self._hand_over(lease, tokens[:fed], moves_state and len(tokens) >= fed)
-        for slot in [slot for _, slot in lease.stored] + [lease.state_slot]:
+        for slot in [*lease.checkpoints.slots(), lease.state_slot]:
             if slot:
                 self.slots.release(slot)
-        self._drop_snapshot(lease)
-        own = lease.pages[lease.num_shared_pages :]
+        own = lease.own_pages
         self.pages.unpin(own)
         self.pages.release(own)
         if lease.node is not None:
             self.tree.unlock(lease.node)
-        lease.pages, lease.state_slot, lease.node, lease.stored = [], 0, None, []
+        lease.pages, lease.state_slot, lease.node = [], 0, None
+        lease.checkpoints.stored, lease.checkpoints.snapshot = [], None
 
     def _hand_over(self, lease: Lease, tokens: Tokens, moves_state: bool) -> None:
-        """File everything that was fed, the working state under exactly these tokens."""
-        was_fed = lease.num_committed_tokens > lease.num_cached_tokens
+        """Insert everything that was fed, the working state under exactly these tokens."""
+        states, was_fed = lease.checkpoints, lease.num_committed_tokens > lease.num_cached_tokens
         was_moved = lease.num_cached_tokens > 0 and lease.state_fork is None  # the slot still is the tree's own state
         if lease.state_slot and len(tokens) and moves_state and (was_fed or was_moved):
-            lease.stored.append((len(tokens), lease.state_slot))
-            lease.kinds.setdefault(len(tokens), "end")
+            states.stored.append((len(tokens), lease.state_slot))
+            states.kinds.setdefault(len(tokens), "end")
             lease.state_slot = 0
-        if lease.snapshot is not None and not moves_state:
-            lease.stored.append(lease.snapshot)
-            lease.snapshot = None
-        self._file(lease, tokens)
+        if states.snapshot is not None and not moves_state:
+            states.stored.append(states.snapshot)
+            states.snapshot = None
+        self._insert(lease, tokens)
 
     def check(self) -> None:
         """Assert the invariants: every page and slot is accounted for, nothing leased can be evicted."""

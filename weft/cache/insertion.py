@@ -1,0 +1,55 @@
+"""From a lease into the prefix tree: what a request computed becomes reusable.
+
+Job: insert KV and states of a lease, and keep the lease's lock on what it still reads. Owns: nothing of its own.
+Does not know: requests, when a step is done, eviction.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from weft.cache.lease import Lease
+from weft.cache.policy import ReuseOdds
+from weft.cache.radix_tree import Node, RadixTree, Tokens
+from weft.cache.state_pool import StatePool
+
+
+def insert(lease: Lease, tokens: Tokens, tree: RadixTree, slots: StatePool, odds: ReuseOdds) -> None:
+    """Insert the KV of ``tokens``, the lease's first ones, and the states stored up to there.
+
+    A state that the tree has already is kept there, and the lease's slot freed.
+    """
+    assert lease.node is not None
+    if len(tokens) > lease.node.end:
+        _lock_own(lease, tree.extend(lease.node, tokens, lease.pages), tree)
+    states = lease.checkpoints
+    for position, slot in states.take_stored(len(tokens)):
+        at, kind = tree.locate(lease.node, tokens, position), states.kinds.get(position, "inside")
+        if at is not None and tree.add_checkpoint(at, position, slot, kind, states.lineage):
+            odds.add(kind, states.lineage, 0)
+        else:
+            slots.release(slot)
+
+
+def move_lock(lease: Lease, node: Node, tree: RadixTree) -> None:
+    """Lock the path of ``node`` in the place of the one that is locked."""
+    assert lease.node is not None
+    tree.lock(node)
+    tree.unlock(lease.node)
+    lease.node = node
+
+
+def _lock_own(lease: Lease, deepest: Node, tree: RadixTree) -> None:
+    """Move the lock down the path to ``deepest`` as long as the nodes list pages of the lease.
+
+    Where the tree has pages that another request computed, the lease does not read them: they stay evictable.
+    """
+    node = lease.node
+    below = list(itertools.takewhile(lambda each: each is not node, deepest.path()))
+    for each in reversed(below):
+        first = each.start // tree.page_size
+        if each.pages != lease.pages[first : first + len(each.pages)]:
+            break
+        node = each
+    if node is not None and node is not lease.node:
+        move_lock(lease, node, tree)
