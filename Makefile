@@ -16,7 +16,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-clients fuzz lint types docs install clean
+.PHONY: demo test test-clients fuzz mutate lint types docs install clean
 
 demo: $(INSTALLED)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -31,6 +31,10 @@ test-clients: $(INSTALLED)
 # Hostile inputs at the server; as many as INPUTS says.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.fuzz --inputs $(INPUTS)
+
+# Bugs planted one at a time: do the tests notice? (Half an hour; verdicts in tests/mutation/verdicts.json.)
+mutate: $(INSTALLED)
+	$(BIN)/python -m tests.mutation.run
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

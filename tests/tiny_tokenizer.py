@@ -82,3 +82,11 @@ def save_sentencepiece_tokenizer(folder: Path) -> None:
         "chat_template": LLAMA_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def drop_bos_from_template(folder: Path) -> None:
+    """The chat template of a folder no longer writes a BOS."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["chat_template"] = config["chat_template"].replace("{{ bos_token }}", "")
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")

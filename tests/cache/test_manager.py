@@ -11,6 +11,7 @@ import pytest
 from tests.cache.fake_memory import FakeMemory, Running
 from tests.cache.test_manager_fuzz import make_spec
 from weft.cache.manager import Lease, Manager
+from weft.cache.radix_tree import as_tokens
 
 PROMPT = [(7 * i + i // 5) % 997 for i in range(210)]
 
@@ -279,6 +280,13 @@ def test_reports_say_why() -> None:
     manager.slots.release(manager.tree.take_checkpoint(checkpoint, lost=True))
     text = report(PROMPT)
     assert "KV matched 210 of 210 tokens, nearest state at 0, recomputed 210: state at 209 evicted" in text
+    deepest = manager.match(PROMPT).prefix.node
+    for position in (170, 140):
+        node = deepest and manager.tree.locate(deepest, as_tokens(PROMPT), position)
+        assert node is not None and manager.tree.add_checkpoint(node, position, manager.slots.allocate() or 0)
+        manager.slots.release(manager.tree.take_checkpoint(node.checkpoints[position], lost=True))
+    assert "state at 209 evicted" in report(PROMPT), "of several the latest: it would have saved most"
+    assert "state at 140 evicted" in report([*PROMPT[:150], 999])
     assert manager.evictor.make_room(manager.pages.capacity)
     assert "KV beyond 0 evicted" in report(PROMPT)
 

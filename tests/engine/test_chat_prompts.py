@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.engine.conftest import assert_idle
 from tests.test_tokenizer import byte_level
+from tests.tiny_tokenizer import drop_bos_from_template, save_sentencepiece_tokenizer
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.engine import chat_prompts
@@ -186,6 +187,33 @@ def test_next_turn_reuses_the_whole_prompt_when_the_answer_is_rewritten(folder: 
         (second,) = llm.generate([[*prompt[:60], 5, 6, 7, 8]], params, use_tqdm=False)
         assert second.num_cached_tokens == 60
         assert_idle(llm)
+
+
+def test_chat_prompts_carry_their_turn_boundaries(folder: Path) -> None:
+    """After the system block and after the turn of the user: what the template gives, counted in tokens."""
+    system, user = {"role": "system", "content": "one two"}, {"role": "user", "content": "three four"}
+    with LLM(str(folder), max_num_seqs=2) as llm:
+        prompt = llm.render_chat([system, user])
+        texts = [llm.tokenizer.decode(prompt["prompt_token_ids"][:p]) for p in prompt["checkpoint_positions"]]
+        turns = ["system\none two\nuser", "system\none two\nuser\nthree four\nassistant"]
+        assert [text.rstrip() for text in texts] == turns
+        llm.chat([system, user], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        other_turn = {"role": "user", "content": "seven"}
+        (other,) = llm.chat([system, other_turn], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert other.num_cached_tokens == prompt["checkpoint_positions"][0]
+    with LLM(str(folder), max_num_seqs=2, enable_prefix_caching=False) as llm:
+        assert "checkpoint_positions" not in llm.render_chat([system, user])
+
+
+@pytest.mark.parametrize("writes_bos", [True, False])
+def test_a_bos_comes_from_the_template_alone(tmp_path: Path, writes_bos: bool) -> None:
+    save_sentencepiece_tokenizer(tmp_path)
+    if not writes_bos:
+        drop_bos_from_template(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("hello")[0] == tokenizer.bos_token_id, "the tokenizer adds one to other texts"
+    token_ids = ChatPrompts(tokenizer).make([{"role": "user", "content": "hello"}]).token_ids
+    assert token_ids.count(tokenizer.bos_token_id) == writes_bos
 
 
 def test_salted_prompts_share_nothing(folder: Path) -> None:

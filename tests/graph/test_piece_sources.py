@@ -102,6 +102,26 @@ def test_each_distinct_piece_is_compiled_once_and_found_at_the_next_start(model:
     assert third.counters == CompileCounters(compiled=2, cache_hits=0, reused=2)
 
 
+@pytest.mark.parametrize("what", ["torch", "weft", "triton", "python", "device"])
+def test_another_version_or_device_finds_nothing(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """An artefact holds for the versions and the processor that it was made with."""
+    from weft.graph import inductor
+
+    graph = split_graph(trace(model, context_of([1], {}), CPU, 8).graph, known_split_ops())[1][0].graph
+    before = PieceCompiler(CPU, tmp_path)._key(graph)
+    assert PieceCompiler(CPU, tmp_path)._key(graph) == before
+    if what == "python":
+        monkeypatch.setattr("sys.version", "3.99")
+    elif what == "device":
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "another")
+    else:
+        version = inductor._version
+        monkeypatch.setattr(inductor, "_version", lambda name: "9.9" if name == what else version(name))
+    assert PieceCompiler(CPU, tmp_path)._key(graph) != before
+
+
 def test_a_compiled_piece_is_one_operation_to_the_recorder(model: Model, folder: Path) -> None:
     pieces = prepared_pieces(model, make("inductor", folder))
     graph = pieces.runs.sequence(max(SIZES))

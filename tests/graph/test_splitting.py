@@ -116,3 +116,18 @@ def test_getitem_stays_with_its_producer() -> None:
     x, layers = torch.randn(5, 2 * SIZE), {"layers.0": RunningSum("layers.0")}
     with forward_context(context_of([2, 3], layers)):
         assert torch.equal(module(x)[0], whole(x)[0])
+
+
+def test_parts_that_do_not_need_each_other_keep_their_order() -> None:
+    """Two mixers of the same input: which of them comes first is seen nowhere but in the order of the graph."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    results = []
+    for layer in ("layers.0", "layers.1"):
+        out = graph.call_method("new_empty", (x, 5, SIZE))
+        graph.call_function(OP, (x, out, layer))
+        results.append(graph.call_function(torch.add, (out, 1.0)))
+    graph.output((graph.call_function(torch.sub, tuple(reversed(results))),))
+    module, items = split_graph(GraphModule(nn.Module(), graph), ["running_sum"])
+    assert [item.layer for item in items] == ["layers.0", None, "layers.1", None]
+    assert [node.target for node in module.graph.nodes if node.op == "call_module"] == [item.name for item in items]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.harness import Harness
 from tests.tiny import make_checkpoint
 from weft.config.layer_spec import CacheDtypes
 from weft.forward_context import forward_context
+from weft.layers import moe
 from weft.layers.table import LayerTable
 
 
@@ -72,3 +75,25 @@ def test_padding_never_writes_a_live_page_or_slot(harness: Harness) -> None:
         live = b.pages if "k" in cache else [b.slot]
         for old, new in zip(before[name], cache.values(), strict=True):
             assert torch.equal(old[live].nan_to_num(7.0), new[live].nan_to_num(7.0)), name
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_padding_rows_are_sent_to_no_expert(
+    harness: Harness, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts would compute for them, and the busiest one decides how long all take."""
+    seen = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(route(*args, **kwargs))
+        return seen[-1]
+
+    route = moe.topk_router
+    monkeypatch.setattr(moe, "topk_router", noted)
+    context = harness.context_for([(harness.sequence(list(range(80))), 66)], pad_tokens=3, pad_seqs=2)
+    if on_device:
+        context = replace(context, batch=replace(context.batch, token_count=torch.tensor([66], dtype=torch.int32)))
+    with forward_context(context):
+        harness.model.get_submodule("model.layers.1.mlp")(torch.randn(69, harness.config.hidden_size))
+    ((weights, ids),) = seen
+    assert (ids[:66] >= 0).all() and (ids[66:] == -1).all() and not weights[66:].any()

@@ -274,6 +274,15 @@ def test_filters_equal_the_reference(top_k: int, top_p: float, min_p: float) -> 
         assert torch.equal(kept[expected], row[expected])
 
 
+@pytest.mark.parametrize(("top_p", "count"), [(0.5, 1), (0.75, 2), (0.875, 3), (0.5 + 2**-20, 2), (0.5 - 2**-20, 1)])
+def test_a_share_that_is_reached_exactly_needs_no_further_token(top_p: float, count: int) -> None:
+    """Shares of 1/2, 1/4, 1/8, 1/8, exact in binary: the smallest set whose share reaches top-p."""
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]]).log2() * torch.tensor(2.0).log()
+    logits = torch.where(torch.tensor([True] * 5), logits, 0.0)
+    keep = apply_top_k_top_p_min_p_(logits.clone(), torch.tensor([0]), torch.tensor([top_p]), None, candidates=5)[0]
+    assert int((keep > -torch.inf).sum()) == count
+
+
 def test_equal_logits_at_the_border_stay_together() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
     kept = apply_top_k_top_p_min_p_(logits, torch.tensor([2]), torch.tensor([1.0]), None, candidates=2)

@@ -90,6 +90,19 @@ def test_resumed_request_feeds_the_tokens_it_brought() -> None:
     assert step.input_ids.tolist() == [1, 2, 3, 4, 5]
 
 
+def test_what_is_stored_already_is_read_and_not_written() -> None:
+    """Positions below ``write_start`` are computed again: their KV goes to page 0, whichever chunk they come in."""
+    table, builder = make()
+    for start, count, written in ((16, 60, 40), (16, 8, 40), (40, 36, 40), (16, 60, 0)):
+        table.fill(NewRequest(3, list(range(90)), 90, RowSampling()))
+        batch = build(table, builder, [ScheduledRequest(3, start, count, [5, 6, 7, 8, 9], 2, False, [], written)]).batch
+        real = [(5 + p // PAGE) * PAGE + p % PAGE for p in range(start, start + count)]
+        expected = [0 if p < written else slot for p, slot in zip(range(start, start + count), real, strict=True)]
+        assert batch.slot_mapping.tolist() == expected
+        pages = -(-(start + count) // PAGE)
+        assert batch.page_table[0, :pages].tolist() == [5, 6, 7, 8, 9][:pages], "attention reads the stored pages"
+
+
 def test_refilled_row_starts_with_an_empty_page_table() -> None:
     table, builder = make()
     table.fill(NewRequest(0, [1] * 40, 40, RowSampling()))
@@ -144,3 +157,29 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     assert batch.token_count is not None and batch.token_count.tolist() == [3]
     assert samples.rows.tolist() == [2, 6, 4] + [table.padding_row] * 5
     assert samples.temperature[3:].tolist() == [0.0] * 5 and samples.indices.tolist() == list(range(8))
+
+
+def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
+    """Sequences that fill a step up are empty: no tokens, no slot, no chunk, whatever a larger step left behind."""
+    table, builder = make()
+    for row in range(8):
+        table.fill(NewRequest(row, [9] * 60, 60, RowSampling()))
+    pages = [[3 * r + 1, 3 * r + 2, 3 * r + 3, 30 + r] for r in range(8)]
+    build(table, builder, [ScheduledRequest(r, 0, 40, pages[r][:3], r + 1, True) for r in range(8)])
+    orders = [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6)]
+    orders.append(ScheduledRequest(4, 40, 20, [34], 5, True))
+    shape = builder.fill(SchedulerOutput(2, orders))
+    builder.pad_mixture(shape, 32)
+    builder.send()
+    batch = builder.materialise(StepShape.mixture(32, 8, 1024)).batch
+    assert batch.mixture is not None and batch.mixture.counts.tolist() == [22, 3, 2]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 22] + [22] * 5
+    assert batch.seq_lens.tolist() == [41, 41, 60] + [0] * 5 and batch.state_slots.tolist() == [3, 7, 5] + [0] * 5
+    assert batch.mixture.decode_slots.tolist() == [3, 7] + [0] * 6
+    assert batch.slot_mapping[22:].tolist() == [0] * 10 and batch.positions[22:].tolist() == [0] * 10
+    assert batch.page_table[3:].count_nonzero() == 0
+    chunks = batch.chunks
+    assert chunks is not None
+    assert chunks.length[: shape.num_chunks].tolist() == [20] and not chunks.length[shape.num_chunks :].any()
+    assert (chunks.checkpoint_slot[shape.num_chunks :] == -1).all()
+    assert chunks.first.tolist() == [0, 0, 0] + [1] * 6

@@ -267,3 +267,19 @@ def test_random_branching_workloads(seed: int) -> None:
         if request.request_id not in aborted:
             expect(request)
     assert_idle(rig)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_decoding_request_keeps_one_snapshot(depth: int) -> None:
+    """``aligned``: each multiple of 64 replaces the one before; of 200 decodes nothing is left over but the last."""
+    rig = make_rig(checkpoint_policy="aligned", slots=6)
+    request = make_request("long", prompt(10), 200)
+    rig.scheduler.add(request)
+    while rig.scheduler.has_work:
+        rig.step(depth)
+        assert rig.manager.slots.capacity - rig.manager.slots.num_free <= 3, "working slot, snapshot, the new one"
+    expect(request)
+    assert rig.manager.slots.capacity - rig.manager.slots.num_free == 1
+    tokens = request.prompt_token_ids + request.output_token_ids
+    assert rig.manager.match(tokens).num_tokens == 192
+    assert_idle(rig)

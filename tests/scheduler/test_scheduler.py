@@ -39,6 +39,7 @@ class Rig:
     def step(self, depth: int = 0) -> None:
         orders = self.scheduler.schedule()
         if orders is not None:
+            assert orders.num_tokens <= self.scheduler.max_num_batched_tokens, "a step exceeds the budget"
             self.max_step_tokens = max(self.max_step_tokens, orders.num_tokens)
             self.in_flight.append(self.runner.run(orders))
         self.scheduler.check()
@@ -164,6 +165,21 @@ def test_long_prompt_does_not_stop_decodes() -> None:
         rig.step()
         assert len(short.output_token_ids) == expected
     assert 0 < long.num_computed_tokens < 100
+
+
+def test_a_prefill_of_higher_priority_leaves_room_for_decodes() -> None:
+    """The chunk is planned first, and the decodes behind it count against the budget all the same."""
+    rig = Rig(pages=100, seqs=4, budget=8, policy="priority")
+    decoding = [make_request(f"r{i}", [i + 1], 30, i, priority=5) for i in range(3)]
+    for request in decoding:
+        rig.scheduler.add(request)
+    rig.step()
+    first = make_request("first", list(range(40)), 2, 9, priority=0)
+    rig.scheduler.add(first)
+    for expected in (5, 10, 15):
+        rig.step()
+        assert rig.max_step_tokens == 8 and first.num_computed_tokens == expected
+    assert all(len(request.output_token_ids) == 4 for request in decoding)
 
 
 def test_priority_goes_first_and_fcfs_does_not() -> None:

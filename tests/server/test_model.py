@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,39 @@ def client(mini: RunningServer) -> Iterator[OpenAI]:
 def ask(client: OpenAI, text: str = QUESTION, **fields: Any) -> Any:
     fields = {"temperature": 0, "max_tokens": 60} | fields
     return client.chat.completions.create(model="weft-mini", messages=[{"role": "user", "content": text}], **fields)
+
+
+def test_another_question_reuses_the_system_block(client: OpenAI) -> None:
+    """Where it ends, prompts leave each other: a state is kept there without anybody asking for it."""
+    system = {"role": "system", "content": "Whatever is asked, answer in one short sentence with a number in it."}
+    found = []
+    for question in ("What is 3 + 4?", "Is 11 a prime?"):
+        messages: list[Any] = [system, {"role": "user", "content": question}]
+        answer = client.chat.completions.create(model="weft-mini", messages=messages, max_tokens=2)
+        found.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+    assert found[0] == 0 and found[1] > 10
+
+
+def test_states_are_kept_where_a_request_says(client: OpenAI) -> None:
+    """``checkpoint_positions``, of a prompt in token ids and of a conversation."""
+    rng = random.Random(3)
+    prompt = [rng.randrange(300, 1800) for _ in range(90)]
+    for at in (33, 70):
+        given = {"checkpoint_positions": [at], "cache_salt": f"at {at}"}
+        client.completions.create(model="weft-mini", prompt=prompt, max_tokens=1, extra_body=given)
+        other = client.completions.create(
+            model="weft-mini", prompt=[*prompt[:at], 5, 6, 7], max_tokens=1, extra_body={"cache_salt": f"at {at}"}
+        )
+        assert other.usage.prompt_tokens_details.cached_tokens == at  # type: ignore[union-attr]
+    for wrong in ([91], [0], ["x"]):
+        with pytest.raises(BadRequestError, match="checkpoint_positions"):
+            client.completions.create(
+                model="weft-mini", prompt=prompt, max_tokens=1, extra_body={"checkpoint_positions": wrong}
+            )
+    words = " ".join(f"word{i}" for i in range(40))
+    ask(client, words, max_tokens=1, extra_body={"checkpoint_positions": [50], "cache_salt": "chat"})
+    again = ask(client, words[:-30] + " and more", max_tokens=1, extra_body={"cache_salt": "chat"})
+    assert again.usage.prompt_tokens_details.cached_tokens >= 50
 
 
 def test_it_answers_and_the_second_time_from_the_cache(client: OpenAI) -> None:

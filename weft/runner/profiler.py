@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -46,12 +46,8 @@ class StepProfiler:
         if self._profile is None:
             yield
             return
-        if torch.cuda.is_available():
-            torch.cuda.nvtx.range_push(name)
-        with record_function(name):
+        with record_function(name), torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext():
             yield
-        if torch.cuda.is_available():
-            torch.cuda.nvtx.range_pop()
         self._num_steps += 1
         if self._num_steps >= MAX_STEPS:
             self.close()
