@@ -171,15 +171,13 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
     shape = builder.fill(SchedulerOutput(2, orders))
     builder.pad_mixture(shape, 32)
     builder.send()
-    batch = builder.materialise(StepShape.mixture(32, 8, 1024)).batch
+    batch = builder.materialise(StepShape.mixture(32, 8, 1024, (64,))).batch
     assert batch.mixture is not None and batch.mixture.counts.tolist() == [22, 3, 2]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 22] + [22] * 5
     assert batch.seq_lens.tolist() == [41, 41, 60] + [0] * 5 and batch.state_slots.tolist() == [3, 7, 5] + [0] * 5
     assert batch.mixture.decode_slots.tolist() == [3, 7] + [0] * 6
     assert batch.slot_mapping[22:].tolist() == [0] * 10 and batch.positions[22:].tolist() == [0] * 10
     assert batch.page_table[3:].count_nonzero() == 0
-    chunks = batch.chunks
-    assert chunks is not None
-    assert chunks.length[: shape.num_chunks].tolist() == [20] and not chunks.length[shape.num_chunks :].any()
-    assert (chunks.checkpoint_slot[shape.num_chunks :] == -1).all()
+    chunks = batch.chunks[64]
+    assert chunks.length[0] == 20 and not chunks.length[1:].any() and (chunks.checkpoint_slot[1:] == -1).all()
     assert chunks.first.tolist() == [0, 0, 0] + [1] * 6
