@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 
 from weft import report
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.gated_delta_net import (
+    CHUNK_SIZE,
+    GatedDeltaNetConfig,
+)
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates_reference
 from weft.ops.gdn_decode import gdn_decode_reference
@@ -140,7 +143,7 @@ def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: tor
     }
 
 
-GEOMETRY = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
+GEOMETRY = GatedDeltaNetConfig(HK, HV, K, V, W)
 
 
 def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape) -> dict[str, float]:
@@ -148,9 +151,9 @@ def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape) -> 
     arguments["projected"][4] = torch.nan
     slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     upcast = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    expected = gdn_decode_reference(**upcast, state_slots=slots, **GEOMETRY)
+    expected = gdn_decode_reference(**upcast, state_slots=slots, geometry=GEOMETRY)
     out = torch.full_like(expected, torch.nan).to(dtype)
-    gdn_decode_triton(**arguments, state_slots=slots, **GEOMETRY, out=out, shape=shape)
+    gdn_decode_triton(**arguments, state_slots=slots, geometry=GEOMETRY, out=out, shape=shape)
     assert (out[4] == 0).all(), "padding rows must be zero"
     return {
         "out": relative(out, expected.double()),
@@ -232,7 +235,7 @@ def time_decode(rows: int, state_dtype: torch.dtype, shapes: list[Shape]) -> dic
     other = rows * (CONV_DIM * (2 * W - 1) + HV * V * 2) * 2
     times = {"floor": (state_bytes + other) / PEAK_BYTES_PER_S * 1e6}
     for shape in shapes:
-        run = partial(gdn_decode_triton, **arguments, **GEOMETRY, shape=shape)
+        run = partial(gdn_decode_triton, **arguments, geometry=GEOMETRY, shape=shape)
         calls = [partial(run, state_slots=s) for s in slots]
         times[str(tuple(shape))] = time_us(calls)
     return times

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d
@@ -150,12 +150,12 @@ def test_decode_step(
     conv, recurrent = torch.randn(9, channels, kernel - 1, device=DEVICE), torch.randn(9, hv, dk, dv, device=DEVICE)
     conv, recurrent = conv.to(dtype), recurrent.to(state_dtype)
     slots = torch.tensor([3, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    keywords = {"num_k_heads": hk, "num_v_heads": hv, "head_k_dim": dk, "head_v_dim": dv}
+    geometry = GatedDeltaNetConfig(hk, hv, dk, dv, kernel)
     results = {}
     for backend in (TORCH, TRITON):
         states = conv.clone(), recurrent.clone()
         out = torch.full((4, hv * dv), torch.nan, dtype=dtype, device=DEVICE)
-        gdn_decode(projected, *weights, *states, slots, **keywords, backend=backend, out=out)
+        gdn_decode(projected, *weights, *states, slots, geometry, backend=backend, out=out)
         results[backend] = (out, *states)
     (out, conv, state), expected = results[TRITON], results[TORCH]
     assert (out[3] == 0).all(), "padding rows must be zero"

@@ -182,7 +182,6 @@ class GatedDeltaNet(WeightModule):
     def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
         left as they are in a given ``out``."""
-        local = self.local
         return gdn_decode(
             projected,
             self.conv1d.weight,
@@ -193,10 +192,7 @@ class GatedDeltaNet(WeightModule):
             cache["conv"],
             cache["recurrent"],
             slots,
-            num_k_heads=local.num_k_heads,
-            num_v_heads=local.num_v_heads,
-            head_k_dim=local.head_k_dim,
-            head_v_dim=local.head_v_dim,
+            self.local,
             backend=self._backend,
             out=out,
             keep_padding=out is not None,

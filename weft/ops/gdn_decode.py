@@ -6,11 +6,12 @@ projection, ``q | k | v | z | b | a``, on the reading side. Does not know: the p
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
@@ -27,24 +28,21 @@ def gdn_decode_reference(
     conv_state: Tensor,
     state: Tensor,
     state_slots: Tensor,
+    geometry: GatedDeltaNetConfig,
     *,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
     out: Tensor | None = None,
     keep_padding: bool = False,
 ) -> Tensor:
     """Torch reference of ``gdn_decode``: the operations that it fuses, one after the other."""
-    key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
-    qkv, z, b, a = projected.split([2 * key_dim + value_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
+    key_dim, value_dim, num_v_heads = geometry.key_dim, geometry.value_dim, geometry.num_v_heads
+    qkv, z, b, a = projected.split([geometry.conv_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
     g, beta = gdn_gates_reference(a, b, A_log, dt_bias)
     qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
     q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
-    q, k = (x.unflatten(-1, (num_k_heads, head_k_dim)) for x in (q, k))
-    v = v.unflatten(-1, (num_v_heads, head_v_dim))
+    q, k = (x.unflatten(-1, (geometry.num_k_heads, geometry.head_k_dim)) for x in (q, k))
+    v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
-    normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, head_v_dim), norm_weight, eps)
+    normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
     padding = (state_slots == 0)[:, None]
     normed = normed.view(-1, value_dim)
     if keep_padding:
@@ -65,11 +63,8 @@ def gdn_decode(
     conv_state: Tensor,
     state: Tensor,
     state_slots: Tensor,
+    geometry: GatedDeltaNetConfig,
     *,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
     backend: Backend,
     out: Tensor | None = None,
     keep_padding: bool = False,
@@ -86,24 +81,27 @@ def gdn_decode(
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16.
         state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, whatever they hold; only the
             reserved slot's state may change. Other slots occur once.
+        geometry: heads and sizes of this rank's share.
         out: ``[N, HV * V]`` to write to, optional.
         keep_padding: leave the padding rows of ``out`` as they are.
 
     Returns:
         ``[N, HV * V]`` in projected's dtype, ready for the output projection.
     """
-    options: dict[str, Any] = {
-        "num_k_heads": num_k_heads,
-        "num_v_heads": num_v_heads,
-        "head_k_dim": head_k_dim,
-        "head_v_dim": head_v_dim,
-        "out": out,
-        "keep_padding": keep_padding,
-    }
-    weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
-    states = (conv_state, state, state_slots)
-    if backend is Backend.TORCH:
-        return gdn_decode_reference(projected, *weights, *states, **options)
-    from weft.ops.triton.gdn_decode import gdn_decode_triton
-
-    return gdn_decode_triton(projected, *weights, *states, **options)
+    operation: Callable[..., Tensor] = gdn_decode_reference
+    if backend is not Backend.TORCH:
+        from weft.ops.triton.gdn_decode import gdn_decode_triton as operation
+    return operation(
+        projected,
+        conv_weight,
+        A_log,
+        dt_bias,
+        norm_weight,
+        eps,
+        conv_state,
+        state,
+        state_slots,
+        geometry,
+        out=out,
+        keep_padding=keep_padding,
+    )

@@ -14,6 +14,8 @@ and all keys but the newest, which earlier steps wrote, can load while the kerne
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -56,72 +58,110 @@ _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
 
 
+class Fixed(NamedTuple):
+    """What the decode kernel is compiled for.
+
+    Attributes:
+        head_dim, group, num_heads, page_size: of the model; so many query heads share a key head.
+        split: tokens of a split.
+        rows, keys, block_d: of a tile.
+        precision: of products of float32 operands.
+        stages, ahead, held_splits: see ``Tile``.
+        splits_last: the grid's last dimension goes over splits, else over sequences.
+        mixture: which sequences decode is known to the device only.
+    """
+
+    head_dim: int
+    group: int
+    num_heads: int
+    page_size: int
+    split: int
+    rows: int
+    keys: int
+    block_d: int
+    precision: str
+    stages: int
+    ahead: bool
+    held_splits: int
+    splits_last: bool
+    mixture: bool
+
+
 @triton.jit
-def _store_split(
-    acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits, head_ids,
-    dims, in_group, mask, HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr,
-):  # fmt: skip
+def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
     """The result of a sequence's only split, or one split's part of it."""
+    acc, row_sum, row_max = softmax
+    out, partial, partial_lse, max_splits, stride_out = results
+    row, seq, split, num_splits = place
+    head_ids, dims, in_group, mask = lanes
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
     acc = acc / row_sum[:, None]
     if num_splits == 1:
         offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out + row.to(tl.int64) * stride_out + offsets, acc.to(out.dtype.element_ty), mask=mask)
     else:
-        place = (seq.to(tl.int64) * max_splits + split) * NUM_HEADS + head_ids
-        tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=in_group)
-        tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        at = (seq.to(tl.int64) * max_splits + split) * FIXED.num_heads + head_ids
+        tl.store(partial_lse + at, row_max + tl.log2(row_sum), mask=in_group)
+        tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
 
 
 @triton.jit
 def _decode_held_split(
-    q_row, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits, stride_out, stride_slot,
-    row, kv_len, seq, split, num_splits, head_ids, inside, dims, in_group, mask,
-    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    q_row, cache, results, place, lanes, inside, kv_len, scale_log2, FIXED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """One split in one step. Its keys and values were written before this step, but for the newest token's: they load
     while the kernel before this one still runs."""
+    SPLIT: tl.constexpr = FIXED.split
+    PAGE_SIZE: tl.constexpr = FIXED.page_size
+    PRECISION: tl.constexpr = FIXED.precision
+    table = cache[2]
+    _row, _seq, split, num_splits = place
+    head_ids, dims, _in_group, mask = lanes
     newest = kv_len - 1
     tokens = split * SPLIT + tl.arange(0, SPLIT)
     stored = tokens < newest
     page = tl.load(table + tokens // PAGE_SIZE, mask=stored, other=0)
-    k, v = load_keys_values(k_head, v_head, page, tokens, stored, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True)
+    k, v = load_keys_values(cache, page, tokens, stored, dims, FIXED, True)
     wait(EARLY)
     queries = tl.load(q_row + inside, mask=mask, other=0.0)
-    acc = tl.zeros([head_ids.shape[0], BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([head_ids.shape[0], FIXED.block_d], dtype=tl.float32)
     row_sum = tl.zeros([head_ids.shape[0]], dtype=tl.float32)
     row_max = tl.full([head_ids.shape[0]], float("-inf"), dtype=tl.float32)
     if split == num_splits - 1:
         tail = newest + tl.arange(0, 16)  # as many as a matrix product takes
         is_newest = tail == newest
         tail_page = tl.load(table + tail // PAGE_SIZE, mask=is_newest, other=0)
-        tail_k, tail_v = load_keys_values(
-            k_head, v_head, tail_page, tail, is_newest, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
-        )
+        tail_k, tail_v = load_keys_values(cache, tail_page, tail, is_newest, dims, FIXED, True)
         acc, row_sum, row_max = accumulate(
             acc, row_sum, row_max, queries, tail_k, tail_v, is_newest[None, :], scale_log2, PRECISION, True
         )
     acc, row_sum, row_max = accumulate(
         acc, row_sum, row_max, queries, k, v, stored[None, :], scale_log2, PRECISION, True
     )  # fmt: skip
-    _store_split(
-        acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split, num_splits, head_ids,
-        dims, in_group, mask, HEAD_DIM, NUM_HEADS,
-    )  # fmt: skip
+    _store_split((acc, row_sum, row_max), results, place, lanes, FIXED)
 
 
 @triton.jit
 def _decode_sequence(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
-    scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HELD_SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Every ``step``-th split of one sequence and key head, if the sequence has one query token.
 
     With EARLY this is where the program waits for the kernels before it; one without a split leaves at once.
     """
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q = inputs
+    stride_q, stride_slot, stride_table = strides
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    GROUP: tl.constexpr = FIXED.group
+    PAGE_SIZE: tl.constexpr = FIXED.page_size
+    SPLIT: tl.constexpr = FIXED.split
+    ROWS: tl.constexpr = FIXED.rows
+    KEYS: tl.constexpr = FIXED.keys
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    PRECISION: tl.constexpr = FIXED.precision
+    STAGES: tl.constexpr = FIXED.stages
+    AHEAD: tl.constexpr = FIXED.ahead
+    HELD_SPLITS: tl.constexpr = FIXED.held_splits
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
     kv_len = tl.load(seq_lens + seq)
@@ -132,18 +172,15 @@ def _decode_sequence(
     inside = head_ids[:, None] * HEAD_DIM + dims[None, :]
     q_row = q + row.to(tl.int64) * stride_q
     table = page_table + seq.to(tl.int64) * stride_table
-    k_head = k_cache + kv_head * HEAD_DIM
-    v_head = v_cache + kv_head * HEAD_DIM
+    cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)
+    lanes = (head_ids, dims, in_group, mask)
     if query_len == 1:
         num_splits = tl.cdiv(kv_len, SPLIT)
         if first_split < num_splits:
             if HELD_SPLITS > 0:  # noqa: SIM102 (known to the compiler)
                 if num_splits <= HELD_SPLITS:
-                    _decode_held_split(
-                        q_row, k_head, v_head, table, out, partial, partial_lse, scale_log2, max_splits,
-                        stride_out, stride_slot, row, kv_len, seq, first_split, num_splits, head_ids, inside, dims,
-                        in_group, mask, HEAD_DIM, NUM_HEADS, PAGE_SIZE, SPLIT, BLOCK_D, PRECISION, EARLY,
-                    )  # fmt: skip
+                    place = (row, seq, first_split, num_splits)
+                    _decode_held_split(q_row, cache, results, place, lanes, inside, kv_len, scale_log2, FIXED, EARLY)
             if num_splits > HELD_SPLITS:
                 wait(EARLY)
                 queries = tl.load(q_row + inside, mask=mask, other=0.0)
@@ -163,16 +200,11 @@ def _decode_sequence(
                             next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
                         else:
                             page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
-                        k, v = load_keys_values(
-                            k_head, v_head, page, tokens, valid, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
-                        )
+                        k, v = load_keys_values(cache, page, tokens, valid, dims, FIXED, True)
                         acc, row_sum, row_max = accumulate(
                             acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
                         )
-                    _store_split(
-                        acc, row_sum, row_max, out, partial, partial_lse, max_splits, stride_out, row, seq, split,
-                        num_splits, head_ids, dims, in_group, mask, HEAD_DIM, NUM_HEADS,
-                    )  # fmt: skip
+                    _store_split((acc, row_sum, row_max), results, (row, seq, split, num_splits), lanes, FIXED)
     else:
         wait(EARLY)
 
@@ -180,16 +212,15 @@ def _decode_sequence(
 @jit(do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse, counts,
-    scale_log2, num_rows, num_seqs, max_splits,
-    stride_q, stride_out, stride_slot, stride_table,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLITS_LAST: tl.constexpr, AHEAD: tl.constexpr,
-    HELD_SPLITS: tl.constexpr, MIXTURE: tl.constexpr, EARLY: tl.constexpr,
+    scale_log2, num_rows, num_seqs, max_splits, stride_q, stride_out, stride_slot, stride_table,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     kv_head = tl.program_id(0)
-    if MIXTURE:
+    inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q)
+    strides = (stride_q, stride_slot, stride_table)
+    results = (out, partial, partial_lse, max_splits, stride_out)
+    if FIXED.mixture:
         wait(EARLY)
         # The programs are dealt out to as many sequences as decode; prefills and padding rows are the other kernel's.
         num_decodes = tl.load(counts + 2)
@@ -202,15 +233,11 @@ def _decode_kernel(
                 seq = first_seq
                 while seq < num_decodes:
                     _decode_sequence(
-                        q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
-                        scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table,
-                        kv_head, seq, first_split, step,
-                        HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
-                        0, False,
+                        inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED, False
                     )  # fmt: skip
                     seq += seqs_at_once
     else:
-        if SPLITS_LAST:
+        if FIXED.splits_last:
             seq = tl.program_id(1)
             first_split = tl.program_id(2)
             step = tl.num_programs(2)
@@ -220,18 +247,13 @@ def _decode_kernel(
             step = tl.num_programs(1)
         if (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
             wait(EARLY)
-            dims = tl.arange(0, BLOCK_D)
-            heads = tl.arange(0, ROWS)
-            offsets = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
-            zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
-            mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            dims = tl.arange(0, FIXED.block_d)
+            heads = tl.arange(0, FIXED.rows)
+            offsets = (kv_head * FIXED.group + heads)[:, None] * FIXED.head_dim + dims[None, :]
+            zeros = tl.zeros([FIXED.rows, FIXED.block_d], dtype=out.dtype.element_ty)
+            mask = (heads < FIXED.group)[:, None] & (dims < FIXED.head_dim)[None, :]
             tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
-        _decode_sequence(
-            q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse,
-            scale_log2, max_splits, stride_q, stride_out, stride_slot, stride_table, kv_head, seq, first_split, step,
-            HEAD_DIM, GROUP, NUM_HEADS, PAGE_SIZE, SPLIT, ROWS, KEYS, BLOCK_D, PRECISION, STAGES, AHEAD,
-            HELD_SPLITS, EARLY,
-        )  # fmt: skip
+        _decode_sequence(inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED, EARLY)
 
 
 @triton.jit
@@ -337,15 +359,15 @@ def launch_decode(
     held_splits = tile.held_splits if programs == max_splits else min(tile.held_splits, programs)
     if mixture is not None:
         held_splits = 0
+    fixed = Fixed(
+        head_dim, num_heads // num_kv_heads, num_heads, page_size, split, tile.rows, tile.keys, block_d, precision(q),
+        tile.stages, tile.ahead, held_splits, splits_last, mixture is not None,
+    )  # fmt: skip
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
         counts, scale * LOG2E, num_rows, num_seqs, max_splits,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
-        HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, NUM_HEADS=num_heads, PAGE_SIZE=page_size,
-        SPLIT=split, ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=block_d,
-        PRECISION=precision(q), STAGES=tile.stages, SPLITS_LAST=splits_last, AHEAD=tile.ahead,
-        HELD_SPLITS=held_splits,
-        MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
+        FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     if merges:
         at_once = num_seqs if mixture is None else min(num_seqs, _MIXTURE_MERGES)

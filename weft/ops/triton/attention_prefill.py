@@ -9,6 +9,8 @@ is read once per group.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton.language as tl
 from torch import Tensor
 
@@ -34,16 +36,46 @@ _SHORT_ROWS = 24576
 """Below this many (token, head) rows, tiles of 128 rows would leave multiprocessors without work."""
 
 
+class Fixed(NamedTuple):
+    """What the prefill kernel is compiled for.
+
+    Attributes:
+        head_dim, group, page_size: of the model; so many query heads share a key head.
+        tokens, rows, keys, block_d: of a tile.
+        precision: of products of float32 operands.
+        stages: see ``Tile``.
+        skip_decodes: sequences with one query token are the other kernel's.
+        mixture: which sequences these are is known to the device only.
+    """
+
+    head_dim: int
+    group: int
+    page_size: int
+    tokens: int
+    rows: int
+    keys: int
+    block_d: int
+    precision: str
+    stages: int
+    skip_decodes: bool
+    mixture: bool
+
+
 @jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, counts,
-    scale_log2, num_rows, num_seqs,
-    stride_q, stride_out, stride_slot, stride_table,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SKIP_DECODES: tl.constexpr, MIXTURE: tl.constexpr, EARLY: tl.constexpr,
+    scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_slot, stride_table,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    GROUP: tl.constexpr = FIXED.group
+    PAGE_SIZE: tl.constexpr = FIXED.page_size
+    TOKENS: tl.constexpr = FIXED.tokens
+    ROWS: tl.constexpr = FIXED.rows
+    KEYS: tl.constexpr = FIXED.keys
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    PRECISION: tl.constexpr = FIXED.precision
     kv_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see most keys: they go first
     lanes = tl.arange(0, ROWS)
@@ -51,7 +83,7 @@ def _prefill_kernel(
     head_offsets = (kv_head * GROUP + lanes % GROUP) * HEAD_DIM
     first_seq = 0
     first_token = 0
-    if MIXTURE:  # decodes, one token each, are the other kernel's
+    if FIXED.mixture:  # decodes, one token each, are the other kernel's
         first_token = tl.load(counts + 2)
         first_seq = first_token
         num_seqs = tl.load(counts + 1)
@@ -70,7 +102,7 @@ def _prefill_kernel(
             block - ((begin - first_token) // TOKENS + seq - first_seq)
         ) * TOKENS  # the block's first token, counted in this step's tokens
         wanted = first < query_len
-        if SKIP_DECODES:
+        if FIXED.skip_decodes:
             wanted = wanted & (query_len > 1)
         if wanted:
             context_len = tl.load(seq_lens + seq) - query_len
@@ -84,29 +116,24 @@ def _prefill_kernel(
             row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
             positions = context_len + tokens
             table = page_table + seq.to(tl.int64) * stride_table
-            k_head = k_cache + kv_head * HEAD_DIM
-            v_head = v_cache + kv_head * HEAD_DIM
+            cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)
             end = context_len + tl.minimum(first + TOKENS, query_len)
             common = (context_len + first + 1) // KEYS * KEYS  # keys that every row of the block sees
             ahead = tl.arange(0, KEYS)
             next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
-            for start in tl.range(0, common, KEYS, num_stages=STAGES):
+            for start in tl.range(0, common, KEYS, num_stages=FIXED.stages):
                 keys = start + tl.arange(0, KEYS)
                 page = next_page
                 ahead = keys + KEYS
                 next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
-                k, v = load_keys_values(
-                    k_head, v_head, page, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, False
-                )
+                k, v = load_keys_values(cache, page, keys, keys < end, dims, FIXED, False)
                 acc, row_sum, row_max = accumulate(
                     acc, row_sum, row_max, queries, k, v, None, scale_log2, PRECISION, False
                 )
             for start in tl.range(common, end, KEYS, num_stages=1):
                 keys = start + tl.arange(0, KEYS)
                 page = tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
-                k, v = load_keys_values(
-                    k_head, v_head, page, keys, keys < end, dims, stride_slot, HEAD_DIM, PAGE_SIZE, BLOCK_D, True
-                )
+                k, v = load_keys_values(cache, page, keys, keys < end, dims, FIXED, True)
                 visible = keys[None, :] <= positions[:, None]
                 acc, row_sum, row_max = accumulate(
                     acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
@@ -142,12 +169,13 @@ def launch_prefill(
     mixture = batch.mixture
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
     blocks = num_rows // tokens + (num_seqs if mixture is None else mixture.max_prefills) + 1
+    fixed = Fixed(
+        head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),
+        tile.stages, skip_decodes and mixture is None, mixture is not None,
+    )  # fmt: skip
     _prefill_kernel[(num_kv_heads, blocks)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out,
         batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
-        HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, TOKENS=tokens,
-        ROWS=tile.rows, KEYS=tile.keys, BLOCK_D=max(16, next_power_of_2(head_dim)),
-        PRECISION=precision(q), STAGES=tile.stages, SKIP_DECODES=skip_decodes and mixture is None,
-        MIXTURE=mixture is not None, num_warps=tile.warps, **early_launch(q.device),
+        FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

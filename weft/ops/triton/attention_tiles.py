@@ -52,12 +52,16 @@ def sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOK
 
 
 @triton.jit
-def load_keys_values(
-    k_cache, v_cache, page, tokens, valid, dims, stride_slot,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Keys and values of some tokens, in the given pages, of one key head: two ``[len(tokens), BLOCK_D]`` tiles."""
-    offsets = (page.to(tl.int64) * PAGE_SIZE + tokens % PAGE_SIZE)[:, None] * stride_slot + dims[None, :]
+def load_keys_values(cache, page, tokens, valid, dims, FIXED: tl.constexpr, MASKED: tl.constexpr):
+    """Keys and values of some tokens, in the given pages, of one key head: two ``[len(tokens), BLOCK_D]`` tiles.
+
+    ``cache``: the head's keys, its values, the sequence's page table (not used), and the stride from slot to slot;
+    ``FIXED`` has ``head_dim``, ``page_size`` and ``block_d``.
+    """
+    k_cache, v_cache, _table, stride_slot = cache
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    offsets = (page.to(tl.int64) * FIXED.page_size + tokens % FIXED.page_size)[:, None] * stride_slot + dims[None, :]
     if MASKED:
         mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_cache + offsets, mask=mask, other=0.0)

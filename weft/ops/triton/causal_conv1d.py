@@ -54,6 +54,25 @@ _METADATA = [
 ]  # fmt: skip
 
 
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        channels, history: of the convolution: inputs that a state holds.
+        block_c, tokens, step: see ``Tile``.
+        chunk: longest chunk of the chunk table.
+        has_bias: whether there is a bias.
+    """
+
+    channels: int
+    history: int
+    block_c: int
+    tokens: int
+    step: int
+    chunk: int
+    has_bias: bool
+
+
 @triton.jit
 def _taps(weight, channels, mask, W: tl.constexpr):
     """The filters of some channels: ``W`` vectors, float32."""
@@ -75,37 +94,36 @@ def _rows(rows, x, token, COUNT: tl.constexpr, begin, end, channels, mask, strid
 
 
 @triton.jit
-def _convolve(
-    rows, taps, bias, out, token, low, high, channels, mask,
-    C: tl.constexpr, HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+def _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED: tl.constexpr):
     """Outputs of the tokens from ``token`` on that lie in ``[low, high)``.
 
-    ``rows``: their inputs after those of the ``HISTORY`` tokens before, a tuple of vectors over channels.
+    ``rows``: their inputs after those of the ``history`` tokens before, a tuple of vectors over channels.
     """
+    HISTORY: tl.constexpr = FIXED.history
     offset = tl.zeros([channels.shape[0]], tl.float32)
-    if HAS_BIAS:
+    if FIXED.has_bias:
         offset = tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(len(rows) - HISTORY):
         total = rows[i].to(tl.float32) * taps[0]
         for j in tl.static_range(1, HISTORY + 1):
             total += rows[i + j].to(tl.float32) * taps[j]
-        if HAS_BIAS:
+        if FIXED.has_bias:
             total += offset
         total *= sigmoid(total)
         inside = (token + i >= low) & (token + i < high)
-        tl.store(out + (token + i) * C + channels, total.to(out.dtype.element_ty), mask=mask & inside)
+        tl.store(out + (token + i) * FIXED.channels + channels, total.to(out.dtype.element_ty), mask=mask & inside)
 
 
 @triton.jit
 def _store_state(
     x, conv_state, p_state, slot, end, begin, continues, channels, mask, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, MAY_PRECEDE: tl.constexpr, IN_PLACE: tl.constexpr,
+    FIXED: tl.constexpr, MAY_PRECEDE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Write the state after token ``end - 1`` into ``slot``; without ``MAY_PRECEDE`` it lies in this step's inputs.
 
-    ``p_state``: the sequence's old state ``[C, HISTORY]``, where the inputs of tokens before ``begin`` stand.
+    ``p_state``: the sequence's old state ``[channels, history]``, where the inputs of tokens before ``begin`` stand.
     """
+    HISTORY: tl.constexpr = FIXED.history
     values = ()
     for j in tl.static_range(HISTORY):
         token = end - HISTORY + j
@@ -117,18 +135,20 @@ def _store_state(
     if IN_PLACE:
         tl.debug_barrier()  # every thread has loaded what another one overwrites
     for j in tl.static_range(HISTORY):
-        target = conv_state + (slot * C + channels) * HISTORY + j
+        target = conv_state + (slot * FIXED.channels + channels) * HISTORY + j
         tl.store(target, values[j].to(conv_state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _begin_sequence(
-    x, weight, bias, out, conv_state,
-    chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
-    i_prefill, num_seqs, channels, mask, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr,
+    tensors, chunks, sequences, i_prefill, num_seqs, channels, mask, stride_x, FIXED: tl.constexpr
 ):  # fmt: skip
     """What one sequence takes from its old state, and its final state."""
+    x, weight, bias, out, conv_state = tensors
+    chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk = chunks
+    cu_seqlens_q, seq_lens, state_slots = sequences
+    C: tl.constexpr = FIXED.channels
+    HISTORY: tl.constexpr = FIXED.history
     if tl.load(first_chunk + num_seqs) == 0:
         return
     seq = tl.load(chunk_seq) + i_prefill  # decodes stand before the first sequence that has chunks
@@ -147,19 +167,18 @@ def _begin_sequence(
         rows = rows + (old,)  # type: ignore[assignment]  # noqa: RUF005
     rows = _rows(rows, x, begin, HISTORY, begin, end, channels, mask, stride_x)
     taps = _taps(weight, channels, mask, HISTORY + 1)
-    _convolve(rows, taps, bias, out, begin, begin, end, channels, mask, C, HISTORY, HAS_BIAS)
+    _convolve(rows, taps, bias, out, begin, begin, end, channels, mask, FIXED)
     if tl.load(chunk_length + first) < HISTORY:
         for i in range(first, tl.minimum(first + HISTORY, last)):  # no other chunk can end so early
             order = tl.load(checkpoint_slot + i).to(tl.int64)
             stop = tl.load(chunk_start + i).to(tl.int64) + tl.load(chunk_length + i)
             if (order >= 0) & (stop - begin < HISTORY):
                 _store_state(
-                    x, conv_state, p_state, order, stop, begin, continues, channels, mask, stride_x,
-                    C, HISTORY, True, False,
+                    x, conv_state, p_state, order, stop, begin, continues, channels, mask, stride_x, FIXED, True, False
                 )  # fmt: skip
     tl.debug_barrier()
     _store_state(
-        x, conv_state, p_state, slot, end, begin, continues, channels, mask, stride_x, C, HISTORY, True, True
+        x, conv_state, p_state, slot, end, begin, continues, channels, mask, stride_x, FIXED, True, True
     )  # fmt: skip
 
 
@@ -176,22 +195,27 @@ def _conv_kernel(
     x, weight, bias, out, conv_state,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, max_seqs, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one sequence's beginning (the first ``max_seqs`` programs) or of one piece."""
     enter(EARLY)
-    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    C: tl.constexpr = FIXED.channels
+    HISTORY: tl.constexpr = FIXED.history
+    TOKENS: tl.constexpr = FIXED.tokens
+    STEP: tl.constexpr = FIXED.step
+    SHARES: tl.constexpr = FIXED.chunk // FIXED.tokens
+    channels = tl.program_id(0) * FIXED.block_c + tl.arange(0, FIXED.block_c)
     mask = channels < C
     if tl.program_id(1) < max_seqs:
+        tensors = (x, weight, bias, out, conv_state)
+        chunks = (chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk)
+        sequences = (cu_seqlens_q, seq_lens, state_slots)
         _begin_sequence(
-            x, weight, bias, out, conv_state,
-            chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
-            tl.program_id(1), num_seqs, channels, mask, stride_x, C, HISTORY, HAS_BIAS,
+            tensors, chunks, sequences, tl.program_id(1), num_seqs, channels, mask, stride_x, FIXED
         )  # fmt: skip
         return
     i_piece = tl.program_id(1) - max_seqs
-    i_chunk, skipped = i_piece // (CHUNK // TOKENS), i_piece % (CHUNK // TOKENS) * TOKENS
+    i_chunk, skipped = i_piece // SHARES, i_piece % SHARES * TOKENS
     length = tl.load(chunk_length + i_chunk)
     seq = tl.load(chunk_seq + i_chunk)
     chunk_begin = tl.load(chunk_start + i_chunk)
@@ -214,11 +238,11 @@ def _conv_kernel(
         for j in tl.static_range(HISTORY):
             ahead = ahead + (rows[STEP + j],)  # type: ignore[assignment]  # noqa: RUF005
         ahead = _rows(ahead, x, token + STEP, STEP, begin, high, channels, mask, stride_x)
-        _convolve(rows, taps, bias, out, token, low, high, channels, mask, C, HISTORY, HAS_BIAS)
+        _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED)
         rows = ahead
     if (order >= 0) & (stop == high) & (stop >= low):
         _store_state(
-            x, conv_state, conv_state, order, stop, begin, False, channels, mask, stride_x, C, HISTORY, False, False
+            x, conv_state, conv_state, order, stop, begin, False, channels, mask, stride_x, FIXED, False, False
         )  # fmt: skip
 
 
@@ -247,7 +271,7 @@ def causal_conv1d_triton(
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
-        C=num_channels, HISTORY=kernel - 1, BLOCK_C=block, TOKENS=tokens, STEP=tile.step, CHUNK=chunk_size,
-        HAS_BIAS=bias is not None, num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
+        FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, chunk_size, bias is not None),
+        num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip
     return out

@@ -130,25 +130,51 @@ def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.con
         tl.store(p_out, zeros, mask=(rows < end)[:, None] & v_mask[None, :])
 
 
+class Fixed(NamedTuple):
+    """What the scan is compiled for.
+
+    Attributes:
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim: of the layer, as in ``GatedDeltaNetConfig``.
+        block_k, block_v: of a slice of the state.
+        zero_decodes: write zeros to the rows before the first sequence that has chunks.
+        precision: of products of float32 operands.
+        stages: of the pipeline.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    block_k: int
+    block_v: int
+    zero_decodes: bool
+    precision: str
+    stages: int
+
+
 @jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
 def _scan_kernel(
     q, k, v, out, state, solve, attention, vectors,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, stride_q, stride_k, stride_v,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    ZERO_DECODES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One sequence, value head and slice of V: the chunks in order, the state's columns in registers."""
     enter(EARLY)
+    HK: tl.constexpr = FIXED.num_k_heads
+    HV: tl.constexpr = FIXED.num_v_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    PRECISION: tl.constexpr = FIXED.precision
     i_v, i_head, i_prefill = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, FIXED.block_k), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = o_k < K, o_v < V
     num_chunks = tl.load(first_chunk + num_seqs)
     if i_prefill == 0:
         num_tokens = tl.load(cu_seqlens_q + num_seqs)
         _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, HV, V, CHUNK)
-        if ZERO_DECODES:
+        if FIXED.zero_decodes:
             begin = num_tokens
             if num_chunks > 0:
                 begin = tl.load(chunk_start)
@@ -176,7 +202,7 @@ def _scan_kernel(
     operand = q.dtype.element_ty
     start = tl.load(chunk_start + first).to(tl.int64)
     length = tl.load(chunk_length + first)
-    for i_chunk in tl.range(first, last, num_stages=STAGES):
+    for i_chunk in tl.range(first, last, num_stages=FIXED.stages):
         # The next chunk's length is read one chunk ahead, so that the addresses of its tiles wait for nothing.
         next_length = tl.load(chunk_length + i_chunk + 1, mask=i_chunk + 1 < last, other=0)
         valid = o_row < length
@@ -322,13 +348,14 @@ def _scan(
     chunks = batch.chunks[CHUNK_SIZE]
     num_rows, num_heads, head_v_dim = v.shape
     block_v = max(16, tile.block_v)
+    fixed = Fixed(
+        k.shape[1], num_heads, k.shape[2], head_v_dim, max(16, next_power_of_2(k.shape[2])), block_v, zero_decodes,
+        _precision(q.dtype), tile.stages,
+    )  # fmt: skip
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
         q, k, v, out, state, *prepared,
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
-        HK=k.shape[1], HV=num_heads, K=k.shape[2], V=head_v_dim,
-        BLOCK_K=max(16, next_power_of_2(k.shape[2])), BLOCK_V=block_v, CHUNK=CHUNK_SIZE,
-        ZERO_DECODES=zero_decodes, PRECISION=_precision(q.dtype), STAGES=tile.stages,
-        num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
+        FIXED=fixed, CHUNK=CHUNK_SIZE, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
     )  # fmt: skip

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
@@ -72,15 +73,43 @@ def _store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
         tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
 
 
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel: of the layer, as in ``GatedDeltaNetConfig``.
+        block_k, block_v: of a tile of the state.
+        block_g, block_h: powers of two that hold a group's values, and its value heads.
+        keep_padding, prefetch: see ``gdn_decode`` and ``Shape``.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel: int
+    block_k: int
+    block_v: int
+    block_g: int
+    block_h: int
+    keep_padding: bool
+    prefetch: bool
+
+
 @jit(do_not_specialize_on_alignment=["state_slots"])
 def _gdn_decode_kernel(
     projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out, stride_row, eps,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr, KEEP_PADDING: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and key head."""
     enter(EARLY, 0)  # its programs fill multiprocessors unevenly; whatever started beside them would be spread badly
+    HK: tl.constexpr = FIXED.num_k_heads
+    HV: tl.constexpr = FIXED.num_v_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    W: tl.constexpr = FIXED.conv_kernel
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    PREFETCH: tl.constexpr = FIXED.prefetch
     i_key_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HK
     KEY_DIM: tl.constexpr = HK * K
@@ -88,12 +117,12 @@ def _gdn_decode_kernel(
     C: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
     VECTORS: tl.constexpr = 2 * K + 2 * GROUP * V + 2 * GROUP
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
     k_mask = o_k < K
     slot = tl.load(state_slots + i_row).to(tl.int64)
     p_out = out + i_row * VALUE_DIM + i_key_head * GROUP * V + o_v
     if slot == 0:
-        if KEEP_PADDING:
+        if FIXED.keep_padding:
             return
         for i in tl.static_range(GROUP):
             for j in tl.static_range(TILES):
@@ -105,7 +134,7 @@ def _gdn_decode_kernel(
     b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)  # under way during all of this
     row = projected + i_row * stride_row
     p_conv = conv_state + slot * C * (W - 1)
-    o_g, o_h = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
+    o_g, o_h = tl.arange(0, FIXED.block_g), tl.arange(0, FIXED.block_h)
     g_mask, h_mask = o_g < GROUP * V, o_h < GROUP
     q_channels = i_key_head * K + o_k
     k_channels = KEY_DIM + q_channels
@@ -177,11 +206,8 @@ def gdn_decode_triton(
     conv_state: Tensor,
     state: Tensor,
     state_slots: Tensor,
+    geometry: GatedDeltaNetConfig,
     *,
-    num_k_heads: int,
-    num_v_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
     out: Tensor | None = None,
     keep_padding: bool = False,
     shape: Shape | None = None,
@@ -190,23 +216,24 @@ def gdn_decode_triton(
 
     ``shape`` overrides the choice of ``choose_shape`` (tests and measurements).
     """
-    num_rows, kernel = projected.shape[0], conv_weight.shape[1]
+    num_rows, g = projected.shape[0], geometry
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
-    out = projected.new_empty(num_rows, num_v_heads * head_v_dim) if out is None else out
+    out = projected.new_empty(num_rows, g.value_dim) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    shape = shape or choose_shape(num_rows * num_k_heads)
-    group = num_v_heads // num_k_heads
-    width = 2 * head_k_dim + 2 * group * head_v_dim + 2 * group
-    vectors = torch.empty(num_rows, num_k_heads, width, dtype=torch.float32, device=projected.device)
+    shape = shape or choose_shape(num_rows * g.num_k_heads)
+    group = g.num_v_heads // g.num_k_heads
+    width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
+    vectors = torch.empty(num_rows, g.num_k_heads, width, dtype=torch.float32, device=projected.device)
     if num_rows:
-        _gdn_decode_kernel[(num_k_heads, num_rows)](
+        fixed = Fixed(
+            g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
+            next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
+            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), keep_padding, shape.prefetch,
+        )  # fmt: skip
+        _gdn_decode_kernel[(g.num_k_heads, num_rows)](
             projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
             projected.stride(0), eps,
-            HK=num_k_heads, HV=num_v_heads, K=head_k_dim, V=head_v_dim, W=kernel,
-            BLOCK_K=next_power_of_2(head_k_dim), BLOCK_V=min(shape.block_v, next_power_of_2(head_v_dim)),
-            BLOCK_G=next_power_of_2(group * head_v_dim), BLOCK_H=next_power_of_2(group),
-            KEEP_PADDING=keep_padding, PREFETCH=shape.prefetch, num_warps=shape.warps, maxnreg=shape.max_registers,
-            **early_launch(projected.device),
+            FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
         )  # fmt: skip
     return out

@@ -46,17 +46,41 @@ def _scale(weight, columns, WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     return scale
 
 
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of the layer.
+        rotary_dim: so many dimensions turn, the first ones.
+        norm, zero_centered: whether heads are normalised, and by ``1 + weight``.
+        tokens, heads, kv_heads: that a program takes.
+        q_programs: programs of a token's query heads; those after them are its key heads'.
+        block_d: a power of two that holds a head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    norm: bool
+    zero_centered: bool
+    tokens: int
+    heads: int
+    kv_heads: int
+    q_programs: int
+    block_d: int
+
+
 @triton.jit
-def _turn_halves(
-    p_from, p_to, p_angles, mask, weight, eps,
-    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _turn_halves(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr):
     """Normalise heads and turn their halves with one another.
 
     ``p_from``, ``p_to``, ``p_angles``: ``[ROWS]`` pointers to each head and to its token's cosines and sines.
     """
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    ZERO_CENTERED: tl.constexpr = FIXED.zero_centered
     HALF: tl.constexpr = HEAD_DIM // 2
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, FIXED.block_d // 2)
     inside = mask[:, None] & (columns < HALF)[None, :]
     p_from, p_to = p_from[:, None] + columns[None, :], p_to[:, None] + columns[None, :]
     p_angles = p_angles[:, None] + columns[None, :]
@@ -64,7 +88,7 @@ def _turn_halves(
     y = tl.load(p_from + HALF, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(p_angles, mask=inside, other=1.0)
     sin = tl.load(p_angles + HALF, mask=inside, other=0.0)
-    if NORM:
+    if FIXED.norm:
         inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
         x = x * inverse * _scale(weight, columns, HALF, ZERO_CENTERED)
         y = y * inverse * _scale(weight + HALF, columns, HALF, ZERO_CENTERED)
@@ -73,14 +97,13 @@ def _turn_halves(
 
 
 @triton.jit
-def _turn_part(
-    p_from, p_to, p_angles, mask, weight, eps,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``_turn_halves`` where only the first ``ROTARY_DIM`` dimensions turn: those read their partner as well."""
+def _turn_part(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr):
+    """``_turn_halves`` where only the first ``rotary_dim`` dimensions turn: those read their partner as well."""
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    ROTARY_DIM: tl.constexpr = FIXED.rotary_dim
+    ZERO_CENTERED: tl.constexpr = FIXED.zero_centered
     HALF: tl.constexpr = ROTARY_DIM // 2
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, FIXED.block_d)
     inside = mask[:, None] & (columns < HEAD_DIM)[None, :]
     turns = mask[:, None] & (columns < ROTARY_DIM)[None, :]
     partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
@@ -89,7 +112,7 @@ def _turn_part(
     y = tl.load(p_from[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
     cos = tl.load(p_angles, mask=turns, other=1.0)
     sin = tl.load(p_angles + HALF, mask=turns, other=0.0)
-    if NORM:
+    if FIXED.norm:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
         x = x * inverse * _scale(weight, columns, HEAD_DIM, ZERO_CENTERED)
         y = y * inverse * _scale(weight, tl.where(columns < ROTARY_DIM, partner, 0), HEAD_DIM, ZERO_CENTERED)
@@ -98,26 +121,28 @@ def _turn_part(
 
 
 @triton.jit
-def _norm_rope(
-    p_from, p_to, p_angles, mask, weight, eps,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    if ROTARY_DIM == HEAD_DIM:
-        _turn_halves(p_from, p_to, p_angles, mask, weight, eps, HEAD_DIM, NORM, ZERO_CENTERED, BLOCK_D // 2)
+def _norm_rope(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr):
+    if FIXED.rotary_dim == FIXED.head_dim:
+        _turn_halves(p_from, p_to, p_angles, mask, weight, eps, FIXED)
     else:
-        _turn_part(p_from, p_to, p_angles, mask, weight, eps, HEAD_DIM, ROTARY_DIM, NORM, ZERO_CENTERED, BLOCK_D)
+        _turn_part(p_from, p_to, p_angles, mask, weight, eps, FIXED)
 
 
 @jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_kernel(
     q, k, v, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, stride_qkv,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, Q_PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``HEADS`` query heads or ``KV_HEADS`` key and value heads of ``TOKENS`` tokens, as rows."""
+    """Some query heads, or some key and value heads, of some tokens, as rows."""
     enter(EARLY)
+    NUM_HEADS: tl.constexpr = FIXED.num_heads
+    NUM_KV_HEADS: tl.constexpr = FIXED.num_kv_heads
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    ROTARY_DIM: tl.constexpr = FIXED.rotary_dim
+    TOKENS: tl.constexpr = FIXED.tokens
+    HEADS: tl.constexpr = FIXED.heads
+    KV_HEADS: tl.constexpr = FIXED.kv_heads
+    Q_PROGRAMS: tl.constexpr = FIXED.q_programs
     program = tl.program_id(0)
     if program < Q_PROGRAMS:
         row = tl.arange(0, TOKENS * HEADS)
@@ -127,7 +152,7 @@ def _qk_norm_rope_kernel(
         p_angles = cos_sin + tl.load(positions + tokens, mask=mask, other=0) * ROTARY_DIM
         _norm_rope(
             q + tokens * stride_qkv + heads * HEAD_DIM, q_out + (tokens * NUM_HEADS + heads) * HEAD_DIM, p_angles,
-            mask, q_norm, eps, HEAD_DIM, ROTARY_DIM, NORM, ZERO_CENTERED, BLOCK_D,
+            mask, q_norm, eps, FIXED,
         )  # fmt: skip
         return
     row = tl.arange(0, TOKENS * KV_HEADS)
@@ -137,13 +162,10 @@ def _qk_norm_rope_kernel(
     p_angles = cos_sin + tl.load(positions + tokens, mask=mask, other=0) * ROTARY_DIM
     inside = tokens * stride_qkv + heads * HEAD_DIM
     stored = (tl.load(slot_mapping + tokens, mask=mask, other=0) * NUM_KV_HEADS + heads) * HEAD_DIM
-    dims = tl.arange(0, BLOCK_D)[None, :]
+    dims = tl.arange(0, FIXED.block_d)[None, :]
     inner = mask[:, None] & (dims < HEAD_DIM)
     values = tl.load((v + inside)[:, None] + dims, mask=inner, other=0.0)
-    _norm_rope(
-        k + inside, k_cache + stored, p_angles, mask, k_norm, eps,
-        HEAD_DIM, ROTARY_DIM, NORM, ZERO_CENTERED, BLOCK_D,
-    )  # fmt: skip
+    _norm_rope(k + inside, k_cache + stored, p_angles, mask, k_norm, eps, FIXED)
     tl.store((v_cache + stored)[:, None] + dims, values.to(v_cache.dtype.element_ty), mask=inner)
 
 
@@ -176,12 +198,14 @@ def qk_norm_rope_triton(
     heads = max(1, tile.heads * 128 // block_d)
     heads, kv_heads = (min(heads, next_power_of_2(count)) for count in (num_heads, num_kv_heads))
     q_programs = cdiv(num_heads, heads)
+    fixed = Fixed(
+        num_heads, num_kv_heads, head_dim, rotary_dim, q_norm is not None, zero_centered, tile.tokens, heads, kv_heads,
+        q_programs, block_d,
+    )  # fmt: skip
     _qk_norm_rope_kernel[(q_programs + cdiv(num_kv_heads, kv_heads), cdiv(num_tokens, tile.tokens))](
         q, k, v, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, qkv.stride(0),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
-        NORM=q_norm is not None, ZERO_CENTERED=zero_centered, TOKENS=tile.tokens, HEADS=heads, KV_HEADS=kv_heads,
-        Q_PROGRAMS=q_programs, BLOCK_D=block_d, num_warps=tile.warps, maxnreg=tile.max_registers,
+        FIXED=fixed, num_warps=tile.warps, maxnreg=tile.max_registers,
         **early_launch(qkv.device),
     )  # fmt: skip
     return q_out, gate
