@@ -55,7 +55,7 @@ def measure(llm: LLM, workload: PrefixWorkload) -> dict[str, Any]:
     start = time.perf_counter()
     for turn in turns:
         prompt = turn.prompt(prompts, outputs)
-        output = _generate(llm, prompt, turn.output_len, _borders(turn, prompt))
+        output = _generate(llm, prompt, turn.output_len, _boundaries(turn, prompt))
         assert output.metrics.time_to_first_token is not None
         ttft_ms.append(1e3 * output.metrics.time_to_first_token)
         cached += output.num_cached_tokens
@@ -78,14 +78,14 @@ def measure(llm: LLM, workload: PrefixWorkload) -> dict[str, Any]:
     }
 
 
-def _generate(llm: LLM, prompt: list[int], output_len: int, borders: Sequence[int]) -> Any:
+def _generate(llm: LLM, prompt: list[int], output_len: int, boundaries: Sequence[int]) -> Any:
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate([{"prompt_token_ids": prompt, "checkpoint_positions": borders}], params, use_tqdm=False)
+    (output,) = llm.generate([{"prompt_token_ids": prompt, "checkpoint_positions": boundaries}], params, use_tqdm=False)
     return output
 
 
-def _borders(turn: Turn, prompt: list[int]) -> list[int]:
-    return [len(prompt)] if turn.marks_border else []
+def _boundaries(turn: Turn, prompt: list[int]) -> list[int]:
+    return [len(prompt)] if turn.marks_boundary else []
 
 
 # -- without one --------------------------------------------------------------------------------------------------
@@ -169,5 +169,5 @@ def _replay(manager: Manager, prompts: list[list[int]], outputs: list[list[int]]
     counts = ReplayCounts()
     for prompt, output, turn in zip(prompts, outputs, turns, strict=True):
         # The token sampled last is never fed.
-        replay_request(manager, prompt + output[:-1], len(prompt), borders=_borders(turn, prompt), counts=counts)
+        replay_request(manager, prompt + output[:-1], len(prompt), borders=_boundaries(turn, prompt), counts=counts)
     return counts

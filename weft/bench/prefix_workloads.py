@@ -22,7 +22,7 @@ class Turn:
         parent: index of the earlier turn, or None.
         cut: take over only so many leading tokens of the parent's prompt and output; None: all.
         drop: leave out so many leading tokens of the parent's output (reasoning that a template drops).
-        marks_border: the end of the prompt is known as the border where the next one may leave.
+        marks_boundary: the end of the prompt is known as a turn boundary, where the next one may diverge.
     """
 
     new: list[int]
@@ -30,7 +30,7 @@ class Turn:
     parent: int | None = None
     cut: int | None = None
     drop: int = 0
-    marks_border: bool = False
+    marks_boundary: bool = False
 
     def prompt(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[int]:
         """The prompt, given the prompts and outputs of all earlier turns."""
@@ -63,7 +63,7 @@ def chat(
     last: dict[int, int] = {}
     for _ in range(turns):
         for c in range(conversations):
-            last[c] = b.add(Turn(b.tokens(user), output, last.get(c), drop=drop, marks_border=drop > 0))
+            last[c] = b.add(Turn(b.tokens(user), output, last.get(c), drop=drop, marks_boundary=drop > 0))
 
 
 def chat_stripped(b: _Builder) -> None:
@@ -113,7 +113,7 @@ def mixed(b: _Builder) -> None:
     for p in order:
         turn = parts[p][len(places[p])]
         parent = None if turn.parent is None else places[p][turn.parent]
-        places[p].append(b.add(Turn(turn.new, turn.output_len, parent, turn.cut, turn.drop, turn.marks_border)))
+        places[p].append(b.add(Turn(turn.new, turn.output_len, parent, turn.cut, turn.drop, turn.marks_boundary)))
 
 
 WORKLOADS: Mapping[str, Callable[[_Builder], None]] = {

@@ -1,8 +1,8 @@
 """From logits to tokens: masks, bias, penalties, sampling, and log probabilities.
 
 Job: apply what the rows of a batch ask for, and nothing that no row asks for. Owns: the order of the steps (allowed
-ids, blocked ids, logit bias, penalties, then ``ops/sampling.py``) and the form of log probabilities. Does
-not know: requests, rows' histories, or stop conditions; the runner hands in tensors.
+ids, blocked ids, logit bias, penalties, then ``ops/sampling.py``) and the form of log probabilities. Does not know:
+requests, rows' histories, or stop conditions; the runner hands in tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class BlockedTokens:
-    """Pairs that may not be drawn (stop ids before ``min_tokens``, last tokens of bad words). ``[M]`` int64 each.
+    """Pairs that may not be sampled (stop ids before ``min_tokens``, last tokens of bad words). ``[M]`` int64 each.
 
     ``active [M]`` bool: which pairs count; only the device knows whether a bad word's beginning stands there.
     """
@@ -72,7 +72,7 @@ class SamplingBatch:
         candidates: from ``ops.sampling.filter_candidates``.
         uses_min_p: some row has a min-p.
         penalties, bias, blocked: see their classes.
-        allowed: ``[N, V]`` bool, False where a token may not be drawn.
+        allowed: ``[N, V]`` bool, False where a token may not be sampled.
         processors: by index of the row; they see the model's logits, before every other edit.
     """
 
@@ -93,7 +93,7 @@ class SamplingBatch:
 
     @property
     def edits_logits(self) -> bool:
-        """True if any row's logits change before the draw."""
+        """True if any row's logits change before sampling."""
         parts = (self.processors, self.penalties, self.bias, self.allowed, self.blocked)
         return any(part is not None for part in parts)
 
@@ -119,7 +119,7 @@ class SamplerOutput:
 
     Attributes:
         token_ids: ``[N]`` int64.
-        nan_rows: ``[N]`` bool: the row's logits hold NaN or infinity, or nothing may be drawn; its token is
+        nan_rows: ``[N]`` bool: the row's logits hold NaN or infinity, or nothing may be sampled; its token is
             meaningless.
     """
 
@@ -146,13 +146,13 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, top_n: int) -> Logprobs:
 
 
 class Sampler:
-    """Draws the next token of every row."""
+    """Samples the next token of every row."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Draw one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
+        """Sample one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
         edited = _edit(logits.to(torch.float32, copy=True), batch) if batch.edits_logits else logits
         token_ids = sample(
             edited,

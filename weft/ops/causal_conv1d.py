@@ -86,12 +86,12 @@ def _states(buffer: Tensor, ends: Tensor, before: Tensor, conv_state: Tensor) ->
 def _store_checkpoints(
     buffer: Tensor, shifts: Tensor, before: Tensor, conv_state: Tensor, batch: Batch, chunks: ChunkTable
 ) -> None:
-    """Store the state after each chunk that orders it. ``shifts[s]`` turns a token index into a buffer row."""
-    ordered = (chunks.checkpoint_slot >= 0).nonzero().flatten()
-    if ordered.numel():
-        ends = chunks.start[ordered] + chunks.length[ordered]
-        ends = ends + shifts[chunks.seq[ordered].long() - batch.num_decodes]
-        slots = chunks.checkpoint_slot[ordered].long()
+    """Store the states of chunks that have a checkpoint slot; ``shifts[s]`` turns a token index into a buffer row."""
+    ending = (chunks.checkpoint_slot >= 0).nonzero().flatten()
+    if ending.numel():
+        ends = chunks.start[ending] + chunks.length[ending]
+        ends = ends + shifts[chunks.seq[ending].long() - batch.num_decodes]
+        slots = chunks.checkpoint_slot[ending].long()
         conv_state.index_copy_(0, slots, _states(buffer, ends, before, conv_state))
 
 

@@ -1,10 +1,10 @@
 """Choosing the next token from logits, with random numbers that depend on nothing else in the batch.
 
-Job: penalties, the top-k / top-p / min-p filters, the counter-based random numbers, and the draw. Owns: the random
+Job: penalties, the top-k / top-p / min-p filters, the counter-based random numbers, and sampling. Owns: the random
 number generator's definition, which a kernel on another device must reproduce bit for bit. Does not know: requests,
 stop conditions, log probabilities.
 
-The order of a row's steps: penalties, division by the temperature, top-k, top-p, min-p, draw.
+The order of a row's steps: penalties, division by the temperature, top-k, top-p, min-p, sampling.
 
 Random numbers. A uniform number is a pure function of (seed, output position, token id). With ``mix`` the 32-bit
 finaliser "lowbias32" (C. Wellons, "Prospecting for Hash Functions"; xor-shifts 16, 15, 16 and the multipliers below)
@@ -15,7 +15,7 @@ and all arithmetic modulo 2**32::
     u     = min((float32(h) + 0.5) * 2**-32, 1 - 2**-24)                    float32; exact near 0, never 0 or 1
     E     = -log1p(-u)                                                      exponential with mean 1
 
-For one key, ``token -> h`` is a bijection, so no two tokens of a row share a number. The draw is the token with the
+For one key, ``token -> h`` is a bijection, so no two tokens of a row share a number. The sample is the token with the
 smallest ``E / p``: the minimum of exponentials with rates p falls on token i with probability ``p_i / sum(p)`` (the
 Gumbel-max trick in exponential form), and p need not be normalised.
 """
@@ -191,8 +191,8 @@ def sample_reference(
     scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
     apply_top_k_top_p_min_p_(scaled, top_k, top_p, min_p if uses_min_p else None, candidates=candidates)
     rates = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
-    drawn = exponential_noise(seeds, positions, logits.shape[1]).div_(rates).argmin(-1)
-    return torch.where(is_greedy, greedy, drawn)
+    sampled = exponential_noise(seeds, positions, logits.shape[1]).div_(rates).argmin(-1)
+    return torch.where(is_greedy, greedy, sampled)
 
 
 def sample(
@@ -209,10 +209,10 @@ def sample(
     uses_min_p: bool,
     backend: Backend,
 ) -> Tensor:
-    """Draw one token per row. Each row's token depends on that row's arguments alone.
+    """Sample one token per row. Each row's token depends on that row's arguments alone.
 
     Args:
-        logits: ``[N, V]``, any float dtype, penalties and masks applied; not modified. -inf is never drawn.
+        logits: ``[N, V]``, any float dtype, penalties and masks applied; not modified. -inf is never sampled.
         temperature, top_p, min_p: ``[N]`` float32. Temperature 0 takes the largest logit (the lowest id of equals).
         top_k: ``[N]`` integers, 0 for all.
         seeds: ``[N]`` int64, the bits of an unsigned 64-bit seed.

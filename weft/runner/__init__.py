@@ -1,1 +1,1 @@
-"""One rank's tensors: it obeys the scheduler's orders and decides nothing about requests."""
+"""One rank's tensors: it runs what the scheduler decided, and decides nothing about requests."""

@@ -1,4 +1,4 @@
-"""From a step's orders to the tensors of a forward pass.
+"""From a scheduler output to the tensors of a forward pass.
 
 Job: lay the scheduled requests out on one flat token axis and compute everything the layers and the sampler look up.
 Owns: the packed step buffers. Does not know: models, what the caches hold, graphs.
@@ -163,9 +163,9 @@ class BatchBuilder:
 
     # -- host ----------------------------------------------------------------------------------------------------
 
-    def fill(self, orders: SchedulerOutput) -> StepShape:
+    def fill(self, scheduler_output: SchedulerOutput) -> StepShape:
         """Lay out one step on the host. Returns the real sizes."""
-        requests = orders.requests
+        requests = scheduler_output.requests
         self._host = self._buffers.begin()
         self._num_updates = self._fill_page_updates(requests)
         num_decodes = sum(r.is_decode for r in requests)  # they come first
@@ -208,7 +208,7 @@ class BatchBuilder:
             self._rows.device_page_table.view(-1).index_copy_(0, index, page.to(torch.int32))
 
     def _fill_tokens(self, requests: list[ScheduledRequest]) -> list[int]:
-        """Token ids, rows, positions and cache slots on the flat axis. Returns where each order begins, and the end."""
+        """Token ids, rows, positions and cache slots on the flat axis. Returns where requests begin, and the end."""
         ids, token_rows, positions = (self._host[name] for name in ("input_ids", "token_rows", "positions"))
         starts, at = [], 0
         for r in requests:

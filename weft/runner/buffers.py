@@ -1,7 +1,7 @@
 """The step's inputs, packed: named arrays in one block of memory, one copy from host to device.
 
-Job: typed slices of one block on the host and of its twin on the device. Owns: both blocks and when a host block may be
-filled again. Does not know: what the numbers mean.
+Job: typed slices of one block on the host and of one of the same layout on the device. Owns: both blocks and when a
+host block may be filled again. Does not know: what the numbers mean.
 
 On a GPU there are two pinned host blocks, used in turn; a block is filled again only after the copy out of it is done,
 so the next step can be prepared while the last one's copy is still waiting in the stream. The device block never moves:

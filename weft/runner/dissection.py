@@ -162,13 +162,13 @@ def launches_noted(note: Note) -> Iterator[None]:
 
 def _time(runner: ModelRunner, pool: ListingPool, sequence: PieceSequence, num_tokens: int) -> list[float]:
     """Median milliseconds of each part."""
-    orders = StepMaker(runner, context=1).prefill(num_tokens)
+    step = StepMaker(runner, context=1).prefill(num_tokens)
     pieces = [step for step in sequence.steps if isinstance(step, ListedGraph)]
     rounds = []
     for number in range(NUM_WARMUPS + NUM_REPEATS):
         pool.stopwatch.laps.clear()
         pool.stopwatch.on = number >= NUM_WARMUPS
-        runner.run(orders)
+        runner.run(step)
         laps = [lap for lap in pool.stopwatch.laps if lap[0] in pieces]
         if laps:
             rounds.append(_durations(pool, laps))

@@ -4,9 +4,9 @@ Job: make steps that can run again and again, time them, compare modes. Owns: th
 what the figures decide.
 
 Method: a step is timed from an idle device, by device events on a GPU (so that gaps between launches count) and by the
-clock on the CPU, from the orders to the sampled tokens. Candidates take turns, each round in random order; the figure
-is the median. Prompts are random tokens, sampling is greedy, which costs a step without graphs the least. Sequences
-have pages of their own as far as the cache goes; what the pages hold is nonsense, but finite.
+clock on the CPU, from the scheduler output to the sampled tokens. Candidates take turns, each round in random order;
+the figure is the median. Prompts are random tokens, sampling is greedy, which costs a step without graphs the least.
+Sequences have pages of their own as far as the cache goes; what the pages hold is arbitrary, but finite.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StepMaker:
             ready = self._num_ready + count
             self._runner.run(self._prompts(count * self._context, self._num_ready, self._context))
             self._num_ready = ready
-        return SchedulerOutput(0, [self._order(row, self._context, 1, []) for row in range(num_seqs)])
+        return SchedulerOutput(0, [self._request(row, self._context, 1, []) for row in range(num_seqs)])
 
     def mixed(self, num_tokens: int) -> SchedulerOutput:
         """Decodes, and prompts that fill up to ``num_tokens``, which is 2 or more."""
@@ -86,14 +86,14 @@ class StepMaker:
         lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
         self._num_ready = min(self._num_ready, first_row)
         vocabulary = self._runner.config.model_config.vocab_size
-        orders, new = [], []
+        requests, new = [], []
         for row, length in enumerate(lengths, start=first_row):
             pages = self._pages(self._runner.spec.pages_for(length + 1))
-            orders.append(self._order(row, 0, length, pages))
+            requests.append(self._request(row, 0, length, pages))
             new.append(NewRequest(row, [self._rng.randrange(vocabulary) for _ in range(length)], length, _GREEDY))
-        return SchedulerOutput(0, orders, new)
+        return SchedulerOutput(0, requests, new)
 
-    def _order(self, row: int, start: int, num_tokens: int, pages: list[int]) -> ScheduledRequest:
+    def _request(self, row: int, start: int, num_tokens: int, pages: list[int]) -> ScheduledRequest:
         slots = self._runner.plan.num_slots - 1
         slot = 1 + row % slots if self._runner.spec.has_states else 0
         return ScheduledRequest(row, start, num_tokens, pages, slot, True)
@@ -104,47 +104,47 @@ class StepMaker:
         return [1 + page % usable for page in range(first, first + count)]
 
 
-def time_step(runner: ModelRunner, orders: SchedulerOutput) -> tuple[float, str]:
+def time_step(runner: ModelRunner, step: SchedulerOutput) -> tuple[float, str]:
     """Milliseconds of one step from an idle device, and the mode it ran in."""
     if runner.device.type != "cuda":
         start = time.perf_counter()
-        pending = runner.launch(orders)
+        pending = runner.launch(step)
         return (time.perf_counter() - start) * 1e3, pending.mode
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(runner.device)
     begin.record()
-    pending = runner.launch(orders)
+    pending = runner.launch(step)
     end.record()
     end.synchronize()
     return begin.elapsed_time(end), pending.mode
 
 
 def compare(
-    runner: ModelRunner, orders: SchedulerOutput, candidates: Mapping[str, Change], repeats: int, max_s: float
+    runner: ModelRunner, step: SchedulerOutput, candidates: Mapping[str, Change], repeats: int, max_s: float
 ) -> dict[str, list[float]]:
     """Milliseconds of one step under several dispatchers, in interleaved rounds.
 
     Args:
-        orders: a step that can run again and again.
+        step: a step that can run again and again.
         repeats: rounds; fewer, but ``MIN_REPEATS``, where they would take more than ``max_s`` seconds.
     """
     found: dict[str, list[float]] = {name: [] for name in candidates}
     names, shuffled = list(candidates), random.Random(0)
     for name in names * NUM_WARMUPS:
-        _time_as(runner, orders, candidates[name])
+        _time_as(runner, step, candidates[name])
     started = time.perf_counter()
     for done in range(repeats):
         if done >= MIN_REPEATS and time.perf_counter() - started > max_s:
             break
         shuffled.shuffle(names)  # in a fixed cycle, each would find the caches as the same one before it leaves them
         for name in names:
-            found[name].append(_time_as(runner, orders, candidates[name])[0])
+            found[name].append(_time_as(runner, step, candidates[name])[0])
     return found
 
 
-def _time_as(runner: ModelRunner, orders: SchedulerOutput, change: Change) -> tuple[float, str]:
+def _time_as(runner: ModelRunner, step: SchedulerOutput, change: Change) -> tuple[float, str]:
     with runner.graphs.dispatching(change):
-        return time_step(runner, orders)
+        return time_step(runner, step)
 
 
 def forced(mode: GraphMode, num_tokens: int) -> Change:
@@ -190,8 +190,10 @@ def measure_modes(
     return msgspec.structs.replace(profile, **found)
 
 
-def _measure(runner: ModelRunner, orders: SchedulerOutput, num_tokens: int, effort: Effort) -> Timing:
+def _measure(runner: ModelRunner, step: SchedulerOutput, num_tokens: int, effort: Effort) -> Timing:
     candidates = {str(mode): forced(mode, num_tokens) for mode in GraphMode}
-    possible = {name: change for name, change in candidates.items() if _time_as(runner, orders, change)[1] == name}
-    times = compare(runner, orders, possible, effort.repeats, effort.max_s)
+    possible = {
+        name: change for name, change in candidates.items() if _time_as(runner, step, change)[1] == name
+    }
+    times = compare(runner, step, possible, effort.repeats, effort.max_s)
     return Timing(num_tokens, {name: round(median(ms), 4) for name, ms in times.items()})

@@ -1,4 +1,4 @@
-"""Runs a step: orders in, tokens out.
+"""Runs a step: scheduler output in, tokens out.
 
 Job: own the model, its caches and the rows; build the batch, run the forward pass (as a graph where one fits), sample.
 Owns: every tensor of one rank. Does not know: requests, why something is scheduled, whose a page is.
@@ -148,14 +148,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _walk_steps(self) -> None:
-        """Every kind of step, on the smallest caches; with kernels that do not run, or with nonsense as results."""
+        """Every kind of step, on the smallest caches; with kernels that do not run, or with meaningless results."""
         config = self.config
         self.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
         self._attach(self.plan)
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
         with one_layer_of_each_kind(self.model.model):
-            for orders in covering_steps(limits, state_slot=1 if self.spec.has_states else 0):
-                self.launch(orders)
+            for scheduler_output in covering_steps(limits, state_slot=1 if self.spec.has_states else 0):
+                self.launch(scheduler_output)
                 self._rows.last_token.zero_()  # what was sampled may be no token
             self._walk_captured_steps()
         self.caches = {}
@@ -202,7 +202,7 @@ class ModelRunner:
         """Device memory that the largest steps take beside weights and caches, found by running them on tiny caches: as
         many tokens as a step may have, and as many sequences decoding at the longest context.
 
-        Every sequence uses the same page and slot: what is computed is nonsense, but its size is right.
+        Every sequence uses the same page and slot: what is computed is meaningless, but its size is right.
         """
         config = self.config
         count = config.max_num_seqs
@@ -213,12 +213,12 @@ class ModelRunner:
         slot = 1 if self.spec.has_states else 0
         new = [NewRequest(row, [0] * length, length, greedy) for row in range(count)]
         more = [1] * (self.spec.pages_for(config.max_model_len) - pages)
-        orders = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
+        prefills = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
         decodes = [ScheduledRequest(row, config.max_model_len - 1, 1, more, slot, True) for row in range(count)]
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.run(SchedulerOutput(0, orders, new))
+        self.run(SchedulerOutput(0, prefills, new))
         if config.max_model_len > length:
             self.run(SchedulerOutput(1, decodes))
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -286,37 +286,39 @@ class ModelRunner:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def run(self, orders: SchedulerOutput) -> ModelOutput:
+    def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and wait for its results."""
-        return self.launch(orders).result()
+        return self.launch(scheduler_output).result()
 
     @torch.inference_mode()
-    def launch(self, orders: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None) -> PendingStep:
+    def launch(
+        self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
+    ) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
-        self._update_rows(orders)
+        self._update_rows(scheduler_output)
         self._sampling.set_processors(processors or {})
-        self._move(orders)
-        sampled = [r for r in orders.requests if r.samples]
-        shape = self._builder.fill(orders)
+        self._move(scheduler_output)
+        sampled = [r for r in scheduler_output.requests if r.samples]
+        shape = self._builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
         if choice.mode is GraphMode.FULL and shape.is_decode:
-            return self._launch_decode_graph(orders, sampled, shape, choice.size)
-        return self._launch_batch(orders, sampled, shape, choice)
+            return self._launch_decode_graph(scheduler_output, sampled, shape, choice.size)
+        return self._launch_batch(scheduler_output, sampled, shape, choice)
 
     def _launch_decode_graph(
-        self, orders: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
+        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
     ) -> PendingStep:
         """Replay a decode step."""
         assert self.graphs.decode is not None
         self._builder.pad_decodes(shape, size)
         self._builder.send()
         logits, replayed = self.graphs.decode.replay(size, shape.num_seqs)
-        pending = pending_step(orders, self._sample(logits, sampled, replayed))
+        pending = pending_step(scheduler_output, self._sample(logits, sampled, replayed))
         pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
         return pending
 
     def _launch_batch(
-        self, orders: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
+        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
     ) -> PendingStep:
         """Run any batch as chosen: its forward pass, then what it samples."""
         sample_size = None
@@ -327,8 +329,8 @@ class ModelRunner:
             self._builder.pad_samples(shape, sample_size)
         self._builder.send()
         hidden_states = self._forward(shape, choice)
-        prompt_logprobs = prompt_logprobs_of(orders, hidden_states, self.model.compute_logits, self._rows)
-        failed = failed_prefills(orders, hidden_states)
+        prompt_logprobs = prompt_logprobs_of(scheduler_output, hidden_states, self.model.compute_logits, self._rows)
+        failed = failed_prefills(scheduler_output, hidden_states)
         result = None
         if sample_size is not None and self.graphs.samples is not None:
             if choice.mode is not GraphMode.FULL:
@@ -338,25 +340,27 @@ class ModelRunner:
         elif sampled:
             indices = self._builder.sample_rows(shape.num_samples).indices
             result = self._sample(self.model.compute_logits(hidden_states.index_select(0, indices)), sampled)
-        pending = pending_step(orders, result, prompt_logprobs, failed)
+        pending = pending_step(scheduler_output, result, prompt_logprobs, failed)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
 
     @torch.inference_mode()
-    def decode_both_ways(self, orders: SchedulerOutput) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def decode_both_ways(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """One decode step that fits a graph, run eagerly and then replayed, from the same states and last tokens.
 
         Returns:
             ``(logits [N, V], token_ids [N])`` of both, as copies. To verify graphs; serving has no use for it.
         """
-        shape = self._builder.fill(orders)
+        shape = self._builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
         graphs = self.graphs.decode
         assert graphs is not None and choice.mode is GraphMode.FULL and shape.is_decode, "no graph fits the step"
         count = shape.num_seqs
         self._builder.pad_decodes(shape, choice.size)
         self._builder.send()
-        slots = to_device(torch.tensor([r.state_slot for r in orders.requests]), self.device)
+        slots = to_device(torch.tensor([r.state_slot for r in scheduler_output.requests]), self.device)
         states = [self.caches[name][t.name] for name, spec in self.spec.layers.items() for t in spec.states]
         before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
         logits, result = self._functions.decode(choice.size)
@@ -383,15 +387,15 @@ class ModelRunner:
     def _context(self, batch: Batch, mode: GraphMode) -> ForwardContext:
         return ForwardContext(batch, self.caches, self._layers, mode=mode)
 
-    def _update_rows(self, orders: SchedulerOutput) -> None:
-        self._sampling.set_step_masks(orders.token_masks)
-        for row in orders.finished_rows:
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        self._sampling.set_step_masks(scheduler_output.token_masks)
+        for row in scheduler_output.finished_rows:
             self._sampling.forget(row)
-        for new in orders.new_requests:
+        for new in scheduler_output.new_requests:
             self._rows.fill(new)
             self._sampling.fill(new)
 
-    def _move(self, orders: SchedulerOutput) -> None:
+    def _move(self, scheduler_output: SchedulerOutput) -> None:
         """Copy partial pages and fork states, before anything reads them."""
-        self._mover.copy_pages(orders.page_copies)
-        self._mover.fork_states(orders.state_forks)
+        self._mover.copy_pages(scheduler_output.page_copies)
+        self._mover.fork_states(scheduler_output.state_forks)

@@ -55,21 +55,21 @@ class CacheMover:
 
         return PageCopier(tensors)
 
-    def copy_pages(self, orders: Sequence[tuple[int, int]]) -> None:
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy KV pages, given as ``(source, target)``; all are read before any is written."""
-        self._move(orders, self._pages)
+        self._move(copies, self._pages)
 
-    def fork_states(self, orders: Sequence[tuple[int, int]]) -> None:
+    def fork_states(self, forks: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent states, given as ``(source, target)`` slots; all are read before any is written."""
-        self._move(orders, self._states)
+        self._move(forks, self._states)
 
-    def _move(self, orders: Sequence[tuple[int, int]], groups: list[tuple[list[Tensor], Copier]]) -> None:
-        if not orders:
+    def _move(self, pairs: Sequence[tuple[int, int]], groups: list[tuple[list[Tensor], Copier]]) -> None:
+        if not pairs:
             return
-        table = to_device(torch.tensor(orders, dtype=torch.int64).t().contiguous(), self._device)
+        table = to_device(torch.tensor(pairs, dtype=torch.int64).t().contiguous(), self._device)
         source, target = table[0], table[1]
         # One launch reads and writes in any order, so it must not write what it reads.
-        chained = not {s for s, _ in orders}.isdisjoint(t for s, t in orders if s != t)
+        chained = not {s for s, _ in pairs}.isdisjoint(t for s, t in pairs if s != t)
         for tensors, copier in groups:
             if chained:
                 copy_pages(tensors, source, target)

@@ -40,9 +40,10 @@ class StepProfiler:
         self._num_steps = 0
 
     @contextmanager
-    def step(self, orders: SchedulerOutput) -> Iterator[None]:
+    def step(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
         """Name the step in the trace."""
-        name = f"step {orders.step}: {len(orders.requests)} requests, {orders.num_tokens} tokens"
+        num_requests, num_tokens = len(scheduler_output.requests), scheduler_output.num_tokens
+        name = f"step {scheduler_output.step}: {num_requests} requests, {num_tokens} tokens"
         if self._profile is None:
             yield
             return

@@ -124,7 +124,7 @@ def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
 
 
 def pending_step(
-    orders: SchedulerOutput,
+    scheduler_output: SchedulerOutput,
     sampled: SampledTokens | None,
     prompt_logprobs: Mapping[int, HostLogprobs] | None = None,
     prefill_failed: Tensor | None = None,
@@ -138,19 +138,19 @@ def pending_step(
     """
     logprobs = sampled.logprobs if sampled is not None else None
     return PendingStep(
-        orders.step,
-        [r.row for r in orders.requests if r.samples],
+        scheduler_output.step,
+        [r.row for r in scheduler_output.requests if r.samples],
         token_ids=to_host(sampled.token_ids) if sampled is not None else None,
         failed=to_host(sampled.nan_rows) if sampled is not None else None,
         num_logprobs=sampled.num_logprobs if sampled is not None else {},
         logprobs=HostLogprobs.fetch(logprobs) if logprobs is not None else None,
         prompt_logprobs=dict(prompt_logprobs or {}),
-        prefill_rows=[r.row for r in orders.requests if not r.samples],
+        prefill_rows=[r.row for r in scheduler_output.requests if not r.samples],
         prefill_failed=to_host(prefill_failed) if prefill_failed is not None else None,
     )
 
 
-def failed_prefills(orders: SchedulerOutput, hidden_states: Tensor) -> Tensor | None:
+def failed_prefills(scheduler_output: SchedulerOutput, hidden_states: Tensor) -> Tensor | None:
     """``[N] bool``: is the hidden state of the last token NaN or infinite, for each row that does not sample?
 
     The last token reads all KV and every state of its sequence: if one of them is NaN, so is what it computes. A NaN
@@ -163,8 +163,8 @@ def failed_prefills(orders: SchedulerOutput, hidden_states: Tensor) -> Tensor | 
     Returns:
         None if every row samples.
     """
-    ends = itertools.accumulate(order.num_tokens for order in orders.requests)
-    last = [end - 1 for end, order in zip(ends, orders.requests, strict=True) if not order.samples]
+    ends = itertools.accumulate(request.num_tokens for request in scheduler_output.requests)
+    last = [end - 1 for end, request in zip(ends, scheduler_output.requests, strict=True) if not request.samples]
     if not last:
         return None
     indices = to_device(torch.tensor(last), hidden_states.device)
@@ -172,7 +172,7 @@ def failed_prefills(orders: SchedulerOutput, hidden_states: Tensor) -> Tensor | 
 
 
 def prompt_logprobs_of(
-    orders: SchedulerOutput, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: RowTable
+    scheduler_output: SchedulerOutput, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: RowTable
 ) -> dict[int, HostLogprobs]:
     """Log probabilities of the prompt tokens that follow the ones run in this step, for the rows that ask.
 
@@ -184,14 +184,14 @@ def prompt_logprobs_of(
     if not rows.prompt_logprobs:
         return result
     start = 0
-    for order in orders.requests:
-        wanted = rows.prompt_logprobs.get(order.row)
-        stop = min(order.start + order.num_tokens + 1, rows.num_prompt_tokens(order.row))
-        count = stop - order.start - 1
+    for request in scheduler_output.requests:
+        wanted = rows.prompt_logprobs.get(request.row)
+        stop = min(request.start + request.num_tokens + 1, rows.num_prompt_tokens(request.row))
+        count = stop - request.start - 1
         if wanted is not None and count > 0:
-            targets = torch.from_numpy(rows.known_tokens(order.row, order.start + 1, stop))
+            targets = torch.from_numpy(rows.known_tokens(request.row, request.start + 1, stop))
             logits = compute_logits(hidden_states[start : start + count])
             targets = targets.long().to(hidden_states.device)
-            result[order.row] = HostLogprobs.fetch(logprobs_of(logits, targets, wanted))
-        start += order.num_tokens
+            result[request.row] = HostLogprobs.fetch(logprobs_of(logits, targets, wanted))
+        start += request.num_tokens
     return result

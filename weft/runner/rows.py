@@ -62,11 +62,11 @@ class RowTable:
         self.top_p[row], self.min_p[row], self.top_k[row] = params.top_p, params.min_p, params.top_k
         self.seed[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
 
-    def append_pages(self, order: ScheduledRequest) -> int:
-        """Append the order's new pages to the host's page table. Returns the index of the first in the flat table."""
-        row, held = order.row, self._num_pages[order.row]
-        self.page_table[row, held : held + len(order.new_pages)] = order.new_pages
-        self._num_pages[row] = held + len(order.new_pages)
+    def append_pages(self, request: ScheduledRequest) -> int:
+        """Append the request's new pages to the host's page table. Returns the index of the first in the flat table."""
+        row, held = request.row, self._num_pages[request.row]
+        self.page_table[row, held : held + len(request.new_pages)] = request.new_pages
+        self._num_pages[row] = held + len(request.new_pages)
         return row * self.max_pages + held
 
     def known_tokens(self, row: int, start: int, stop: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Job: gather the sampling parameters of the rows that sample in a step, and keep the histories that some of them need
 (token counts for penalties, recent tokens for bad words). Owns: those histories, on the device, so that a sampled token
-need not visit the host. Does not know: logits, or how a token is drawn. A row that asks for nothing costs nothing.
+need not visit the host. Does not know: logits, or how a token is chosen. A row that asks for nothing costs nothing.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class SamplingInputs:
         """Add the sampled ``token_ids [N]`` to the histories of their rows."""
         if not self._counts and not self._bad_words:
             return
-        for i, order in enumerate(sampled):
-            counts, words = self._counts.get(order.row), self._bad_words.get(order.row)
+        for i, request in enumerate(sampled):
+            counts, words = self._counts.get(request.row), self._bad_words.get(request.row)
             if counts is not None:
                 counts.output.index_add_(0, token_ids[i : i + 1], torch.ones_like(counts.output[:1]))
             if words is not None:
@@ -142,23 +142,23 @@ class SamplingInputs:
         return _core(rows, all_greedy=False, candidates=self._vocab_size, uses_min_p=True)
 
     def edited(self, sampled: Sequence[ScheduledRequest]) -> list[int]:
-        """Indices of the orders whose logits change before sampling: their rows ask for more than temperature, top-k,
+        """Indices of the requests whose logits change before sampling: their rows ask for more than temperature, top-k,
         top-p and min-p."""
         if not (self._editing or self._step_masks or self._processors):
             return []
         edits = self._editing | self._step_masks.keys() | self._processors.keys()
-        return [i for i, order in enumerate(sampled) if order.row in edits]
+        return [i for i, request in enumerate(sampled) if request.row in edits]
 
     def num_logprobs(self, sampled: Sequence[ScheduledRequest]) -> dict[int, int]:
         """Of the rows that want log probabilities: row -> how many alternatives (0: of the sampled token alone)."""
         if not self._num_logprobs:
             return {}
-        return {order.row: n for order in sampled if (n := self._num_logprobs.get(order.row)) is not None}
+        return {request.row: n for request in sampled if (n := self._num_logprobs.get(request.row)) is not None}
 
     def plain(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
-        """The sampling batch of the orders that sample, in order, without edits; ``rows`` are their parameters on the
+        """The sampling batch of the requests that sample, in order, without edits; ``rows`` are their parameters on the
         device."""
-        params = [self._rows.sampling(order.row) for order in sampled]
+        params = [self._rows.sampling(request.row) for request in sampled]
         return _core(
             rows,
             all_greedy=all(p.temperature == 0 for p in params),
@@ -168,9 +168,9 @@ class SamplingInputs:
 
     def build(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
         """The same with edits."""
-        params = [self._rows.sampling(order.row) for order in sampled]
-        generated = [o.start + o.num_tokens - self._rows.num_prompt_tokens(o.row) for o in sampled]
-        processors = {i: self._processors[o.row] for i, o in enumerate(sampled) if o.row in self._processors}
+        params = [self._rows.sampling(request.row) for request in sampled]
+        generated = [r.start + r.num_tokens - self._rows.num_prompt_tokens(r.row) for r in sampled]
+        processors = {i: self._processors[r.row] for i, r in enumerate(sampled) if r.row in self._processors}
         return dataclasses.replace(
             self.plain(sampled, rows),
             penalties=self._penalties(sampled, params),
@@ -181,7 +181,7 @@ class SamplingInputs:
         )
 
     def _penalties(self, sampled: Sequence[ScheduledRequest], params: list[RowSampling]) -> Penalties | None:
-        rows = [self._counts.get(o.row) for o in sampled]
+        rows = [self._counts.get(r.row) for r in sampled]
         if not any(rows):
             return None
         none = Counts(
@@ -205,7 +205,7 @@ class SamplingInputs:
         return LogitBias(self._ints(list(rows)), self._ints(list(tokens)), self._floats(list(values)))
 
     def _allowed_mask(self, sampled: Sequence[ScheduledRequest]) -> Tensor | None:
-        masks = [_both(self._allowed.get(o.row), self._step_masks.get(o.row)) for o in sampled]
+        masks = [_both(self._allowed.get(r.row), self._step_masks.get(r.row)) for r in sampled]
         if all(mask is None for mask in masks):
             return None
         everything = torch.ones(self._vocab_size, dtype=torch.bool, device=self._device)
@@ -217,12 +217,12 @@ class SamplingInputs:
         """Ends before ``min_tokens``, and last tokens of bad words, active where their beginning was just generated."""
         rows: list[int] = []
         tokens, active = [], []
-        for i, (order, p, count) in enumerate(zip(sampled, params, generated, strict=True)):
+        for i, (request, p, count) in enumerate(zip(sampled, params, generated, strict=True)):
             if count < p.min_tokens and p.blocked_before_min:
                 rows += [i] * len(p.blocked_before_min)
                 tokens.append(self._ints(p.blocked_before_min))
                 active.append(torch.ones_like(tokens[-1], dtype=torch.bool))
-            words = self._bad_words.get(order.row)
+            words = self._bad_words.get(request.row)
             if words is not None:
                 rows += [i] * len(words.last)
                 tokens.append(words.last)

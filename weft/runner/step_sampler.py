@@ -46,7 +46,7 @@ class StepSampler:
     def __call__(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SamplerOutput | None = None
     ) -> SampledTokens:
-        """One token for each of the N orders ``sampled``.
+        """One token for each of the N requests ``sampled``.
 
         Args:
             logits: ``[N or more, V]``, rows in the order of ``sampled``.
@@ -65,7 +65,7 @@ class StepSampler:
         top_n = max(wanted.values())
         if len(wanted) == count:
             return SampledTokens(token_ids, nan_rows, wanted, logprobs_of(logits[:count], token_ids, top_n))
-        places = self._places([i for i, order in enumerate(sampled) if order.row in wanted])
+        places = self._places([i for i, request in enumerate(sampled) if request.row in wanted])
         logprobs = logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
         return SampledTokens(token_ids, nan_rows, wanted, logprobs)
 

@@ -96,8 +96,8 @@ def _prefill(runner: ModelRunner, sequence: _Sequence, rng: random.Random) -> No
     prompt = [rng.randrange(runner.config.model_config.vocab_size) for _ in range(sequence.length)]
     sampling = RowSampling(temperature=float(sequence.row % 2), top_p=0.9, seed=sequence.row)
     new = NewRequest(sequence.row, prompt, len(prompt), sampling)
-    order = ScheduledRequest(sequence.row, 0, len(prompt), sequence.pages, sequence.slot, True)
-    runner.run(SchedulerOutput(0, [order], [new]))
+    request = ScheduledRequest(sequence.row, 0, len(prompt), sequence.pages, sequence.slot, True)
+    runner.run(SchedulerOutput(0, [request], [new]))
 
 
 def _decode(sequences: list[_Sequence]) -> SchedulerOutput:

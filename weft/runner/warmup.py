@@ -86,8 +86,10 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
 def step(sequences: list[tuple[int, int]], state_slot: int, sampling: RowSampling = GREEDY) -> SchedulerOutput:
     """A step of sequences given as ``(start, num_tokens)``, decodes first; they have no pages, so all use page 0."""
     new = [NewRequest(row, [0] * count, count, sampling) for row, (_, count) in enumerate(sequences)]
-    orders = [ScheduledRequest(row, start, count, [], state_slot, True) for row, (start, count) in enumerate(sequences)]
-    return SchedulerOutput(0, orders, new)
+    requests = [
+        ScheduledRequest(row, start, count, [], state_slot, True) for row, (start, count) in enumerate(sequences)
+    ]
+    return SchedulerOutput(0, requests, new)
 
 
 def powers_of_two(limit: int) -> list[int]:

@@ -5,8 +5,8 @@ Owns: its tile shapes, and who waits for whom. Does not know: layers, who filled
 
 A program has 128 rows (``row = token * group + head``) of one sequence and key head. Its warps form three parts:
 
-- *the producer*, one warp, orders tiles of keys and values from the copy engine (TMA), page by page, into a ring of two
-  stages each;
+- *the producer*, one warp, requests tiles of keys and values from the copy engine (TMA), page by page, into a ring of
+  two stages each;
 - *two consumers*, four warps with 64 rows each, multiply on the matrix units and compute the online softmax.
 
 The schedule is that of FlashAttention-3 (arXiv 2407.08608). A consumer starts the scores of tile j, then the product of

@@ -170,11 +170,12 @@ def _begin_sequence(
     _convolve(rows, taps, bias, out, begin, begin, end, channels, mask, FIXED)
     if tl.load(chunk_length + first) < HISTORY:
         for i in range(first, tl.minimum(first + HISTORY, last)):  # no other chunk can end so early
-            order = tl.load(checkpoint_slot + i).to(tl.int64)
+            copy_slot = tl.load(checkpoint_slot + i).to(tl.int64)
             stop = tl.load(chunk_start + i).to(tl.int64) + tl.load(chunk_length + i)
-            if (order >= 0) & (stop - begin < HISTORY):
+            if (copy_slot >= 0) & (stop - begin < HISTORY):
                 _store_state(
-                    x, conv_state, p_state, order, stop, begin, continues, channels, mask, stride_x, FIXED, True, False
+                    x, conv_state, p_state, copy_slot, stop, begin, continues, channels, mask, stride_x,
+                    FIXED, True, False,
                 )  # fmt: skip
     tl.debug_barrier()
     _store_state(
@@ -227,7 +228,7 @@ def _conv_kernel(
     if skipped >= length:
         return
     begin = tl.load(cu_seqlens_q + seq).to(tl.int64)
-    order = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
+    copy_slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
     start, stop = (chunk_begin + skipped).to(tl.int64), (chunk_begin + length).to(tl.int64)
     taps = _taps(weight, channels, mask, HISTORY + 1)
     low, high = begin + HISTORY, tl.minimum(start + TOKENS, stop)
@@ -240,9 +241,9 @@ def _conv_kernel(
         ahead = _rows(ahead, x, token + STEP, STEP, begin, high, channels, mask, stride_x)
         _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED)
         rows = ahead
-    if (order >= 0) & (stop == high) & (stop >= low):
+    if (copy_slot >= 0) & (stop == high) & (stop >= low):
         _store_state(
-            x, conv_state, conv_state, order, stop, begin, False, channels, mask, stride_x, FIXED, False, False
+            x, conv_state, conv_state, copy_slot, stop, begin, False, channels, mask, stride_x, FIXED, False, False
         )  # fmt: skip
 
 

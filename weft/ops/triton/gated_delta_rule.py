@@ -230,10 +230,10 @@ def _scan_kernel(
         p_out = out + rows * (HV * V) + value_columns[None, :]
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
 
-        order = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
-        if order >= 0:
-            p_order = state + (order * HV + i_head) * K * V + inside
-            tl.store(p_order, b_state.to(state.dtype.element_ty), mask=state_mask)
+        copy_slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
+        if copy_slot >= 0:
+            p_copy = state + (copy_slot * HV + i_head) * K * V + inside
+            tl.store(p_copy, b_state.to(state.dtype.element_ty), mask=state_mask)
         start += length
         length = next_length
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)

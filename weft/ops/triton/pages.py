@@ -17,7 +17,7 @@ _WORDS = 2048
 
 @jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["src", "dst"])
 def _copy_kernel(addresses, src, dst, num_words, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Program (part, order, cache) copies a part of one page of one cache, as 32-bit words."""
+    """Program (part, copy, cache) copies a part of one page of one cache, as 32-bit words."""
     enter(EARLY)
     cache = tl.load(addresses + tl.program_id(2)).to(tl.pointer_type(tl.int32))
     begin = tl.load(src + tl.program_id(1)).to(tl.int64)
@@ -49,8 +49,8 @@ class PageCopier:
     def __call__(self, src: Tensor, dst: Tensor) -> None:
         """Page ``src[i]`` to page ``dst[i]`` in every cache, ``[N]`` integers each.
 
-        No page may be the source of one order and the destination of another, except that page 0 may be copied to
-        itself (padding orders).
+        No page may be the source of one copy and the destination of another, except that page 0 may be copied to
+        itself (padding).
         """
         grid = (cdiv(self._num_words, _WORDS), src.shape[0], len(self._caches))
         _copy_kernel[grid](

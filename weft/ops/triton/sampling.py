@@ -1,4 +1,4 @@
-"""Sampling kernels: a draw in one pass over the logits, and a search for the filters' threshold without sorting.
+"""Sampling kernels: one pass over the logits, and a search for the filters' threshold without sorting.
 
 Job: ``sample`` of ``weft/ops/sampling.py`` on the GPU, with the random numbers defined there, bit for bit. Owns: the
 search. Does not know: penalties, masks, requests.
@@ -12,7 +12,7 @@ All three filters keep what lies above some value of the row, its threshold, sea
                bisection reads the whole row in every step. Each step ends at values that occur, so it stops when none
                lies between.
 
-Then every row is drawn:
+Then every row is sampled:
 
     draw       programs per block of tokens: the best score of the block. Greedy: the logit. Otherwise
                ``logit / temperature - log(E)``, the logarithm of ``p / E`` up to a constant of the row (Gumbel-max).
@@ -64,7 +64,7 @@ def random_words(seed, position, tokens):
 
 @triton.jit
 def exponential(words):
-    """``-log1p(-u)`` of the uniform number ``u`` of a word, exact near 0 where the draw is decided."""
+    """``-log1p(-u)`` of the uniform number ``u`` of a word, exact near 0 where the sample is decided."""
     u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
     # -log(1 - u) = u + u^2 / 2 + u^3 / 3 ...; beyond a quarter, log has no trouble. Cut off below 1e-8.
     series = 1.0 / 12.0
