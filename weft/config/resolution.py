@@ -23,6 +23,7 @@ from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
 from weft.config.parallelism import choose_parallelism
 from weft.config.quantization import ONLINE
+from weft.config.triton_version import kernel_choice, triton_version
 from weft.config.validate import check_names, check_value
 from weft.errors import ConfigError
 
@@ -135,6 +136,8 @@ def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:
     if values["backend"] == "auto":
         values["backend"] = "torch" if on_cpu else "triton"
         reasons["backend"] = "the CPU has no other" if on_cpu else "the Triton kernels are the GPU's default"
+    if values["backend"] == "triton":
+        reasons["backend"] = f"{reasons.get('backend', 'given')}; {kernel_choice(triton_version())}"
     if values["enable_overlap"] is None:
         values["enable_overlap"] = not on_cpu
         reasons["enable_overlap"] = (

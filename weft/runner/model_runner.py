@@ -123,6 +123,7 @@ class ModelRunner:
             with stage("graphs"):
                 self._capture_graphs()
         why = config.reasons.get("graph_profile" if config.graph_profile else "cuda_graph_mode", "given")
+        logger.info("kernels: %s (%s)", config.backend, config.reasons.get("backend", "given"))
         logger.info("graphs: mode %s (%s), profile %s", config.cuda_graph_mode, why, config.graph_profile or "none")
 
     def _make_model(self) -> CausalLM:

@@ -15,6 +15,8 @@ import hashlib
 import tempfile
 from pathlib import Path
 
+from weft.config.triton_version import is_known
+
 _HASHED = ("_C/libtriton*", "runtime/cache.py", "compiler/**/*.py", "backends/**/*.py", "language/**/*.py")
 """What ``triton_key`` reads, below Triton's folder."""
 
@@ -25,7 +27,7 @@ def remember_triton_key() -> None:
     from triton import knobs
     from triton.runtime import cache
 
-    if not triton.__version__.startswith("3.6."):
+    if not is_known(triton.__version__):
         return  # what another version hashes is not known here
     kept = Path(knobs.cache.dir) / f"weft-triton-key-{fingerprint(Path(triton.__file__).parent)}"
     key = ""

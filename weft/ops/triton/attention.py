@@ -13,11 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from weft.config.triton_version import is_known
 from weft.forward_context import Batch
 from weft.ops.triton.attention_decode import decode_tile, launch_decode
 from weft.ops.triton.attention_prefill import launch_prefill, prefill_tile
 
-GLUON_IS_KNOWN = triton.__version__.startswith("3.6.")
+GLUON_IS_KNOWN = is_known(triton.__version__)
 """Gluon, an experimental part of Triton, may change with any version; without it the other kernel does the work."""
 
 if GLUON_IS_KNOWN:

@@ -30,7 +30,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-_LAUNCHER_IS_KNOWN = triton.__version__.startswith("3.6.")
+from weft.config.triton_version import is_known
+
+_LAUNCHER_IS_KNOWN = is_known(triton.__version__)
 if _LAUNCHER_IS_KNOWN:
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.nvidia.driver import CudaLauncher

@@ -1,0 +1,32 @@
+"""Which Triton is installed, and what runs under one whose internals Weft does not know."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+KNOWN = "3.6."
+"""Beginning of the versions whose internals Weft uses: Gluon, the C launcher, what goes into a kernel's key."""
+
+
+def triton_version() -> str | None:
+    """None: it is not installed."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_known(version: str) -> bool:
+    return version.startswith(KNOWN)
+
+
+def kernel_choice(version: str | None) -> str:
+    """Which kernels run and how they are launched, in words."""
+    if version is None:
+        return "Triton is not installed"
+    if is_known(version):
+        return f"Triton {version}: all kernels, launched by Weft itself"
+    return (
+        f"Triton {version} is not {KNOWN}x: long prompts take the attention kernel without Gluon, launches go through "
+        "Triton, and every start hashes Triton's files; slower, with the same results"
+    )
