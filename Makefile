@@ -1,4 +1,5 @@
-# Each target makes .venv, installs Weft into it once, and runs. Variables:
+# Each target makes .venv, installs into it once what it needs (`demo`: what runs Weft; the others: test tools too), and
+# runs. Variables:
 #   PYTHON     the interpreter that makes .venv          (default: python3)
 #   PIP_FLAGS  further arguments of pip install          (for example an index with CPU builds of torch)
 #   JOBS       test processes                            (default: 2)
@@ -14,11 +15,12 @@ QUESTION_1 := "What is 348 + 275?"
 QUESTION_2 := "A shop has 5 boxes with 12 pens each and sells 17 pens. How many pens are left?"
 QUESTION_3 := "What is 63 x 7 - 129?"
 
+RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
 .PHONY: demo test test-clients fuzz mutate lint types docs install clean
 
-demo: $(INSTALLED)
+demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
 
 test: $(INSTALLED)
@@ -47,10 +49,16 @@ docs: $(INSTALLED)
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weft needs Python 3.11 or newer: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(INSTALLED): $(RUNS)
+	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
 clean:

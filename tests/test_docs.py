@@ -12,6 +12,8 @@ from tests.test_levels import LEVELS
 from weft.cli import VERBS, build_parser
 from weft.config.aliases import ALIASES
 from weft.config.fields import OPTIONS
+from weft.engine.llm import NOT_SUPPORTED
+from weft.sampling_params import SamplingParams
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -48,6 +50,12 @@ def _help_texts() -> list[str]:
     verbs = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     nested = verbs["bench"]._subparsers._group_actions[0].choices
     return [parser.format_help() for parser in (*verbs.values(), *nested.values())]
+
+
+def test_the_offline_page_names_every_parameter_and_refusal() -> None:
+    text = (ROOT / "docs" / "offline.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)", text))
+    assert named >= {*SamplingParams.__struct_fields__, *NOT_SUPPORTED}
 
 
 def test_every_verb_is_in_the_readme() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,9 @@ def test_nothing_runs_data_as_code(path: Path) -> None:
 def test_the_check_finds_what_it_looks_for() -> None:
     source = "import pickle\nfrom marshal import loads\neval('1')\nf(shell=True)\nre.compile('x')\nmodel.eval()"
     assert offences(ast.parse(source)) == ["pickle", "marshal", "eval", "shell=True"]
+
+
+def test_an_editable_install_is_a_path_entry() -> None:
+    """Without it, ``import weft`` in a folder that holds a clone named weft finds that folder, an empty namespace."""
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["tool"]["setuptools"]["package-dir"] == {"": "."}

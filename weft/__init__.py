@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.config import EngineConfig
+    from weft.engine.async_llm import AsyncLLM
     from weft.engine.llm import LLM
     from weft.errors import WeftError
     from weft.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "Logprob",
@@ -34,6 +36,7 @@ __all__ = [
 
 _MODULES = {
     "LLM": "weft.engine.llm",
+    "AsyncLLM": "weft.engine.async_llm",
     "CompletionOutput": "weft.outputs",
     "EngineConfig": "weft.config",
     "Logprob": "weft.outputs",

@@ -10,6 +10,7 @@ import pytest
 
 from weft.cli import VERBS, build_parser, main
 from weft.cli.flags import _SAMPLING_FLAGS, SAMPLING_NAMES, engine_settings, sampling_params, sampling_settings
+from weft.config import resolve
 from weft.config.aliases import ALIASES
 from weft.config.fields import OPTIONS
 from weft.errors import RequestError
@@ -42,7 +43,11 @@ FLAGS = [
     ("--state-checkpoint-policy exact", {"state_checkpoint_policy": "exact"}),
     ("--mamba-ssm-dtype bfloat16", {"mamba_ssm_dtype": "bfloat16"}),
     ("--eviction-policy lru", {"eviction_policy": "lru"}),
+    ("--piecewise-cuda-graph-tokens 1,2,4", {"piecewise_cuda_graph_tokens": [1, 2, 4]}),
+    ("--cuda-graph-bs 1,2, 8", {"cuda_graph_bs": [1, 2, 8]}),
     ("--splitting-ops attention gdn", {"splitting_ops": ["attention", "gdn"]}),
+    ("--splitting-ops +,gdn", {"splitting_ops": ["+", "gdn"]}),
+    ("--trust-remote-code", {"trust_remote_code": True}),
     ("--enable-torch-compile", {"enable_torch_compile": True}),
     ("--torch-compile-max-bs 8", {"torch_compile_max_bs": 8}),
     ("--enable-cudagraph-gc", {"enable_cudagraph_gc": True}),
@@ -82,6 +87,9 @@ def test_flags_of_the_server_are_refused_by_name(flag: str, capsys: pytest.Captu
         (["config", "--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len"),
         (["config", "--page-siz=5"], "unknown flag --page-siz; did you mean --page-size"),
         (["config", "--page-size", "many"], "invalid int value: 'many'"),
+        (["config", "--cuda-graph-bs", "1,many"], "invalid int value: '1,many'"),
+        (["serve", "--prot", "5"], "weft serve: error: unknown flag --prot; did you mean --port"),
+        (["bench", "latency", "--btach"], "weft bench latency: error: unknown flag"),
         (["config", "stray"], "unexpected argument 'stray'"),
         (["frobnicate"], "frobnicate"),
         ([], "VERB"),
@@ -99,6 +107,22 @@ def test_a_refused_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixtur
     err = capsys.readouterr().err
     assert err.startswith("weft: error: num_attention_heads=") and "tensor_parallel_size=7" in err
     assert err.count("\n") == 1
+
+
+def test_trust_remote_code_is_taken_with_a_word(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["config", "--json", "--device", "cpu", "--trust-remote-code"]) == 0
+    assert "trust_remote_code" not in capsys.readouterr().out
+    assert "trust_remote_code has no effect: the code of a checkpoint is never run" in caplog.text
+    assert resolve(device="cpu", trust_remote_code=True) == resolve(device="cpu", trust_remote_code=False)
+
+
+def test_sizes_in_the_help_are_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert "largest request body (default: 8,388,608)" in shown and "e+0" not in shown
 
 
 def test_sampling_flags_are_sampling_parameters() -> None:

@@ -69,7 +69,7 @@ def build_parser(only: str | None = None) -> Parser:
         usage="weft VERB [flags]",
     )
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True, prog=parser.prog)
     for name, verb in VERBS.items():
         if only in (None, name):
             import_module(verb.module).add_parser(verbs)

@@ -30,7 +30,7 @@ _KINDS = "{latency,throughput,prefill,startup,prefix,serve}"
 
 def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "bench", _missing, "measure speed", usage=f"bench {_KINDS} [flags]")
-    kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True)
+    kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", dest="benchmark", required=True, prog=parser.prog)
     _add_latency(kinds)
     _add_throughput(kinds)
     _add_prefill(kinds)

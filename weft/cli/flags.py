@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from weft.config.aliases import ALIASES, SERVER_FLAGS
+from weft.config.aliases import ALIASES, SERVER_FLAGS, WITHOUT_EFFECT
 from weft.config.fields import OPTIONS, Option
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
@@ -37,6 +37,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -
             group.add_argument(
                 flag, dest=dest, action="store_const", const=alias.value, default=argparse.SUPPRESS, help=help
             )
+    for name, why in WITHOUT_EFFECT.items():
+        group.add_argument(
+            _flag(name), dest=_ENGINE + name, action="store_true", default=argparse.SUPPRESS, help=f"no effect: {why}"
+        )
     for flag in () if server else SERVER_FLAGS:
         group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 
@@ -56,9 +60,9 @@ def _arguments(name: str, option: Option) -> dict[str, Any]:
         case "float":
             return common | {"type": float, "metavar": "X"}
         case "ints":
-            return common | {"type": int, "nargs": "+", "metavar": "N"}
+            return common | {"action": _Items, "type": _ints, "nargs": "+", "metavar": "N"}
         case "texts":
-            return common | {"nargs": "+", "metavar": "NAME"}
+            return common | {"action": _Items, "type": _texts, "nargs": "+", "metavar": "NAME"}
         case "path":
             return common | {"metavar": "DIR"}
         case "text":
@@ -77,6 +81,25 @@ def _help(option: Option) -> str:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _ints(word: str) -> list[int]:
+    """``1,2,4`` as well as one number."""
+    return [int(part) for part in _texts(word)]
+
+
+def _texts(word: str) -> list[str]:
+    return [part.strip() for part in word.split(",") if part.strip()]
+
+
+_ints.__name__ = "int"  # as argparse names it in errors
+
+
+class _Items(argparse.Action):
+    """The items of a list, given one by one or with commas between them."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [item for items in values for item in items])
 
 
 class _ServerFlag(argparse.Action):
@@ -100,10 +123,16 @@ _SAMPLING_FLAGS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"type": float, "metavar": "X", "help": "on each time a token was generated, -2 to 2"},
     "repetition_penalty": {"type": float, "metavar": "X", "help": "on tokens of prompt and output; 1 is off"},
     "logit_bias": {"type": json.loads, "metavar": "JSON", "help": 'added to logits: {"TOKEN_ID": BIAS}'},
-    "allowed_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "generate only these tokens"},
+    "allowed_token_ids": {
+        "action": _Items,
+        "type": _ints,
+        "nargs": "+",
+        "metavar": "ID",
+        "help": "generate only these tokens",
+    },
     "bad_words": {"nargs": "+", "metavar": "TEXT", "help": "never generate these"},
     "stop": {"action": "append", "metavar": "TEXT", "help": "end at this text; may be given more than once"},
-    "stop_token_ids": {"type": int, "nargs": "+", "metavar": "ID", "help": "end at these tokens"},
+    "stop_token_ids": {"action": _Items, "type": _ints, "nargs": "+", "metavar": "ID", "help": "end at these tokens"},
     "include_stop_str_in_output": {"action": "store_true", "help": "keep what ended the text"},
     "ignore_eos": {"action": "store_true", "help": "go on after the end-of-sequence token"},
     "skip_special_tokens": {"action": argparse.BooleanOptionalAction, "help": "leave special tokens out of the text"},

@@ -79,7 +79,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         dest, help = arguments["dest"], arguments["help"]
         default = defaults[dest]
         if type(default) in (int, float) and "default" not in help:
-            help += f" (default: {default:g})"
+            help += f" (default: {default:,})"
         group.add_argument(flag, **(arguments | {"dest": _DEST + dest, "default": argparse.SUPPRESS, "help": help}))
 
 

@@ -185,6 +185,11 @@ class EngineConfig:
     reasons: Mapping[str, str]
 
     @property
+    def keeps_states(self) -> bool:
+        """True if recurrent states are cached, so that it matters where a conversation's next prompts will leave it."""
+        return self.enable_prefix_caching and self.model_config.is_hybrid
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text, those that the model can sample: of ``generation_config.json``, else ``config.json``."""
         named = self.generation.eos_token_ids or self.model_config.eos_token_ids

@@ -143,6 +143,15 @@ class ResponseStream:
         self._error = error
         self._wake()
 
+    def abort(self) -> None:
+        """End what has not ended; the reader gets what there is, with finish reason ``"abort"``."""
+        self._engine.forget(self)
+        for index, output in enumerate(self.outputs):
+            for request in output.requests:
+                if request.finish_reason is None:
+                    request.end("abort")
+                    self.take(index, request)
+
     def close(self) -> None:
         """The reader is done: whatever still runs is aborted. Harmless if repeated."""
         self._engine.forget(self)

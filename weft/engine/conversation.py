@@ -1,18 +1,57 @@
-"""Messages in the form that chat templates read.
+"""Conversations: from messages to a prompt.
 
-Job: content as one text, tool arguments as objects, roles and reasoning under the names that templates know. Owns: that
-form, for the offline interface and the server alike. Does not know: templates, tokens.
+Job: messages in the form that chat templates read (content as one text, tool arguments as objects, roles and reasoning
+under the names that templates know), and the prompt that the template makes of them. Owns: that form, for the offline
+interface and the server alike. Does not know: engines.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.engine.chat_prompts import ChatPrompts
 from weft.errors import RequestError
 
+Messages = Sequence[Mapping[str, Any]]
+
 _ROLES = {"developer": "system", "function": "tool"}
+
+
+def chat_prompt(
+    chats: ChatPrompts | None,
+    messages: Messages,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **options: bool,
+) -> dict[str, Any]:
+    """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, and ``checkpoint_positions`` where
+    turn boundaries were asked for and found. ``options``: of ``ChatPrompts.render``.
+
+    Raises:
+        RequestError: no tokenizer or chat template, or something that the template refuses.
+    """
+    if chats is None:
+        raise RequestError(
+            "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
+        )
+    _check_options(tools, chat_template_kwargs)
+    plain = [template_message(message, i) for i, message in enumerate(messages)]
+    chat = chats.make(plain, tools=tools, chat_template_kwargs=chat_template_kwargs, **options)
+    positions = {"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {}
+    return {"prompt": chat.text, "prompt_token_ids": chat.token_ids} | positions
+
+
+def _check_options(tools: Any, chat_template_kwargs: Any) -> None:
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        kind = type(chat_template_kwargs).__name__
+        raise RequestError(f"chat_template_kwargs is a {kind}; give a dict", "chat_template_kwargs")
+    if tools is None:
+        return
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(f"tools={tools!r} is not a list of function descriptions (dicts)", "tools")
 
 
 def template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:

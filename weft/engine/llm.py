@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig, resolve
 from weft.engine.chat_prompts import ChatPrompts
-from weft.engine.conversation import template_message
+from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.core import EngineCore
 from weft.engine.inputs import InputProcessor, Prompt
 from weft.engine.outputs import OutputStream
@@ -27,8 +27,6 @@ from weft.scheduler.scheduler import SchedulerStats
 from weft.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-Messages = Sequence[Mapping[str, Any]]
 
 _POOLING = "this version runs generative models only; use another engine for embeddings and scores"
 _ASLEEP = "captured graphs keep weights and caches in place; use shutdown(), and make a new LLM later"
@@ -191,22 +189,15 @@ class LLM:
 
         For hybrid models also ``checkpoint_positions``: where the conversation's next prompts will leave this one.
         """
-        if self._chats is None:
-            raise RequestError(
-                "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
-            )
-        _check_chat_options(tools, chat_template_kwargs)
-        plain = [template_message(message, i) for i, message in enumerate(messages)]
-        chat = self._chats.make(
-            plain,
+        return chat_prompt(
+            self._chats,
+            messages,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            turn_boundaries=self.config.enable_prefix_caching and self.config.model_config.is_hybrid,
+            turn_boundaries=self.config.keeps_states,
         )
-        prompt: dict[str, Any] = {"prompt": chat.text, "prompt_token_ids": chat.token_ids}
-        return prompt | ({"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {})
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as ``transformers`` loads it, with its own methods. Raises RequestError if there is none."""
@@ -363,16 +354,6 @@ def _conversations(messages: Any) -> list[Messages]:
             "messages must be a non-empty list of {'role', 'content'} dicts, or a list of such lists", "messages"
         )
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
-
-
-def _check_chat_options(tools: Any, chat_template_kwargs: Any) -> None:
-    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
-        kind = type(chat_template_kwargs).__name__
-        raise RequestError(f"chat_template_kwargs is a {kind}; give a dict", "chat_template_kwargs")
-    if tools is None:
-        return
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RequestError(f"tools={tools!r} is not a list of function descriptions (dicts)", "tools")
 
 
 def _per_prompt(name: str, value: Any, kind: type, count: int) -> list[Any]:

@@ -157,8 +157,7 @@ class Service:
 
     @property
     def keeps_states(self) -> bool:
-        """True if recurrent states are cached, so that it matters where a conversation's next prompts will leave it."""
-        return self.config.enable_prefix_caching and self.config.model_config.is_hybrid
+        return self.config.keeps_states
 
     @property
     def unhealthy_reason(self) -> str | None:

@@ -1,0 +1,114 @@
+"""``AsyncLLM``: one engine process, streams in one event loop; the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from weft.errors import ConfigError, EngineDeadError, RequestError
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 256}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+CHAT = [{"role": "user", "content": [{"type": "text", "text": "What is 12 + 30?"}]}]
+
+
+async def last(stream: Any) -> RequestOutput:
+    output = None
+    async for output in stream:  # noqa: B007
+        pass
+    assert output is not None and output.finished
+    return output
+
+
+def test_the_same_as_llm() -> None:
+    with LLM(**SETTINGS) as llm:
+        want = llm.generate(["12 + 30:", "63 x 7:"], GREEDY, use_tqdm=False)
+        want += llm.chat(CHAT, GREEDY, use_tqdm=False)
+
+    async def main() -> None:
+        async with AsyncLLM(**SETTINGS) as llm:
+            await streams_grow(llm)
+            found = await asyncio.gather(
+                last(llm.generate("12 + 30:", GREEDY)),
+                last(llm.generate("63 x 7:", GREEDY)),
+                last(llm.chat(CHAT, GREEDY)),
+            )
+            for one, other in zip(found, want, strict=True):
+                assert (one.prompt, one.prompt_token_ids) == (other.prompt, other.prompt_token_ids)
+                assert one.outputs[0].token_ids == other.outputs[0].token_ids
+                assert one.outputs[0].text == other.outputs[0].text
+            assert llm.get_tokenizer().encode("a") and llm.config is not None
+            await constrained(llm)
+            await aborted(llm)
+            await refused(llm)
+        with pytest.raises(EngineDeadError, match="was shut down; make a new AsyncLLM"):
+            await last(llm.generate("a"))
+
+    asyncio.run(main())
+
+
+async def streams_grow(llm: AsyncLLM) -> None:
+    texts = [output.outputs[0].text async for output in llm.generate("12 + 30:", GREEDY)]
+    assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
+
+
+async def constrained(llm: AsyncLLM) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    assert (await last(llm.generate("Is 2 even?", params))).outputs[0].text == "yes"
+
+
+async def aborted(llm: AsyncLLM) -> None:
+    assert llm._engine is not None
+    output = None
+    async for output in llm.generate("12", ENDLESS, request_id="a"):  # noqa: B007
+        assert await llm.abort("a")
+    assert output is not None and output.finished
+    assert output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids
+    assert not await llm.abort("a")
+    stream = llm.generate("12", ENDLESS)
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert llm._engine.num_open == llm._engine.num_open_completions == 0
+
+
+async def refused(llm: AsyncLLM) -> None:
+    processors = SamplingParams(logits_processors=[len])
+    for arguments, message in (
+        (("",), "the prompt is empty"),
+        (("a", processors), "need the engine in this process; use LLM"),
+        (("a", GREEDY, 5), "request_id=5 is not"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            await last(llm.generate(*arguments))
+    with pytest.raises(RequestError, match="has no role"):
+        await last(llm.chat([{"content": "a"}]))
+
+
+def test_a_start_that_fails(tmp_path: Path) -> None:
+    async def main() -> None:
+        for settings, message in (({"max_num_seqz": 3}, "unknown setting"), ({"model": str(tmp_path)}, "config.json")):
+            with pytest.raises(ConfigError, match=message):
+                await AsyncLLM(**settings).start()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies() -> None:
+    async def main() -> None:
+        llm = await AsyncLLM(**SETTINGS).start()
+        assert llm._process is not None
+        with pytest.raises(EngineDeadError, match="ended with status -9"):
+            async for _ in llm.generate("12", ENDLESS):
+                os.kill(llm._process.pid, signal.SIGKILL)
+        await llm.shutdown()
+
+    asyncio.run(main())

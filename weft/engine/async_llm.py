@@ -1,0 +1,218 @@
+"""The engine for asyncio programs: ``AsyncLLM(model)``.
+
+Job: start the engine in a process of its own, take prompts, stream ``RequestOutput`` objects. Owns: that process.
+Does not know: HTTP. It is what ``weft serve`` is built of, without a server around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weft.config import EngineConfig
+from weft.engine import wire
+from weft.engine.async_engine import AsyncEngine, ResponseStream
+from weft.engine.chat_prompts import ChatPrompts
+from weft.engine.conversation import Messages, chat_prompt
+from weft.engine.inputs import InputProcessor, Prompt
+from weft.errors import ConfigError, EngineDeadError, RequestError
+from weft.outputs import RequestOutput
+from weft.sampling_params import SamplingParams
+from weft.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from weft.engine.launcher import EngineProcess
+
+
+class AsyncLLM:
+    """An engine in a process of its own, used from one event loop in the main thread.
+
+    Args:
+        model: a folder or hub id; None: the bundled model.
+        **settings: every field of ``EngineConfig``, by name.
+
+    Attributes:
+        config: the resolved settings, once it has started.
+        tokenizer: None with ``skip_tokenizer_init``.
+
+    Raises:
+        ConfigError, UnsupportedModelError, … from ``start``: as ``LLM``, all as ``ConfigError``.
+
+    Example:
+        >>> async with AsyncLLM() as llm:
+        ...     async for output in llm.generate("12 + 30:", SamplingParams(max_tokens=20)):
+        ...         print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self._settings = settings | ({} if model is None else {"model": model})
+        self._process: EngineProcess | None = None
+        self._engine: AsyncEngine | None = None
+        self._starting: asyncio.Future[wire.Capacity] | None = None
+        self._failure: wire.Failed | None = None
+        self._has_ended = False
+        self._streams: dict[str, ResponseStream] = {}
+        self._chats: ChatPrompts | None = None
+        self._num_requests = 0
+        self.config: EngineConfig | None = None
+        self.tokenizer: Tokenizer | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> AsyncLLM:
+        """Start the engine and wait until it is ready. Does nothing if it has started.
+
+        Raises:
+            ConfigError: a setting or the checkpoint is not valid, or pyzmq is missing.
+            EngineDeadError: the engine ended for another reason.
+        """
+        if self._engine is not None:
+            return self
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_future()
+            self._process = self._launch()
+        capacity = await asyncio.shield(self._starting)
+        assert self.config is not None and self._process is not None
+        try:
+            if not self.config.skip_tokenizer_init:
+                self.tokenizer = await asyncio.to_thread(Tokenizer.load, self.config.tokenizer_path)
+                self._chats = ChatPrompts(self.tokenizer)
+        except BaseException:
+            await self.shutdown()
+            raise
+        if self._has_ended and self._failure is not None:
+            raise EngineDeadError(self._failure.message)
+        if self._engine is None:
+            inputs = InputProcessor(self.config, self.tokenizer, capacity.max_model_len)
+            self._engine = AsyncEngine(self._process, inputs, self.tokenizer)
+        return self
+
+    def _launch(self) -> EngineProcess:
+        try:
+            from weft.engine.launcher import EngineProcess
+        except ImportError as error:
+            raise ConfigError(f"AsyncLLM needs {error.name}; install it with: pip install 'weft[server]'") from error
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("AsyncLLM must be started in the main thread: the engine ends with the thread it is from")
+        return EngineProcess(self._settings, self._hear, self._on_exit)
+
+    def _hear(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Outputs():
+                if self._engine is not None:
+                    self._engine.receive(message)
+            case wire.Configured():
+                self.config = message.config
+            case wire.Ready():
+                assert self._starting is not None
+                self._starting.set_result(message.capacity)
+            case wire.Failed():
+                self._failure = message
+
+    def _on_exit(self, status: int) -> None:
+        """The engine process has ended."""
+        self._has_ended = True
+        failure = self._failure = self._failure or wire.Failed(f"the engine process ended with status {status}")
+        if self._engine is not None:
+            self._engine.die(failure.message)
+        elif self._starting is not None and not self._starting.done():
+            error = ConfigError(failure.message) if failure.user_error else EngineDeadError(failure.message)
+            self._starting.set_exception(error)
+
+    async def shutdown(self) -> None:
+        """End the engine; open requests end with ``EngineDeadError``."""
+        if self._process is not None:
+            self._failure = self._failure or wire.Failed("this engine was shut down; make a new AsyncLLM")
+            await self._process.stop()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return await self.start()
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt. Leaving the loop early aborts the request.
+
+        Args:
+            prompt: a text, token ids, or a dict; see ``LLM.generate``.
+            sampling_params: None: ``SamplingParams()``. Logits processors cannot reach the engine's process.
+            request_id: for ``abort``; None: one that is free.
+            priority: for the ``priority`` policy, smaller first.
+
+        Yields:
+            A snapshot of everything known, whenever there is something new; the last one is ``finished``.
+
+        Raises:
+            RequestError: the prompt or a parameter is not valid.
+            EngineDeadError: the engine ended.
+        """
+        await self.start()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if params.logits_processors:
+            raise RequestError("logits_processors need the engine in this process; use LLM", "logits_processors")
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise RequestError(f"request_id={request_id!r} is not a non-empty text", "request_id")
+        assert self._engine is not None
+        self._num_requests += 1
+        name = request_id or f"request-{self._num_requests}"
+        prepared = await asyncio.to_thread(self._engine.inputs.prepare_prompt, prompt, params)
+        async with self._engine.submit(name, [prepared], params, priority=priority) as stream:
+            self._streams[name] = stream
+            try:
+                async for _ in stream:
+                    yield stream.snapshot()[0]
+            finally:
+                del self._streams[name]
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one conversation; see ``LLM.chat`` for the arguments and ``generate`` for what comes."""
+        await self.start()
+        assert self.config is not None
+        prompt = await asyncio.to_thread(
+            chat_prompt,
+            self._chats,
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            turn_boundaries=self.config.keeps_states,
+        )
+        async for output in self.generate(prompt, sampling_params, request_id, priority):
+            yield output
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request now: its stream ends with what it had, finish reason ``"abort"``. False if it is unknown."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        stream.abort()
+        return True
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as ``transformers`` loads it. Raises RequestError if there is none (yet)."""
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine has not started, or skip_tokenizer_init=True")
+        return self.tokenizer.hf
