@@ -20,8 +20,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ("", r"the prompt is empty; it needs at least one token"),
     ([[]], r"the prompt is empty"),
     ([5] * 512, r"maximum context length is 512 tokens.* 512 tokens > 511 maximum.*shorten it"),
-    ([VOCAB_SIZE], rf"holds {VOCAB_SIZE}; the vocabulary has ids 0 to {VOCAB_SIZE - 1}"),
-    ([4, -1], r"holds -1; the vocabulary has ids 0"),
+    ([VOCAB_SIZE], rf"holds {VOCAB_SIZE}; the vocabulary has {VOCAB_SIZE} ids, 0 to {VOCAB_SIZE - 1}"),
+    ([4, -1], r"holds -1; the vocabulary has "),
     ([1, True], r"holds True; every entry must be an integer"),
     ([[1, 2.0]], r"holds 2\.0; every entry must be an integer"),
     ([["a", "b"]], r"holds 'a'; every entry must be an integer"),
@@ -38,7 +38,7 @@ PROMPTS: list[tuple[Any, str]] = [
 ]
 
 PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"stop_token_ids": [VOCAB_SIZE]}, rf"stop_token_ids holds {VOCAB_SIZE}; the vocabulary has ids 0 to"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, rf"stop_token_ids holds {VOCAB_SIZE}; the vocabulary has {VOCAB_SIZE} ids"),
     ({"allowed_token_ids": [3, 999]}, r"allowed_token_ids holds 999; the vocabulary"),
     ({"logit_bias": {999: 1.0}}, r"logit_bias holds 999; the vocabulary"),
     ({"allowed_token_ids": [2], "min_tokens": 1}, r"are all ruled out, by min_tokens.*allow more, or lower min_tokens"),

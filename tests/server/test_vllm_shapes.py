@@ -129,3 +129,11 @@ def test_metrics_under_vllms_names() -> None:
     # The fake engine gives four tokens at a time: gaps lie between messages.
     assert after["vllm:inter_token_latency_seconds_count"] == 4
     assert any(name.startswith("vllm:cache_config_info") and "4096" in name for name in after)
+
+
+def test_all_wrong_keys_of_a_logit_bias_are_told(server: RunningServer) -> None:
+    error = server.chat(TEXT, logit_bias={"bad1": 1, "2": 1, "bad2": 1}).json()["error"]
+    assert error["message"].startswith("logit_bias has the keys 'bad1', 'bad2'; keys are token ids")
+    message = server.chat(TEXT, logit_bias={str(k): 1 for k in range(10**12, 10**12 + 9)}).json()["error"]["message"]
+    assert message.count("10000") == 5 and ", …;" in message
+    assert "2049; the vocabulary has 2048 ids" in server.chat(TEXT, logit_bias={"2049": 1}).json()["error"]["message"]

@@ -140,7 +140,8 @@ class InputProcessor:
             raise RequestError(f"{name} holds {wrong!r}; every entry must be an integer", name)
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            raise RequestError(f"{name} holds {wrong}; the vocabulary has ids 0 to {self._vocab_size - 1}", name)
+            size = self._vocab_size
+            raise RequestError(f"{name} holds {wrong}; the vocabulary has {size} ids, 0 to {size - 1}", name)
         return ids
 
     def _check_length(self, prompt: PreparedPrompt) -> None:

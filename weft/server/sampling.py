@@ -88,7 +88,7 @@ def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]
     if request.stop:
         given["stop"] = request.stop
     if request.logit_bias:
-        given["logit_bias"] = {_token_id(key): bias for key, bias in request.logit_bias.items()}
+        given["logit_bias"] = _by_token_id(request.logit_bias)
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs cannot be streamed; set stream=false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
@@ -102,7 +102,10 @@ def _check_size(name: str, value: int | None) -> None:
         raise RequestError(f"{name}={str(value)[:30]} is out of range; allowed are 32-bit integers", name)
 
 
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) < 12):
-        raise RequestError(f'logit_bias has the key {key[:40]!r}; keys are token ids, such as "42"', "logit_bias")
-    return int(key)
+def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
+    """JSON has texts as keys. All that are no token ids are told, as far as there is room."""
+    wrong = [key for key in logit_bias if not (key.isascii() and key.isdigit() and len(key) < 12)]
+    if wrong:
+        keys = ", ".join(repr(key[:40]) for key in wrong[:5]) + (", …" if len(wrong) > 5 else "")
+        raise RequestError(f'logit_bias has the keys {keys}; keys are token ids, such as "42"', "logit_bias")
+    return {int(key): bias for key, bias in logit_bias.items()}

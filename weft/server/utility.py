@@ -82,7 +82,7 @@ async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str,
     def decode() -> str:
         wrong = next((token for token in request.tokens if not 0 <= token < limit), None)
         if wrong is not None:
-            raise RequestError(f"tokens holds {wrong}; the vocabulary has ids 0 to {limit - 1}", "tokens")
+            raise RequestError(f"tokens holds {wrong}; the vocabulary has {limit} ids, 0 to {limit - 1}", "tokens")
         return tokenizer.decode(request.tokens, skip_special_tokens=False)
 
     text = await context.service.render.run(decode, size=len(request.tokens))
