@@ -137,3 +137,20 @@ def test_all_wrong_keys_of_a_logit_bias_are_told(server: RunningServer) -> None:
     message = server.chat(TEXT, logit_bias={str(k): 1 for k in range(10**12, 10**12 + 9)}).json()["error"]["message"]
     assert message.count("10000") == 5 and ", …;" in message
     assert "2049; the vocabulary has 2048 ids" in server.chat(TEXT, logit_bias={"2049": 1}).json()["error"]["message"]
+
+
+def test_usage_in_every_event_if_the_operator_wants_it() -> None:
+    running = RunningServer("--enable-force-include-usage")
+    try:
+        running.wait_ready()
+        bodies = {
+            "/v1/chat/completions": chat_body(TEXT, stream=True),
+            "/v1/completions": {"prompt": TEXT, "stream": True},
+        }
+        for path, body in bodies.items():
+            text = running.client.post(path, json=body).text
+            events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+            assert len(events) > 1 and all(event["usage"]["prompt_tokens"] > 0 for event in events)
+            assert events[-1]["choices"] == []
+    finally:
+        running.close()

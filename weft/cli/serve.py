@@ -41,6 +41,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "a further name in the Host header, when listening on loopback",
     },
     "--strict": {"dest": "strict", "action": "store_true", "help": "refuse request fields that are not known"},
+    "--enable-force-include-usage": {
+        "dest": "enable_force_include_usage", "action": "store_true",
+        "help": "usage in every event of a stream, asked for or not",
+    },
     "--restart-engine": {
         "dest": "restart_engine", "action": "store_true", "help": "start a new engine when it dies, instead of leaving",
     },

@@ -24,7 +24,7 @@ from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.chat import chat_prompt, need_tokenizer, opens_reasoning, tool_schemas
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
-from weft.server.protocol import ChatCompletionRequest
+from weft.server.protocol import ChatCompletionRequest, StreamOptions
 from weft.server.sampling import chat_params
 from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
 from weft.server.structured import constraint_of, forced_calls
@@ -245,9 +245,10 @@ class ChatAnswer:
         self._hides_reasoning = request.include_reasoning is False
         self._parsers = [chat.parser() for _ in range(chat.n)]
         self._has_begun = [False] * chat.n
-        options = request.stream_options
-        self._usage_at_end = options is not None and bool(options.include_usage)
-        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        forced = self._call.context.settings.enable_force_include_usage
+        options = request.stream_options or StreamOptions()
+        self._usage_at_end = forced or bool(options.include_usage)
+        self._usage_always = forced or bool(options.continuous_usage_stats)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}

@@ -17,7 +17,7 @@ from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.chat import need_tokenizer
 from weft.server.logprobs import completion_logprobs, prompt_logprobs
-from weft.server.protocol import CompletionRequest
+from weft.server.protocol import CompletionRequest, StreamOptions
 from weft.server.sampling import completion_params
 from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
 from weft.server.structured import constraint_of
@@ -97,9 +97,10 @@ class CompletionAnswer:
         self._names_ids = bool(request.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
         self._has_begun: set[int] = set()
-        options = request.stream_options
-        self._usage_at_end = options is not None and bool(options.include_usage)
-        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        forced = self._call.context.settings.enable_force_include_usage
+        options = request.stream_options or StreamOptions()
+        self._usage_at_end = forced or bool(options.include_usage)
+        self._usage_always = forced or bool(options.continuous_usage_stats)
 
     # -- whole ---------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class ServerSettings:
         allow_unauthenticated: listen beyond loopback although there is no key.
         allowed_hosts: names accepted in the Host header beside the loopback names, when listening on loopback.
         strict: refuse request fields that are not known, instead of ignoring them with a warning.
+        enable_force_include_usage: every event of every completion and chat stream has the usage, asked for or not.
         restart_engine: start a new engine when it dies, instead of leaving.
         max_queue_size: completions that may wait beyond those that run; more get 429.
         request_timeout_s: longest life of one request, its streaming included.
@@ -45,6 +46,7 @@ class ServerSettings:
     allow_unauthenticated: bool = False
     allowed_hosts: tuple[str, ...] = ()
     strict: bool = False
+    enable_force_include_usage: bool = False
     restart_engine: bool = False
     max_queue_size: int = 1024
     request_timeout_s: float = 600.0
