@@ -292,6 +292,17 @@ def test_other_refusals(server: RunningServer, client: OpenAI) -> None:
     assert say(client, "still here").choices[0].message.content == "still here"
 
 
+def test_what_a_web_page_may_send_is_refused(server: RunningServer) -> None:
+    body = json.dumps(chat_body("x"))
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        answer = server.client.post("/v1/chat/completions", content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 415, kind
+    for headers in ({"Content-Type": "application/json; charset=utf-8"}, {"Origin": server.url}, {}):
+        assert server.client.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+    refused = server.client.post("/v1/chat/completions", content=body, headers={"Origin": "https://evil.example"})
+    assert refused.status_code == 403 and "--allowed-origins" in refused.json()["error"]["message"]
+
+
 def test_unknown_fields_are_ignored_with_one_warning(server: RunningServer) -> None:
     for name in ("surprise_field", "surprise_field", "later_surprise"):
         assert server.chat("x", **{name: 1}, user="me", metadata={}).status_code == 200

@@ -81,7 +81,11 @@ def test_restart_engine(start: Start) -> None:
     reader = Reader(server)
     assert server.chat("x", priority=CRASH).status_code == 503
     assert "status 3" in reader.error()["message"]
-    server.wait_ready()
+    states = [server.client.get("/health")]
+    while server.client.get("/ready").status_code == 503:
+        states.append(server.client.get("/health"))
+        assert states[-1].status_code == 200
+    assert any(state.json() == {"status": "restarting"} for state in states)
     assert server.engine_pid != first and server.chat("again").json()["choices"][0]["message"]["content"] == "again"
     assert "weft:engine_restarts_total 1.0" in server.client.get("/metrics").text
 
@@ -117,6 +121,7 @@ def test_sigterm_lets_open_requests_finish(start: Start) -> None:
     assert server.client.get("/health").status_code == 200
     refused = server.chat("too late")
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+    assert int(refused.headers["Retry-After"]) > 0
     thread.join(10)
     assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 200
     assert server.process.wait(10) == 0

@@ -61,7 +61,9 @@ def test_admission_counts_until_the_response_has_ended() -> None:
     assert admission.num_open == 0
 
 
-def knock(settings: ServerSettings, path: str = "/v1/models", **headers: str) -> tuple[int, Caller | None]:
+def knock(
+    settings: ServerSettings, path: str = "/v1/models", method: str = "GET", **headers: str
+) -> tuple[int, Caller | None]:
     """Status and caller of a request through the gate; 0: it was let in."""
     seen: list[Caller] = []
     statuses: list[int] = []
@@ -74,7 +76,7 @@ def knock(settings: ServerSettings, path: str = "/v1/models", **headers: str) ->
             statuses.append(message["status"])
 
     raw = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "path": path, "headers": raw, "method": "GET"}
+    scope = {"type": "http", "path": path, "headers": raw, "method": method}
     asyncio.run(Gate(app, settings, [], lambda path, status: None)(scope, None, send))  # type: ignore[arg-type]
     return (0, seen[0]) if seen else (statuses[0], None)
 
@@ -100,6 +102,28 @@ def test_callers_with_different_keys_share_no_cache() -> None:
 def test_host_on_loopback(host: str, status: int) -> None:
     assert knock(ServerSettings(allowed_hosts=("named",)), host=host)[0] == status
     assert knock(ServerSettings(host="0.0.0.0", api_keys=("k",)), host=host, x_api_key="k")[0] == 0
+
+
+def test_two_host_headers() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/health", "headers": [(b"host", b"localhost")] * 2, "method": "GET"}
+    asyncio.run(Gate(lambda *given: None, ServerSettings(), [], lambda path, status: None)(scope, None, send))  # type: ignore[arg-type, return-value]
+    assert sent[0]["status"] == 400
+
+
+@pytest.mark.parametrize(
+    ("origin", "settings", "status"),
+    [("http://localhost:8000", {}, 0), ("https://evil.example", {}, 403), ("null", {}, 403),
+     ("https://app.example", {"allowed_origins": ("https://App.example/",)}, 0),
+     ("https://evil.example", {"allowed_origins": ("*",)}, 0), ("http://localhost:9", {}, 403),
+     ("https://evil.example", {"api_keys": ("k",)}, 401)],
+)  # fmt: skip
+def test_pages_of_other_origins_start_nothing(origin: str, settings: dict[str, Any], status: int) -> None:
+    assert knock(ServerSettings(**settings), method="POST", host="localhost:8000", origin=origin)[0] == status
 
 
 def test_trace_id() -> None:

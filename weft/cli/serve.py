@@ -40,6 +40,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "dest": "allowed_hosts", "action": "append", "metavar": "NAME",
         "help": "a further name in the Host header, when listening on loopback",
     },
+    "--allowed-origins": {
+        "dest": "allowed_origins", "nargs": "+", "metavar": "URL",
+        "help": "origins (https://NAME) whose web pages may call; * is all",
+    },
     "--strict": {"dest": "strict", "action": "store_true", "help": "refuse request fields that are not known"},
     "--enable-force-include-usage": {
         "dest": "enable_force_include_usage", "action": "store_true",
@@ -90,7 +94,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def server_settings(args: argparse.Namespace) -> ServerSettings:
     """The server's settings from the flags that were given, and ``WEFT_API_KEY``."""
     given = {name.removeprefix(_DEST): value for name, value in vars(args).items() if name.startswith(_DEST)}
-    for name in ("api_keys", "allowed_hosts"):
+    for name in ("api_keys", "allowed_hosts", "allowed_origins"):
         if name in given:
             given[name] = tuple(given[name])
     key = os.environ.get("WEFT_API_KEY")

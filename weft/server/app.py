@@ -6,6 +6,7 @@ Owns: the table. Does not know: what handlers do.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,9 @@ GETS: dict[str, Callable[[Context], Any]] = {
 }
 """Path -> what it gives: a JSON value, or a status and one."""
 
+
+BODY_TIMEOUT_S = 60.0
+"""For a whole body to come."""
 
 MODEL_PATH = "/v1/models/{name:path}"
 
@@ -142,6 +146,7 @@ class Posts:
 def _post(context: Context, handler: PostHandler) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
+            _check_media_type(request.headers.get("content-type"))
             body = await read_body(request, context.settings.max_body_bytes)
             result = await handler(context, body, request.scope["weft.caller"])
         except ClientDisconnect:
@@ -168,17 +173,28 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+def _check_media_type(given: str | None) -> None:
+    """Browsers send other media types to other hosts without asking them first. Raises ApiError (415)."""
+    kind = (given or "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"Content-Type {kind[:60]!r} is not read here; send application/json")
+
+
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError (413) as soon as it is known to be too large."""
+    """The body. Raises ApiError: 413 as soon as it is known to be too large, 408 if it takes too long."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise _too_large(limit)
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from error
     return b"".join(chunks)
 
 

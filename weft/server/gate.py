@@ -1,7 +1,8 @@
-"""The door: who may come in, and with how much.
+"""The authentication middleware: who may call.
 
-Job: a raw ASGI layer before everything else: Host check, API keys, trace ids, counting responses.
-Owns: which paths are open. Does not know: handlers.
+Job: a raw ASGI layer before everything else: Host and Origin checks, API keys, trace ids, counting responses.
+Owns: which paths are open, and the headers by which browsers let pages of other origins in (CORS). Does not know:
+handlers.
 
 It decides on the raw ASGI path, by a list of open paths: what is not on the list needs a key, whatever the router makes
 of it later.
@@ -13,6 +14,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Collection
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server import page
@@ -20,7 +22,8 @@ from weft.server.caller import Caller, identity_of, read_traceparent
 from weft.server.errors import ApiError, error_response
 from weft.server.settings import ServerSettings
 
-OPEN_PATHS = page.PATHS | {"/health", "/ready"}
+STATE_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = page.PATHS | STATE_PATHS
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
@@ -45,6 +48,7 @@ class Gate:
         self._responded = responded
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self._admin_key = _digest(settings.admin_key.encode()) if settings.admin_key else None
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.allowed_origins)
         self._hosts = _LOOPBACK_NAMES | set(settings.allowed_hosts) if settings.is_loopback else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,21 +60,42 @@ class Gate:
         headers = dict(scope["headers"])
         path = scope["path"] if scope["path"] in self._routes else "other"
 
+        origin = headers.get(b"origin")
+        is_let_in = origin is not None and not {"*", origin.decode("latin-1").lower()}.isdisjoint(self._origins)
+
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._responded(path, message["status"])
+                if is_let_in and origin is not None:
+                    message["headers"] = [*message.get("headers", ()), *_shared_with(origin)]
             await send(message)
 
         try:
-            self._check_host(headers)
+            self._check_host(headers, [name for name, _ in scope["headers"]].count(b"host"))
+            if origin is not None and not is_let_in:
+                self._check_origin(scope["method"], origin, headers.get(b"host", b""))
+            if is_let_in and scope["method"] == "OPTIONS":
+                await _preflight(headers)(scope, receive, counting)
+                return
             scope["weft.caller"] = self._identify(scope["path"], headers)
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, counting)
             return
         await self._app(scope, receive, counting)
 
-    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+    def _check_origin(self, method: str, origin: bytes, host: bytes) -> None:
+        """Without keys, a page of another origin that a browser shows on this machine could start generations."""
+        is_own = origin.lower().partition(b"://")[2] == host.lower()
+        if method == "POST" and not self._keys and not is_own:
+            raise ApiError(
+                403,
+                f"Origin {origin[:100].decode('latin-1')!r} is not let in; name it with --allowed-origins, or set keys",
+            )
+
+    def _check_host(self, headers: dict[bytes, bytes], num_hosts: int) -> None:
         """On loopback only its own names are accepted, so that no web page can reach the server by DNS rebinding."""
+        if num_hosts > 1:
+            raise ApiError(400, "the request has several Host headers; send one")
         if self._hosts is None:
             return
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -95,6 +120,17 @@ class Gate:
             )
         identity = identity_of(given) if given is not None and is_known else None
         return Caller(identity, is_admin, trace)
+
+
+def _shared_with(origin: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+
+
+def _preflight(headers: dict[bytes, bytes]) -> Response:
+    """The answer to a browser that asks whether a page of another origin may call."""
+    wanted = headers.get(b"access-control-request-headers", b"*").decode("latin-1")
+    allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": wanted}
+    return Response(status_code=204, headers=allowed | {"Access-Control-Max-Age": "600"})
 
 
 def presented_key(headers: dict[bytes, bytes]) -> bytes | None:

@@ -22,6 +22,8 @@ from weft import __version__
 from weft.engine.launcher import ENGINE_MODULE
 from weft.errors import ConfigError
 from weft.server.app import build_app
+from weft.server.connections import protocol_class, raise_descriptor_limit
+from weft.server.gate import STATE_PATHS
 from weft.server.requestlog import configure as configure_log
 from weft.server.service import Service, State
 from weft.server.settings import ServerSettings
@@ -138,7 +140,7 @@ async def _run(
         server_header=False,
         proxy_headers=False,
         lifespan="off",
-        http="httptools",
+        http=protocol_class(raise_descriptor_limit(), STATE_PATHS),
         ws="none",
         timeout_graceful_shutdown=2,
         backlog=_BACKLOG,

@@ -233,7 +233,11 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Any]:
         service = self._service
-        yield _gauge("weft:engine_up", "1 while the engine takes requests", float(service.unhealthy_reason is None))
+        yield _gauge(
+            "weft:engine_up",
+            "1 while the engine takes requests",
+            float(service.unhealthy_reason is None and not service.is_restarting),
+        )
         yield _gauge("weft:event_loop_tasks", "tasks of the server's event loop", len(asyncio.all_tasks()))
         yield _counter("weft:engine_restarts", "engines started after one had died", service.num_restarts)
         engine = service.open_engine

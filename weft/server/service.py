@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 FROZEN_AFTER_S = 3.0
 """The engine beats four times a second; without a beat for so long it stands still."""
 
+DRAINED_RETRY_S = 5
+"""When a caller of a server that is leaving may expect another in its place."""
+
 MAX_RESTARTS_IN_A_ROW = 3
 _STABLE_AFTER_S = 60.0
 
@@ -117,7 +120,7 @@ class Service:
             State.STARTING: "the engine is starting; try again soon",
             State.DRAINING: "the server is shutting down and takes no new requests",
         }.get(self.state, "the engine has died")
-        retry = 1 if self.state is State.STARTING else None
+        retry = {State.STARTING: 1, State.DRAINING: DRAINED_RETRY_S}.get(self.state)
         raise ApiError(503, message, type="server_error", code=self.state.value, retry_after_s=retry)
 
     @property
@@ -160,8 +163,15 @@ class Service:
         return self.config.keeps_states
 
     @property
+    def is_restarting(self) -> bool:
+        """True while another engine starts in place of one that has died."""
+        return self.state is State.STARTING and self.num_restarts > 0
+
+    @property
     def unhealthy_reason(self) -> str | None:
         """Why the service is not healthy; None if it is. A long step is healthy, a process that stands still is not."""
+        if self.is_restarting:
+            return None
         if self.state in (State.STARTING, State.DEAD):
             return self.state.value
         if self._process is None or self._process.pulse.silence_s > FROZEN_AFTER_S:

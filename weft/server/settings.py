@@ -22,6 +22,8 @@ class ServerSettings:
         admin_key: a further key, which may also look into the engine.
         allow_unauthenticated: listen beyond loopback although there is no key.
         allowed_hosts: names accepted in the Host header beside the loopback names, when listening on loopback.
+        allowed_origins: origins (``https://NAME``) whose web pages may call, or ``*``; without keys, pages of others
+            may not start anything.
         strict: refuse request fields that are not known, instead of ignoring them with a warning.
         enable_force_include_usage: every event of every completion and chat stream has the usage, asked for or not.
         restart_engine: start a new engine when it dies, instead of leaving.
@@ -45,6 +47,7 @@ class ServerSettings:
     admin_key: str | None = None
     allow_unauthenticated: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     strict: bool = False
     enable_force_include_usage: bool = False
     restart_engine: bool = False

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
+PING = b": ping\n\n"
+PING_S = 5.0
+"""A stream without an event for so long gets a comment."""
+
 _LAST_WORDS_S = 5.0
 """How long the end of a stream may wait for a caller that does not read."""
 
@@ -59,7 +63,8 @@ def openai_error_events(error: ApiError) -> bytes:
 
 
 class StreamResponse(Response):
-    """Events as they come. Nothing is sent before the first one, so an early failure is still an ordinary error.
+    """Events as they come. Nothing is sent before the first one, or the first ping, so an early failure is still an
+    ordinary error.
 
     Args:
         events: encoded events; closed in any case.
@@ -84,30 +89,62 @@ class StreamResponse(Response):
         self._extra_headers = [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = _Sender(send, _HEADERS + self._extra_headers)
         try:
-            await _until_gone(receive, self._run(scope, receive, send))
+            await _until_gone(receive, self._run(scope, receive, send, sender))
         finally:
+            sender.close()
             self._close()
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+    async def _run(self, scope: Scope, receive: Receive, send: Send, sender: _Sender) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for event in self._events:
-                    if not started:
-                        started = True
-                        headers = _HEADERS + self._extra_headers
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await sender.event(event)
         except Exception as error:
             known = _explain(error, self._timeout_s)
-            if not started:
+            if not sender.started:
                 await error_response(known)(scope, receive, send)
                 return
             async with asyncio.timeout(_LAST_WORDS_S):
-                await send({"type": "http.response.body", "body": self._error_events(known), "more_body": True})
+                await sender.event(self._error_events(known))
+        sender.close()
         async with asyncio.timeout(_LAST_WORDS_S):
             await send({"type": "http.response.body", "body": b""})
+
+
+class _Sender:
+    """Sends events, and a comment where there was none for a while: proxies and clients see that the call lives."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._is_busy = False
+        self._timer = self._loop.call_later(PING_S, self._look)
+        self._ping: asyncio.Task[None] | None = None
+        self.started = False
+
+    async def event(self, content: bytes) -> None:
+        self._is_busy = True
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+        self._last, self._is_busy = self._loop.time(), False
+
+    def _look(self) -> None:
+        quiet_s = self._loop.time() - self._last
+        if quiet_s >= PING_S and not self._is_busy:  # else the caller does not read what it has
+            self._ping = self._loop.create_task(self.event(PING))
+            quiet_s = 0.0
+        self._timer = self._loop.call_later(max(PING_S - quiet_s, 0.1), self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._ping is not None:
+            self._ping.cancel()
 
 
 class JsonResponse(Response):

@@ -107,8 +107,10 @@ def tokenizer_info(context: Context) -> dict[str, Any]:
 
 
 def health(context: Context) -> tuple[int, dict[str, Any]]:
-    """``/health``: 200 while the engine lives and moves, also while the server drains."""
+    """``/health``: 200 while the engine lives and moves, also while the server drains or starts another engine."""
     reason = context.service.unhealthy_reason
+    if context.service.is_restarting:
+        return 200, {"status": "restarting"}
     return (200, {"status": "ok"}) if reason is None else (503, {"status": reason})
 
 

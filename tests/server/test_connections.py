@@ -1,0 +1,126 @@
+"""What a connection may cost before its key is known; comments that keep a quiet stream alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
+
+from weft.server import connections, sse
+from weft.server.connections import KEPT, MAX_HEAD_BYTES, protocol_class
+from weft.server.sse import PING, StreamResponse
+
+HEAD = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def serve(max_connections: int, body: Callable[[int], Awaitable[None]]) -> None:
+    """Run ``body`` with the port of a server that answers everything."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    async def main() -> None:
+        config = uvicorn.Config(
+            app, port=0, lifespan="off", log_config=None, http=protocol_class(max_connections, ["/health"]), ws="none"
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server._serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            await asyncio.wait_for(body(server.servers[0].sockets[0].getsockname()[1]), 30)
+        finally:
+            server.should_exit = True
+            await serving
+
+    asyncio.run(main())
+
+
+async def talk(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """What comes back until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("count", [1, 3000])
+def test_heads_have_a_limit(count: int) -> None:
+    async def body(port: int) -> None:
+        headers = [b"X-%d: " % i + b"a" * (90_000 if count == 1 else 50) + b"\r\n" for i in range(count)]
+        for parts in ([HEAD + b"".join(headers) + b"\r\n"], [HEAD, *headers]):
+            answer = await talk(port, *parts)
+            # What comes after the end is answered by the system with a reset, which may overtake the answer.
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+        fine = HEAD + b"X: " + b"a" * (MAX_HEAD_BYTES // 2) + b"\r\nConnection: close\r\n\r\n"
+        assert (await talk(port, fine)).endswith(b"ok")
+
+    serve(1000, body)
+
+
+@pytest.mark.parametrize("start", [b"", b"\r\n", b"GET", HEAD, HEAD + b"Connection: keep-alive\r\n\r\n\r\n" + HEAD])
+def test_heads_that_do_not_come_are_not_waited_for(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
+
+    async def body(port: int) -> None:
+        answer = await asyncio.wait_for(talk(port, start), 5)
+        assert b"HTTP/1.1 408 " in answer or b"HTTP/1.1 200 " in answer
+
+    serve(1000, body)
+
+
+def test_the_last_connections_are_for_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(port: int) -> None:
+        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        health = HEAD.replace(b"/x", b"/health?a=1") + b"Connection: close\r\n\r\n"
+        assert (await talk(port, health)).endswith(b"ok")
+        refused = await talk(port, HEAD + b"\r\n")
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in refused
+        for _, writer in open_ones:
+            writer.close()
+        await asyncio.sleep(0.1)
+        assert (await talk(port, HEAD + b"Connection: close\r\n\r\n")).endswith(b"ok")
+
+    serve(KEPT + 4, body)
+
+
+def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.1)
+    sent: list[Any] = []
+    closed: list[int] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        await asyncio.sleep(0.35)
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.35)
+        raise RuntimeError("no")
+
+    async def main() -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await StreamResponse(events(), lambda: closed.append(1), 10.0)({"type": "http"}, receive, send)
+        await asyncio.sleep(0.3)
+
+    asyncio.run(main())
+    bodies = [message["body"] for message in sent[1:]]
+    assert sent[0]["status"] == 200 and closed == [1]
+    assert bodies[0] == PING and bodies.index(b"data: 1\n\n") >= 2 and bodies[-3] == PING
+    assert json.loads(bodies[-2].split(b"\n")[0][6:])["error"]["type"] == "server_error" and bodies[-1] == b""

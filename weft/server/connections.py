@@ -1,0 +1,156 @@
+"""Connections, and what they may cost before anybody knows whose they are.
+
+Job: uvicorn's HTTP protocol with limits on the head of a request, on the time it takes to come, and on how many
+connections there are; the process's limit on descriptors. Owns: these limits. Does not know: paths' meanings, keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from weft.server.errors import ApiError, error_body
+
+MAX_HEAD_BYTES = 64 << 10
+"""Request line and headers."""
+
+HEAD_TIMEOUT_S = 10.0
+"""For a whole head, from the connection or the first byte on."""
+
+_SPARE = 64
+"""Descriptors for everything but connections: the log, the engine's sockets, files."""
+
+KEPT = 32
+"""Connections kept for those who ask how the server is."""
+
+_REASONS = {431: "Request Header Fields Too Large", 408: "Request Timeout", 503: "Service Unavailable"}
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit on descriptors to the hard one. Returns how many connections that allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return max(KEPT + 1, soft - _SPARE)
+
+
+def protocol_class(max_connections: int, state_paths: Collection[str]) -> type[HttpToolsProtocol]:
+    """The protocol of one server.
+
+    Args:
+        max_connections: beyond them a connection is closed; the last ``KEPT`` are for ``state_paths`` alone.
+        state_paths: paths that tell how the server is.
+    """
+
+    class Protocol(LimitedProtocol):
+        limit, paths = max_connections, frozenset(state_paths)
+
+    return Protocol
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    limit: int
+    paths: frozenset[str]
+    _raw_bytes = 0  # of a head that is not complete
+    _field_bytes = 0  # of what was read of it
+    _is_refused = False
+    _is_crowded = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limit:
+            transport.abort()
+            return
+        self._is_crowded = len(self.connections) > self.limit - KEPT
+        self._arm()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(error)
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self._refuse(408, f"the head of the request did not come within {HEAD_TIMEOUT_S:g} s")
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._timer is not None:  # the head is on its way
+            self._raw_bytes += len(data)
+        super().data_received(data)
+        if self._timer is not None and self._raw_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        elif self._is_idle:
+            self._arm()  # bytes that are no request yet
+
+    @property
+    def _is_idle(self) -> bool:
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
+
+    def on_message_begin(self) -> None:
+        self._field_bytes = 0
+        self._arm()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._field_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._field_bytes += len(name) + len(value)
+        if self._field_bytes <= MAX_HEAD_BYTES:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._disarm()
+        self._raw_bytes = 0
+        if self._field_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        elif self._is_crowded and self.url.partition(b"?")[0].decode("latin-1") not in self.paths:
+            self._refuse(503, "there are too many connections; try again later")
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head of the request is larger than this server takes: {MAX_HEAD_BYTES:,} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, whatever has come of the request, and close."""
+        self._is_refused = True
+        self._disarm()
+        kind = "server_error" if status == 503 else "invalid_request_error"
+        body = msgspec.json.encode(error_body(ApiError(status, message, type=kind)))
+        head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        retry = "Retry-After: 1\r\n" if status == 503 else ""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(f"{head}{retry}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
