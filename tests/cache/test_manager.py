@@ -91,9 +91,9 @@ def test_plain_attention_branches_at_once() -> None:
     assert lease.page_copy is not None and lease.state_fork is None
 
 
-def test_conversation_border_is_stored() -> None:
+def test_turn_boundary_is_stored() -> None:
     manager, memory = make()
-    running = begin(manager, PROMPT, borders=[37, 201])
+    running = begin(manager, PROMPT, boundaries=[37, 201])
     memory.launch(running, 210)
     assert manager.match([*PROMPT[:201], 999]).num_tokens == 201
     assert manager.match([*PROMPT[:37], 999]).num_tokens == 37
@@ -210,7 +210,7 @@ def test_nan_takes_along_what_was_filed_and_spares_what_others_use() -> None:
     run(manager, memory, [*PROMPT[:80], 999])
     beside = begin(manager, [*PROMPT[:80], 998])
     memory.launch(beside, 81 - beside.fed)
-    bad = begin(manager, PROMPT, borders=[150])
+    bad = begin(manager, PROMPT, boundaries=[150])
     memory.launch(bad, 160 - bad.fed)
     assert manager.match([*PROMPT[:150], 7]).num_tokens == 150
     manager.release(bad.lease, bad.tokens, keep=False)

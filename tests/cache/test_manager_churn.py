@@ -47,8 +47,8 @@ class Churn:
         tokens = tokens + [rng.randint(0, 2) for _ in range(rng.choice([0, 1, 3, 15, 16, 17, 40]))]
         tokens = (tokens or [1])[: self.manager.max_tokens]
         match = self.manager.match(tokens, salt, reuse=rng.random() < 0.95)
-        borders = [rng.randint(1, len(tokens)) for _ in range(rng.randint(0, 4))]
-        lease = self.manager.lease(match, reserve_pages=len(self.running), borders=borders)
+        boundaries = [rng.randint(1, len(tokens)) for _ in range(rng.randint(0, 4))]
+        lease = self.manager.lease(match, reserve_pages=len(self.running), boundaries=boundaries)
         if lease is None:
             assert self.running, "a request alone must fit"
             return

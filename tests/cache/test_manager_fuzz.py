@@ -50,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
         version = self.manager.tree.version
         match = self.manager.match(tokens, salt, reuse=reuse)
         assert self.manager.tree.version == version and match.num_tokens < len(tokens)
-        lease = self.manager.lease(match, borders=[p for p in (3, 7) if p <= len(tokens)])
+        lease = self.manager.lease(match, boundaries=[p for p in (3, 7) if p <= len(tokens)])
         if lease is None:
             assert self.running, "a request alone must fit"
             return

@@ -87,7 +87,7 @@ def test_odds_follow_what_became_of_others() -> None:
     assert odds("end", 0, 0) == 1.0
     for _ in range(96):
         odds.add("end", 0, 0)
-    assert odds("end", 0, 0) == 0.04 and odds("border", 0, 0) == 1.0
+    assert odds("end", 0, 0) == 0.04 and odds("boundary", 0, 0) == 1.0
     for _ in range(48):
         odds.use("end", 0, 0)
     assert odds("end", 0, 0) == 0.52
@@ -96,7 +96,7 @@ def test_odds_follow_what_became_of_others() -> None:
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_ended_requests_are_told_with_their_prompts(hybrid: bool) -> None:
-    """What the weight is tuned on: the tokens fed, how many of them were prompt, and the borders."""
+    """What the weight is tuned on: the tokens fed, how many of them were prompt, and the boundaries."""
     manager, memory = make(hybrid)
     told: list[tuple[int, int, str | None]] = []
     manager.observer = lambda tokens, num_prompt_tokens, salt, _: told.append((len(tokens), num_prompt_tokens, salt))
@@ -131,13 +131,13 @@ def test_alpha_follows_the_load() -> None:
 
 def test_order_of_checkpoints_and_their_limit() -> None:
     def positions(policy: str = "exact", **values: object) -> list[int]:
-        given = {"reused": 0, "divergence": None, "borders": [], "num_prompt_tokens": 20_000, "alignment": 64} | values
-        return prefill_positions(policy, **given)  # type: ignore[arg-type]
+        given = {"reused": 0, "divergence": None, "boundaries": [], "num_prompt_tokens": 20_000, "alignment": 64}
+        return prefill_positions(policy, **(given | values))  # type: ignore[arg-type]
 
     assert positions() == [8192, 12288, 16384, 19999]
     assert positions(num_prompt_tokens=210) == [209]
-    assert positions(divergence=70, borders=[10, 300, 200]) == [70, 200, 300, 19999]
-    assert positions(reused=250, borders=[10, 300, 200], num_prompt_tokens=400) == [300, 399]
+    assert positions(divergence=70, boundaries=[10, 300, 200]) == [70, 200, 300, 19999]
+    assert positions(reused=250, boundaries=[10, 300, 200], num_prompt_tokens=400) == [300, 399]
     assert positions(reused=399, num_prompt_tokens=400) == []
     assert positions("aligned", divergence=70, num_prompt_tokens=210) == [64, 192]
     assert positions("aligned", num_prompt_tokens=64) == []

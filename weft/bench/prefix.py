@@ -169,5 +169,5 @@ def _replay(manager: Manager, prompts: list[list[int]], outputs: list[list[int]]
     counts = ReplayCounts()
     for prompt, output, turn in zip(prompts, outputs, turns, strict=True):
         # The token sampled last is never fed.
-        replay_request(manager, prompt + output[:-1], len(prompt), borders=_boundaries(turn, prompt), counts=counts)
+        replay_request(manager, prompt + output[:-1], len(prompt), boundaries=_boundaries(turn, prompt), counts=counts)
     return counts

@@ -3,7 +3,7 @@
 Job: choose the positions of a prefill, and of decoding, at which a state is kept. Owns: the three policies.
 Does not know: slots, trees, or whether a chosen checkpoint finds room.
 
-* ``exact``: any position. The divergence from what is stored, conversation borders, the prompt's end less one, every
+* ``exact``: any position. The divergence from what is stored, turn boundaries, the prompt's end less one, every
   4,096 tokens; at the end of the request the working state itself.
 * ``aligned``: multiples of the recurrent layers' chunk length only. The same divergence and prompt end rounded down;
   while decoding a snapshot at each multiple, of which the last is kept.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 CheckpointPolicy = Literal["exact", "aligned", "finish_only"]
-CheckpointKind = Literal["divergence", "border", "inside", "end"]
+CheckpointKind = Literal["divergence", "boundary", "inside", "end"]
 """Why a state stands where it stands; ``inside``: the prompt's end less one, and every 4,096 tokens."""
 
 MAX_CHECKPOINTS = 4
@@ -30,7 +30,7 @@ def prefill_positions(
     *,
     reused: int,
     divergence: int | None,
-    borders: Sequence[int],
+    boundaries: Sequence[int],
     num_prompt_tokens: int,
     alignment: int,
 ) -> list[int]:
@@ -39,13 +39,13 @@ def prefill_positions(
     Args:
         reused: tokens whose state is reused; nothing is stored at or before it.
         divergence: where the prompt leaves what is stored, if no state stands there.
-        borders: conversation borders, in any order.
+        boundaries: turn boundaries, in any order.
         num_prompt_tokens: tokens of the prompt.
         alignment: tokens between the positions of ``aligned``.
     """
     if policy == "finish_only":
         return []
-    latest_first = sorted(borders, reverse=True)
+    latest_first = sorted(boundaries, reverse=True)
     wanted = [*([divergence] if divergence is not None else []), *latest_first[:1], num_prompt_tokens - 1]
     wanted += latest_first[1:]
     wanted += range((num_prompt_tokens - 1) // STRIDE * STRIDE, 0, -STRIDE)

@@ -23,8 +23,8 @@ from weft.cache.state_pool import StatePool
 Item = TypeVar("Item", Node, Checkpoint)
 
 REBUILD_INTERVAL = 256
-"""Evictions, at least, between two looks at what everything is worth (odds sink with nobody to say so); in a large tree
-as many as it has states, so that the cost of a look per eviction does not depend on the size of the tree."""
+"""Minimum evictions between two rebuilds of the heaps (reuse odds fall without a push); in a large tree as many as it
+has states, so that the cost of rebuilding per eviction does not depend on the size of the tree."""
 
 
 class LazyHeap(Generic[Item]):
@@ -62,7 +62,7 @@ class LazyHeap(Generic[Item]):
         return None
 
     def rebuild(self) -> None:
-        """Look every utility up anew and drop what is outdated."""
+        """Compute every utility anew and drop outdated entries."""
         items = {id(item): item for _, _, item in self._heap}.values()
         fresh = [(utility, next(self._numbers), item) for item in items if (utility := self._utility(item)) is not None]
         heapq.heapify(fresh)
@@ -150,7 +150,7 @@ class Evictor:
             self._leaves.rebuild()
             self._states.rebuild()
 
-    # -- what things are worth -------------------------------------------------------------------------------------
+    # -- utilities -------------------------------------------------------------------------------------------------
 
     def _state_utility(self, checkpoint: Checkpoint) -> float | None:
         if not checkpoint.attached or checkpoint.pins:

@@ -1,4 +1,4 @@
-"""Every page and every slot has its owner: the books of the cache, done again from scratch.
+"""The invariants of the cache: every page and every slot has exactly one owner, counted again from scratch.
 
 Job: compare the pools' counts with what tree and leases really hold. Owns: nothing. Does not know: how it came about.
 """

@@ -5,8 +5,8 @@ computed into the tree, take it back. Owns: the pools, the prefix tree and every
 Does not know: tensors, batches, or why a request starts or stops. ::
 
     match(tokens)        pure: how much could be reused
-    lease(match, …)      pin what was matched; a working slot; orders to fork the state and copy the partial last page
-    allocate(…)          grow the lease's pages, evicting what is worth least
+    lease(match, …)      pin what was matched; a working slot; the copies to make: state fork, partial last page
+    allocate(…)          grow the lease's pages, evicting what is least useful
     order_checkpoints(…) slots for the states that the next step has to store
     commit(…)            a step is launched: so many tokens will be in pages and state
     confirm(…)           a step is done and went well: what it computed is inserted into the tree
@@ -46,7 +46,7 @@ from weft.cache.state_pool import StatePool
 NOTHING = Prefix(None, 0)
 
 Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
-"""Is told of every request that has ended: the tokens fed, how many of them were prompt, salt, borders."""
+"""Is told of every request that has ended: the tokens fed, how many of them were prompt, salt, boundaries."""
 
 
 class Manager:
@@ -134,7 +134,7 @@ class Manager:
         *,
         reserve_pages: int = 0,
         num_prompt_tokens: int | None = None,
-        borders: Sequence[int] = (),
+        boundaries: Sequence[int] = (),
     ) -> Lease | None:
         """Pin what was matched and take a working slot and, if one is copied, the page for it.
 
@@ -143,7 +143,7 @@ class Manager:
             num_tokens: tokens that the request holds soon; None: those matched against.
             reserve_pages: pages that must be left over for others when it does.
             num_prompt_tokens: leading tokens that are prompt; None: all.
-            borders: positions at which the next prompts may leave this one.
+            boundaries: positions at which the next prompts may leave this one.
 
         Returns:
             The lease, whose ``state_fork`` and ``page_copy`` must run before its first step; or None, and nothing
@@ -152,11 +152,11 @@ class Manager:
         assert match.version == self.tree.version, "the cache has changed since the match"
         num_tokens = len(match.tokens) if num_tokens is None else num_tokens
         num_prompt_tokens = num_prompt_tokens or len(match.tokens)
-        lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, borders)
+        lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None and not self._leases and match.num_kv_tokens:
             # Alone and still no room: the shared pages are in the way (their copy needs one page more).
             match = replace(match, num_tokens=0, prefix=NOTHING, checkpoint=None, version=self.tree.version)
-            lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, borders)
+            lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None:
             return None
         self._num_query_tokens += len(match.tokens)
@@ -165,7 +165,7 @@ class Manager:
         return lease
 
     def _try_lease(
-        self, match: Match, num_tokens: int, reserve_pages: int, num_prompt_tokens: int, borders: Sequence[int]
+        self, match: Match, num_tokens: int, reserve_pages: int, num_prompt_tokens: int, boundaries: Sequence[int]
     ) -> Lease | None:
         report = explain(match, needs_state=self._needs_state)
         node = self._lock_prefix(match)
@@ -184,7 +184,7 @@ class Manager:
             self.tree.pin(source)
         copy = self._take_pages(1) if copied else []
         assert copy is not None, "there is room"
-        checkpoints = self._plan_checkpoints(match, num_prompt_tokens, borders)
+        checkpoints = self._plan_checkpoints(match, num_prompt_tokens, boundaries)
         if source is not None:
             self.evictor.odds.use(source.kind, source.lineage, source.num_uses)
         if node is not None:
@@ -239,19 +239,19 @@ class Manager:
             slot = self.tree.take_checkpoint(source, lost=False)
         return slot
 
-    def _plan_checkpoints(self, match: Match, num_prompt_tokens: int, borders: Sequence[int]) -> LeaseCheckpoints:
+    def _plan_checkpoints(self, match: Match, num_prompt_tokens: int, boundaries: Sequence[int]) -> LeaseCheckpoints:
         """Where the prefill stores states, and why."""
         if not (self._needs_state and self.enable_prefix_caching):
             return LeaseCheckpoints()
         stored, reused = match.num_kv_tokens, match.num_tokens
-        kinds: dict[int, CheckpointKind] = dict.fromkeys(borders, "border")
+        kinds: dict[int, CheckpointKind] = dict.fromkeys(boundaries, "boundary")
         if reused < stored:
             kinds[stored] = "divergence"
         positions = prefill_positions(
             self.checkpoint_policy,
             reused=reused,
             divergence=stored if reused < stored < len(match.tokens) else None,
-            borders=borders,
+            boundaries=boundaries,
             num_prompt_tokens=num_prompt_tokens,
             alignment=self._alignment,
         )
@@ -319,9 +319,9 @@ class Manager:
         return pages
 
     def order_checkpoints(self, lease: Lease, start: int, num_tokens: int) -> list[tuple[int, int]]:
-        """``(position, slot)`` orders for a step that feeds ``num_tokens`` tokens from ``start``; call once, at launch.
+        """``(position, slot)`` of the states that a step of ``num_tokens`` tokens from ``start`` stores.
 
-        Positions for which no slot can be had are skipped.
+        Call it once, when the step is launched. Positions for which no slot can be had are skipped.
         """
         end, states = start + num_tokens, lease.checkpoints
         orders: list[tuple[int, int]] = []
@@ -392,8 +392,8 @@ class Manager:
         if not keep and cached:
             self._forget(tokens[:fed], lease.salt)
         if keep and self.observer is not None and fed >= len(lease.tokens):
-            borders = [position for position, kind in lease.checkpoints.kinds.items() if kind == "border"]
-            self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, borders)
+            boundaries = [position for position, kind in lease.checkpoints.kinds.items() if kind == "boundary"]
+            self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, boundaries)
 
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
         """The request will come back; its last launched step is done. What it has moves to the tree."""

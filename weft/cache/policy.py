@@ -1,4 +1,4 @@
-"""What is worth keeping: a number for every state and every KV tail, larger is kept longer.
+"""Eviction policies: a utility for every state and every KV tail, larger is kept longer.
 
 Job: turn "last used then, saves so many FLOPs, costs so much memory" into one utility.
 Owns: the formulas. Does not know: the tree, pools, or when something is evicted.

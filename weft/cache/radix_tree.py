@@ -1,15 +1,15 @@
 """The prefix tree: which token sequences have their KV and recurrent states in the cache.
 
-Job: find the longest stored prefix, file new spans and states, split, lock, cut. Owns: the nodes, one reference to
-every page that a node lists, and the slots of the checkpoints. Does not know: requests, tensors, or what is worth
-keeping (``eviction`` decides; the tree tells its ``Watcher`` what may be evicted).
+Job: find the longest stored prefix, insert spans and states, split, lock, cut. Owns: the nodes, one reference to
+every page that a node lists, and the slots of the checkpoints. Does not know: requests, tensors, or what is
+evicted first (``eviction`` decides; the tree tells its ``Watcher`` what may be evicted).
 
 A node is a span of tokens ``[start, end)`` below its parent, at token granularity::
 
     root ── "system prompt" [0, 1500) ──┬── "question A …" [1500, 2200)   pages 93 (shared or copied), 94, …
             pages 0 … 93 (93 is partial)└── "question B …" [1500, 1721)
 
-A node lists the pages of its positions, ``start // page_size`` to ``(end - 1) // page_size``. Where a border is not a
+A node lists the pages of its positions, ``start // page_size`` to ``(end - 1) // page_size``. Where a node ends at no
 multiple of the page size, parent and child both list a page for that index: the same one (a span that was split or
 continued) or a copy (a branch). Either way the *deepest* listing holds the KV of the whole path up to its node's end.
 
@@ -111,7 +111,7 @@ class Node:
 
 
 class Watcher(Protocol):
-    """Is told what may have become evictable, or worth less than before."""
+    """Is told what may have become evictable, or less useful than before."""
 
     def offer_leaf(self, node: Node) -> None: ...
 
@@ -227,7 +227,7 @@ class RadixTree:
         return upper
 
     def extend(self, node: Node, tokens: Tokens, pages: Sequence[int]) -> Node:
-        """File the KV of ``tokens`` below ``node``, whose path is a prefix of them.
+        """Insert the KV of ``tokens`` below ``node``, whose path is a prefix of them.
 
         Args:
             node: where to start; a root will do.

@@ -29,7 +29,7 @@ def replay_request(
     num_prompt_tokens: int,
     *,
     salt: str | None = None,
-    borders: Sequence[int] = (),
+    boundaries: Sequence[int] = (),
     counts: ReplayCounts | None = None,
 ) -> int:
     """Run one request to its end: prefill in one step, then the rest of ``token_ids``, all of it fed.
@@ -39,7 +39,7 @@ def replay_request(
     """
     tokens = as_tokens(token_ids)
     prompt = tokens[:num_prompt_tokens]
-    lease = manager.lease(manager.match(prompt, salt), borders=borders)
+    lease = manager.lease(manager.match(prompt, salt), boundaries=boundaries)
     assert lease is not None, "a request alone fits"
     reused = lease.num_cached_tokens
     for start, end in ((reused, len(prompt)), (len(prompt), len(tokens))):

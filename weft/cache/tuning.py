@@ -39,7 +39,7 @@ class AlphaTuner:
         self._shadows: dict[float, tuple[Manager, ReplayCounts]] = {}
         self._num_seen = 0
 
-    def __call__(self, tokens: Tokens, num_prompt_tokens: int, salt: str | None, borders: Sequence[int]) -> None:
+    def __call__(self, tokens: Tokens, num_prompt_tokens: int, salt: str | None, boundaries: Sequence[int]) -> None:
         """A request has ended; ``tokens`` were fed."""
         if not self._shadows:
             stats = self._manager.stats()
@@ -47,7 +47,7 @@ class AlphaTuner:
                 return
             self._shadows = {alpha: (self._make_shadow(alpha), ReplayCounts()) for alpha in CANDIDATES}
         for shadow, counts in self._shadows.values():
-            replay_request(shadow, tokens, num_prompt_tokens, salt=salt, borders=borders, counts=counts)
+            replay_request(shadow, tokens, num_prompt_tokens, salt=salt, boundaries=boundaries, counts=counts)
         self._num_seen += 1
         if self._num_seen % INTERVAL == 0:
             self._decide()

@@ -23,7 +23,7 @@ def encode_other(value: Any) -> Any:
         return {kind: {name: [_path(type(g)), g] for name, g in modules.items()} for kind, modules in value.items()}
     if isinstance(value, Mapping):
         return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} does not cross the process border")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to another process")
 
 
 def decode_other(kind: type, value: Any) -> Any:
@@ -32,7 +32,7 @@ def decode_other(kind: type, value: Any) -> Any:
         return Path(value)
     if kind is Mixers:
         return Mixers({kind: {name: _geometry(*g) for name, g in modules.items()} for kind, modules in value.items()})
-    raise NotImplementedError(f"{kind.__name__} does not cross the process border")
+    raise NotImplementedError(f"{kind.__name__} cannot be sent to another process")
 
 
 def _path(kind: type) -> str:

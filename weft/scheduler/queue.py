@@ -1,4 +1,4 @@
-"""The waiting line: who is served next.
+"""The waiting queue: which request is scheduled next.
 
 Job: keep waiting requests in the order of the policy. Owns: the order. Does not know: memory or budgets.
 """
@@ -17,7 +17,7 @@ SchedulePolicy = Literal["fcfs", "priority", "lpm"]
 def sort_key(policy: SchedulePolicy, request: Request) -> tuple[int, int]:
     """Requests with a smaller key go first: by priority and then arrival (``priority``), else by arrival.
 
-    ``lpm`` reorders the head of the line when it is served, by what is cached then; here it is as ``fcfs``.
+    ``lpm`` reorders the head of the queue when it is scheduled, by what is cached then; here it is as ``fcfs``.
     """
     return (request.priority if policy == "priority" else 0, request.arrival)
 

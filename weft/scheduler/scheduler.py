@@ -1,7 +1,7 @@
 """What runs in the next step.
 
 Job: continuous batching under a token budget: admission, chunked prefill, growth, preemption, and taking in results.
-Owns: the waiting line, the running requests with their rows and leases, and the life of each request.
+Owns: the waiting queue, the running requests with their rows and leases, and the life of each request.
 Does not know: tensors, models, text; how a step is executed. Pages and slots come from the cache manager.
 
 One step is filled in this order:
@@ -122,7 +122,7 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """A new request joins the line."""
+        """A new request joins the waiting queue."""
         assert request.request_id not in self._by_id, f"request id {request.request_id} is already in use"
         assert request.num_prompt_tokens + request.max_tokens - 1 <= self.manager.max_tokens, "request can never fit"
         self._by_id[request.request_id] = request
@@ -170,9 +170,9 @@ class Scheduler:
     # -- a step goes out -----------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step's orders, or None if nothing can run now."""
+        """The next step, or None if nothing can run now."""
         if self._leaving and not self._running:
-            return None  # only ended requests are in flight: they file what they have before the next turn looks it up
+            return None  # only ended requests are in flight: the tree gets what they have before the next turn
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
         if self._num_preemptions == preempted_before:
@@ -261,7 +261,7 @@ class Scheduler:
                 request.num_tokens,
                 reserve_pages=sum(map(self._pages_to_come, self._running)),
                 num_prompt_tokens=request.num_prompt_tokens,
-                borders=request.checkpoint_positions,
+                boundaries=request.checkpoint_positions,
             )
             if lease is None:
                 break
@@ -325,7 +325,7 @@ class Scheduler:
         return running
 
     def _launch(self, planned: list[tuple[Running, int]]) -> SchedulerOutput:
-        """Turn the plan into orders and count its tokens as fed."""
+        """Turn the plan into a scheduler output and count its tokens as fed."""
         self._step += 1
         starting = [running for running, _ in planned if not running.announced]
         orders = [(running, self._order(running, num_tokens)) for running, num_tokens in planned]
