@@ -18,13 +18,17 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-clients fuzz mutate lint types docs install clean
+.PHONY: demo test test-busy test-clients fuzz mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# The suite three times beside a process per core that computes all the time; not part of CI.
+test-busy: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.busy -n $(JOBS) --dist worksteal
 
 # Other people's clients, each in an environment of its own (a gigabyte of downloads).
 test-clients: $(INSTALLED)

@@ -140,7 +140,7 @@ def test_import_stays_light(what: str) -> None:
 
 
 def test_import_weft_takes_under_200_ms() -> None:
-    code = "import time; start = time.perf_counter(); import weft; print(time.perf_counter() - start)"
+    code = "import time; start = time.process_time(); import weft; print(time.process_time() - start)"
     assert min(float(run_python(code)) for _ in range(3)) < 0.2
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import stretched
 from tests.test_tokenizer import BYTE_LEVEL, SENTENCEPIECE
 from weft.config import resolve
 from weft.text_pieces import PIECE, cuts, pieces
@@ -70,4 +71,4 @@ def test_other_threads_go_on() -> None:
         done.set()
         watcher.join()
         sys.setswitchinterval(interval)
-    assert sorted(gaps)[-3] < 0.1  # on a busy machine a thread may wait once or twice for other reasons
+    assert sorted(gaps)[-3] < stretched(0.1)  # on a busy machine a thread may wait once or twice for other reasons

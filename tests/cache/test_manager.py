@@ -342,7 +342,7 @@ def test_disabled_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 40])
 def test_long_prompts_are_cheap(depth: int) -> None:
-    """32,768 tokens: a match under 1 ms and an insert under 3 ms, in one node or as a conversation of 40 turns."""
+    """32,768 tokens: a match in 1 ms of processor time, an insert in 3 ms; in one node, or as 40 turns."""
     manager, _ = make(pages=3 * 4200, slots=3 * (2 * depth + 4))
     tokens = np.random.default_rng(0).integers(0, 50000, 32768).astype(np.int32)
     token_ids = tokens.tolist()
@@ -352,16 +352,16 @@ def test_long_prompts_are_cheap(depth: int) -> None:
         lease = manager.lease(manager.match(tokens[:end], salt))
         assert lease is not None
         manager.allocate(lease, end)
-        start = time.perf_counter()
+        start = time.thread_time()
         manager.commit(lease, end)
         manager.confirm(lease, end)
         manager.release(lease, tokens[:end])
-        inserts.append(time.perf_counter() - start)
+        inserts.append(time.thread_time() - start)
     matches = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         match = manager.match(token_ids)
-        matches.append(time.perf_counter() - start)
+        matches.append(time.thread_time() - start)
     assert match.num_tokens >= 32767 - 32768 // depth
-    # The best of many: other work on the machine is not what is measured.
+    # The best of many: what other work does to the processor's caches is not what is measured.
     assert min(matches) < 1e-3 and min(inserts) < 3e-3, (min(matches), min(inserts))

@@ -57,7 +57,7 @@ def test_metrics(llm: LLM) -> None:
     metrics = llm.generate(TEXT, SHORT, use_tqdm=False)[0].metrics
     assert metrics.time_in_queue is not None and metrics.time_to_first_token is not None
     assert metrics.e2e_latency is not None and metrics.num_preemptions == 0
-    assert 0 <= metrics.time_in_queue < metrics.time_to_first_token < metrics.e2e_latency < 10
+    assert 0 <= metrics.time_in_queue < metrics.time_to_first_token < metrics.e2e_latency
 
 
 def test_samples_that_end_at_different_times(llm: LLM) -> None:

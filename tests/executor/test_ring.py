@@ -11,6 +11,7 @@ import time
 import msgspec
 import pytest
 
+from tests.patience import GUARD_S
 from weft.executor.ring import NUM_SLOTS, SLOT_BYTES, Reader, Writer
 
 ECHO = """
@@ -56,7 +57,7 @@ def test_every_reader_gets_every_message(spin_s: float) -> None:
     writer.send(b"", never)
     want = [f"{n} {i % 250:02x} {i % 7 if n > 1 else i % 250:02x}" for i, n in enumerate(lengths)]
     for process in readers:
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=GUARD_S)
         assert out.splitlines() == want
     writer.close()
 
@@ -106,7 +107,7 @@ def test_a_reader_sees_the_end_of_the_writer_s_process() -> None:
     follower = subprocess.Popen([sys.executable, "-c", ECHO, address, "0", "0"], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None and follower.stdout.readline() == "up\n"
     leader.kill()
-    out, _ = follower.communicate(timeout=5)
+    out, _ = follower.communicate(timeout=GUARD_S)
     assert out == "gone\n"
     leader.wait()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import stretched
 from tests.ranks import fork_ranks
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
@@ -198,7 +199,7 @@ def test_a_rank_that_dies_or_hangs(number: int, message: str, idle: bool, folder
     with pytest.raises(EngineDeadError, match=message):
         while True:
             llm.step()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < stretched(10)
     ended = {}
     while not llm.is_finished():
         ended |= {o.request_id: o.outputs[0].finish_reason for o in llm.step()}

@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 from safetensors.torch import load_file, save_file
 
+from tests.patience import GUARD_S, stretched
 from tests.server.running import ROOT, RunningServer, chat_body, is_alive, wait_until
 from weft import report
 
@@ -248,7 +249,7 @@ async def _deaf(server: RunningServer, count: int) -> Figures:
         writer.write(encoded(story(number, max_tokens=400, logprobs=True, top_logprobs=20)))
         connections.append(writer)
     seconds = []
-    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=GUARD_S) as client:
         for _ in range(100):
             began = time.perf_counter()
             assert (await client.get("/health")).status_code == 200
@@ -293,8 +294,8 @@ def killed_engine(count: int) -> Figures:
             ready_s.append(round(time.monotonic() - killed, 2))
             assert all("signal 9" in (r.error["message"] if r.status == 200 else r.text) for r in replies)
             failed_s.append(round(max(r.ended_at for r in replies) - killed, 3))
-        assert max(failed_s) < 1.0, failed_s
-        assert max(ready_s) < 10.0, ready_s
+        assert max(failed_s) < stretched(1.0), failed_s
+        assert max(ready_s) < stretched(10.0), ready_s
         assert answer(server).endswith("42")
     return {"kills": count, "streams": 32, "all_failed_after_s": failed_s, "ready_again_after_s": ready_s}
 
@@ -389,7 +390,7 @@ def overload(count: int) -> Figures:
             else:
                 assert "retry-after: 1" in reply.head.lower() and '"rate_limit_error"' in reply.text
         assert len(refused_s) > count / 4, f"{len(refused_s)} of {count} were refused"
-        assert refused_s[len(refused_s) // 2] < 0.1
+        assert refused_s[len(refused_s) // 2] < stretched(0.1)
         return {
             "requests": count, "per_s": round(1 / pause_s, 1), "capacity": 50, "served": count - len(refused_s),
             "refused": len(refused_s), "refusal_p50_ms": _ms(refused_s[len(refused_s) // 2]),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
+from tests.patience import GUARD_S
 from tests.server.running import RunningServer, wait_until
 
 SCHEMA = {
@@ -43,7 +44,7 @@ def mini() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def client(mini: RunningServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{mini.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+    with OpenAI(base_url=f"{mini.url}/v1", api_key="none", max_retries=0, timeout=GUARD_S) as client:
         yield client
 
 
@@ -100,7 +101,7 @@ def test_many_at_once(mini: RunningServer) -> None:
     import asyncio
 
     async def main() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{mini.url}/v1", api_key="none", timeout=60) as client:
+        async with AsyncOpenAI(base_url=f"{mini.url}/v1", api_key="none", timeout=GUARD_S) as client:
             calls = [
                 client.completions.create(model="weft-mini", prompt=f"{i} + 1 =", max_tokens=8, temperature=0)
                 for i in range(40)

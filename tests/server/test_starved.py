@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import GUARD_S
 from tests.server.fake_engine import SLOW
 from tests.server.running import ROOT, RunningServer, is_alive, wait_until
 from weft.config import resolve
@@ -118,7 +119,7 @@ def test_an_engine_whose_messages_make_no_sense_is_ended() -> None:
             raise ValueError("not understood")
 
         EngineProcess({}, refuse, ended.set_result, "tests.server.fake_engine")
-        return await asyncio.wait_for(ended, 20)
+        return await asyncio.wait_for(ended, GUARD_S)
 
     assert asyncio.run(main()) == -signal.SIGKILL
 
@@ -128,7 +129,7 @@ def test_the_last_words_of_an_engine_are_waited_for() -> None:
         heard: list[wire.FromEngine] = []
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         EngineProcess({"model": "/nowhere/at/all"}, heard.append, ended.set_result, "tests.server.fake_engine")
-        return heard, await asyncio.wait_for(ended, 20)
+        return heard, await asyncio.wait_for(ended, GUARD_S)
 
     heard, status = asyncio.run(main())
     assert status == wire.FAILED_STATUS and isinstance(heard[-1], wire.Failed) and heard[-1].user_error
