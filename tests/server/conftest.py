@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
-    running = RunningServer("--max-queue-size", "40", "--max-n", "16")
+    running = RunningServer("--max-queue-size", "40", "--max-n", "16", "--served-model-name", "weft-mini", "other-name")
     try:
         yield running.wait_ready()
     finally:

@@ -162,6 +162,17 @@ def test_tool_calls(client: OpenAI) -> None:
     assert untold.choices[0].finish_reason == "stop" and "<tool_call>" in untold.choices[0].message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_call_is_no_content(server: RunningServer, stream: bool) -> None:
+    answer = server.chat(CALLS, tools=[TOOL], max_tokens=12, stream=stream)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(answer)]
+        assert choices[-1]["finish_reason"] == "length" and not any(c["delta"].get("content") for c in choices)
+    else:
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+
+
 def test_a_conversation_with_tools_comes_back(server: RunningServer) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
@@ -322,7 +333,8 @@ def test_a_broken_request_fails_alone(server: RunningServer, client: OpenAI, pri
 
 
 def test_models_and_state(server: RunningServer, client: OpenAI) -> None:
-    assert [m.id for m in client.models.list()] == ["weft-mini"]
+    assert [m.id for m in client.models.list()] == ["weft-mini", "other-name"]
+    assert server.chat("x", model="other-name").json()["model"] == "other-name"
     assert client.models.retrieve("weft-mini").model_extra["max_model_len"] == 4096
     for path in ("/health", "/ready", "/load", "/version", "/tokenizer_info", "/openapi.json"):
         assert server.client.get(path).status_code == 200, path

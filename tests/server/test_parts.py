@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from weft.cli.serve import add_parser, serve_engine_settings, server_settings
 from weft.config.aliases import SERVER_FLAGS
 from weft.errors import ConfigError, RequestError
 from weft.server.admission import Admission
@@ -147,6 +149,26 @@ def test_settings_that_are_fine() -> None:
     for settings in ({}, {"host": "::1"}, {"host": "0.0.0.0", "allow_unauthenticated": True}, {"port": 0}):
         ServerSettings(**settings).check()  # type: ignore[arg-type]
     assert SERVER_FLAGS == ("--api-key", "--host", "--port")
+
+
+def parsed(words: str) -> tuple[ServerSettings, dict[str, Any]]:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["serve", *words.split()])
+    return server_settings(args), serve_engine_settings(args)
+
+
+def test_flags_that_scripts_for_other_servers_carry(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "DIR --served-model-name a b --tool-call-parser hermes --reasoning-parser qwen3 --max-num-seqs 4"
+    ignored = " --enable-auto-tool-choice --swap-space 4 --disable-log-requests --trust-remote-code"
+    settings, engine = parsed(words + ignored)
+    assert (engine["model"], engine["served_model_name"], engine["max_num_seqs"]) == ("DIR", "a", 4)
+    assert settings.model_aliases == ("b",) and settings.tool_call_parser == "hermes"
+    told = capsys.readouterr().err
+    assert "--enable-auto-tool-choice has no effect" in told and "--swap-space has no effect" in told
+    assert parsed("--model DIR")[1] == {"model": "DIR"} and parsed("")[1] == {}
+    with pytest.raises(ConfigError, match="two models"):
+        parsed("DIR --model OTHER")
 
 
 def test_log_lines() -> None:

@@ -6,14 +6,16 @@ import asyncio
 import json
 import os
 import signal
+from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 
 from tests.server.running import is_alive
 from weft.config import resolve
 from weft.engine.structured_outputs import choice, json_schema, regex
 from weft.errors import RequestError
-from weft.server import grammar_check
+from weft.server import grammar_check, grammar_worker
 from weft.server.grammar_check import GrammarChecker
 from weft.server.protocol import BodyReader, CompletionRequest
 from weft.server.structured import constraint_of, end_of_reasoning, forced_calls
@@ -73,6 +75,22 @@ def test_a_worker_that_is_slow_or_dies_is_replaced(monkeypatch: pytest.MonkeyPat
         assert not is_alive(first) and not is_alive(last)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (json_schema({"type": "object", "dependentRequired": {"a": ["b"]}}, "p"),
+         'the schema cannot be compiled: these keywords are not supported: "dependentRequired"'),
+        (json_schema({"type": "strange"}, "p"), "the schema cannot be compiled: Invalid type: strange"),
+        (json_schema({"type": "string", "pattern": "("}, "p"), "the regular expression ( is not valid: unclosed group"),
+        (regex("a(?=b)", "p"), "look-around, including look-ahead and look-behind, is not supported"),
+    ],
+)  # fmt: skip
+def test_errors_are_told_in_plain_words(tokenizer: Tokenizer, constraint: Any, words: str) -> None:
+    eos, file = [2041], str(CONFIG.tokenizer_path / "tokenizer.json")
+    problem = grammar_worker._try(constraint.grammar(), LLTokenizer(file, n_vocab=2048, eos_token=eos))
+    assert words in grammar_check.plain(problem) and "answer" not in grammar_check.plain(problem)
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,39 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from typing import Any
 
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError
-from weft.server.settings import ServerSettings
+from weft.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerSettings
 
 _EPILOG = """\
 examples:
   weft serve                                  the bundled model on http://127.0.0.1:8000
-  weft serve --model DIR --port 9000
+  weft serve DIR --port 9000
   WEFT_API_KEY=secret weft serve --model DIR --host 0.0.0.0
 
 The API is OpenAI's: point a client's base_url at http://HOST:PORT/v1."""
 
 _DEST = "server."
+_NAMES = "engine.served_model_name"
+
+_WITHOUT_EFFECT = {
+    "--disable-log-requests": "prompts and answers are never logged",
+    "--disable-log-stats": "figures are under /metrics",
+    "--enable-auto-tool-choice": "tool calls are read wherever tools are given",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--enable-prompt-tokens-details": "they are always there",
+    "--enable-request-id-headers": "X-Request-Id is always there",
+    "--enable-server-load-tracking": "/load is always there",
+    "--enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
+    "--no-enable-log-requests": "prompts and answers are never logged",
+    "--swap-space": "requests that have to wait are computed again from what the prefix cache kept",
+    "--uvicorn-log-level": "see --verbose and --log-format",
+}
+"""Flags that scripts for vLLM carry, and why they change nothing."""
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "--host": {"dest": "host", "metavar": "NAME", "help": "where to listen (default: 127.0.0.1, this machine only)"},
@@ -64,9 +81,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--max-n": {"dest": "max_n", "type": int, "metavar": "N", "help": "most completions per prompt"},
     "--max-prompts": {"dest": "max_prompts", "type": int, "metavar": "N", "help": "most prompts in one call"},
     "--tool-call-parser": {
-        "dest": "tool_call_parser", "choices": ("auto", "none"), "help": "auto reads hermes' and qwen3_coder's formats",
+        "dest": "tool_call_parser", "choices": TOOL_CALL_PARSERS,
+        "help": "none: calls stay text; any other name reads hermes' (JSON) and qwen3_coder's (XML) formats",
     },
-    "--reasoning-parser": {"dest": "reasoning_parser", "choices": ("auto", "none"), "help": "auto reads <think>"},
+    "--reasoning-parser": {
+        "dest": "reasoning_parser", "choices": REASONING_PARSERS, "help": "none: it stays text; else <think> is read",
+    },
     "--log-format": {"dest": "log_format", "choices": ("text", "json"), "help": "form of the log's lines"},
     "--otlp-traces-endpoint": {
         "dest": "otlp_traces_endpoint", "metavar": "URL", "help": "send OpenTelemetry spans there (http://HOST:4318)",
@@ -75,9 +95,23 @@ _FLAGS: dict[str, dict[str, Any]] = {
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "serve", run, "serve the model over HTTP", usage="serve [flags]", epilog=_EPILOG)
+    parser = add_verb(verbs, "serve", run, "serve the model over HTTP", usage="serve [MODEL] [flags]", epilog=_EPILOG)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     add_server_flags(parser)
     add_engine_flags(parser, server=True)
+    names = parser._option_string_actions["--served-model-name"]
+    names.nargs, names.help = "+", "names of the model: the first stands in answers, callers may use any"
+    ignored = parser.add_argument_group("flags of other servers, without effect here")
+    for flag, why in _WITHOUT_EFFECT.items():
+        num_values = 1 if flag in ("--swap-space", "--uvicorn-log-level") else 0
+        ignored.add_argument(flag, nargs=num_values, action=_Ignored, dest=argparse.SUPPRESS, metavar="X", help=why)
+
+
+class _Ignored(argparse.Action):
+    """Says why a flag changes nothing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        print(f"weft: {option} has no effect: {_WITHOUT_EFFECT[str(option)]}", file=sys.stderr)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,10 +131,21 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     for name in ("api_keys", "allowed_hosts", "allowed_origins"):
         if name in given:
             given[name] = tuple(given[name])
+    given["model_aliases"] = tuple(getattr(args, _NAMES, ())[1:])
     key = os.environ.get("WEFT_API_KEY")
     if key:
         given["api_keys"] = (*given.get("api_keys", ()), key)
     return ServerSettings(**given)
+
+
+def serve_engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's settings from the flags that were given. Raises ConfigError for two models."""
+    given = engine_settings(args)
+    if _NAMES in vars(args):
+        given["served_model_name"] = getattr(args, _NAMES)[0]
+    if args.model is not None and given.setdefault("model", args.model) != args.model:
+        raise ConfigError(f"two models are given, {args.model} and --model {given['model']}; give one")
+    return given
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,4 +155,4 @@ def run(args: argparse.Namespace) -> int:
         from weft.server.main import serve
     except ImportError as error:
         raise ConfigError(f"weft serve needs {error.name}; install it with: pip install 'weft[server]'") from error
-    return serve(settings, engine_settings(args), verbose=args.verbose)
+    return serve(settings, serve_engine_settings(args), verbose=args.verbose)

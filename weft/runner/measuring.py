@@ -192,8 +192,6 @@ def measure_modes(
 
 def _measure(runner: ModelRunner, step: SchedulerOutput, num_tokens: int, effort: Effort) -> Timing:
     candidates = {str(mode): forced(mode, num_tokens) for mode in GraphMode}
-    possible = {
-        name: change for name, change in candidates.items() if _time_as(runner, step, change)[1] == name
-    }
+    possible = {name: change for name, change in candidates.items() if _time_as(runner, step, change)[1] == name}
     times = compare(runner, step, possible, effort.repeats, effort.max_s)
     return Timing(num_tokens, {name: round(median(ms), 4) for name, ms in times.items()})

@@ -81,12 +81,13 @@ class AnswerParser:
             pass
         return parts
 
-    def finish(self) -> Parts:
-        """The text has ended: what was held back."""
+    def finish(self, *, is_cut_off: bool = False) -> Parts:
+        """The text has ended: what was held back. ``is_cut_off``: by ``max_tokens``; half a call is then dropped."""
         parts, rest = Parts(), self._buffer
         self._buffer = ""
         if self._state == "call":
-            self._end_call(rest, parts)
+            if not is_cut_off or parse_call(rest, self._tools or {}) is not None:
+                self._end_call(rest, parts)
         elif self._state != "reasoning" and not rest.lstrip().startswith(("<thi", "<tool")):
             parts.content = rest  # in the other cases it is the beginning of a tag, cut off
         return parts

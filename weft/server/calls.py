@@ -128,18 +128,23 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
+def served_names(context: Context) -> list[str]:
+    """The names by which callers may ask for the model; the first is its own."""
+    return [context.service.model_name, *context.settings.model_aliases]
+
+
 def check_model(context: Context, name: str | None) -> str:
-    """The served model's name. Raises ApiError if another one was asked for."""
-    served = context.service.model_name
-    if name is not None and name != served:
-        raise ApiError(
-            404,
-            f"model {name[:200]!r} is not served here; this server has {served!r}",
-            type="invalid_request_error",
-            param="model",
-            code="model_not_found",
-        )
-    return served
+    """The model's name in the answer: the one asked for. Raises ApiError if it is not served."""
+    names = served_names(context)
+    if name is None or name in names:
+        return name or names[0]
+    raise ApiError(
+        404,
+        f"model {name[:200]!r} is not served here; this server has {', '.join(map(repr, names))}",
+        type="invalid_request_error",
+        param="model",
+        code="model_not_found",
+    )
 
 
 async def open_call(

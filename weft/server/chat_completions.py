@@ -82,7 +82,7 @@ class Chat:
                 self.call.check_error(delta.finish_reason)
                 parts = parser.feed(delta.text)
                 if delta.finish_reason is not None:
-                    parts.add(parser.finish())
+                    parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
                     self.finish_reason = _finish_reason(delta.finish_reason, parser)
                     self.stop_reason = delta.stop_reason
                 if self.top_logprobs is not None:
@@ -268,7 +268,7 @@ class ChatAnswer:
         self._call.check_error(completion.finish_reason)
         parser = self._parsers[completion.index]
         parts = parser.feed(completion.text)
-        parts.add(parser.finish())
+        parts.add(parser.finish(is_cut_off=completion.finish_reason == "length"))
         if self._hides_reasoning:
             parts.reasoning = ""
         content = self._echo + parts.content
@@ -319,7 +319,7 @@ class ChatAnswer:
         num_calls = parser.num_calls
         parts = parser.feed(delta.text)
         if delta.finish_reason is not None:
-            parts.add(parser.finish())
+            parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
         if self._hides_reasoning:
             parts.reasoning = ""
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class GrammarChecker:
             if len(self._answers) > _MAX_REMEMBERED:
                 self._answers.popitem(last=False)
         if problem:
-            raise RequestError(f"{param} cannot be used: {problem[:500]}", param)
+            raise RequestError(f"{param} cannot be used: {plain(problem)[:500]}", param)
 
     async def _ask(self, grammar: str) -> str:
         """What is wrong with the grammar, or nothing. Raises ApiError as above."""
@@ -133,6 +134,20 @@ class GrammarChecker:
         if worker is not None and worker.returncode is None:
             worker.kill()
         return worker
+
+
+def plain(problem: str) -> str:
+    """What llguidance says, without the source that it was given and without its own notation."""
+    lines = problem.strip().splitlines()
+    kept = [line for line in lines if line.strip() and not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
+    text = " ".join(line.strip() for line in kept)
+    text = re.sub(r"^at \d+\(\d+\): ", "", text)
+    text = text.replace("failed to compile JSON schema: ", "the schema cannot be compiled: ")
+    text = re.sub(r"Unimplemented keys: \[(.*)\]", r"these keywords are not supported: \1", text)
+    reason = re.search(r"regex parse error: (.*) error: (.*)", text)
+    if reason is not None:
+        return f"the regular expression {reason.group(1)} is not valid: {reason.group(2)}"
+    return text
 
 
 class _TooLongError(Exception):

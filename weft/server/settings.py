@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 
+TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "qwen3_xml", "none")
+REASONING_PARSERS = ("auto", "qwen3", "deepseek_r1", "none")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -35,8 +38,9 @@ class ServerSettings:
         max_prompts: most prompts in one call.
         max_schema_bytes: largest JSON schema, grammar or regular expression.
         template_timeout_s: longest time to render a chat template.
-        tool_call_parser: how tool calls are read from the text: auto, hermes, qwen3_coder, none.
-        reasoning_parser: how reasoning is told from the answer: auto, qwen3, none.
+        model_aliases: further names by which callers may ask for the model.
+        tool_call_parser: one of ``TOOL_CALL_PARSERS``: ``none``, or by whatever other name in both formats.
+        reasoning_parser: one of ``REASONING_PARSERS``: ``none``, or by whatever other name from ``<think>`` tags.
         log_format: text or json.
         otlp_traces_endpoint: URL of an OpenTelemetry collector; None: no traces.
     """
@@ -55,10 +59,11 @@ class ServerSettings:
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 60.0
     max_body_bytes: int = 8 << 20
-    max_n: int = 128
+    max_n: int = 64
     max_prompts: int = 1024
     max_schema_bytes: int = 256 << 10
     template_timeout_s: float = 2.0
+    model_aliases: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     log_format: str = "text"

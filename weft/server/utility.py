@@ -10,7 +10,7 @@ from typing import Any
 from weft import __version__
 from weft.errors import RequestError
 from weft.server.caller import Caller
-from weft.server.calls import Context, check_model
+from weft.server.calls import Context, check_model, served_names
 from weft.server.chat import chat_prompt, need_tokenizer
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
@@ -18,7 +18,7 @@ from weft.server.service import State
 
 def models(context: Context) -> dict[str, Any]:
     """``/v1/models``."""
-    return {"object": "list", "data": [model(context, context.service.model_name)]}
+    return {"object": "list", "data": [model(context, name) for name in served_names(context)]}
 
 
 def model(context: Context, name: str) -> dict[str, Any]:
