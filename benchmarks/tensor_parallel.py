@@ -7,7 +7,7 @@ Stages run in processes of their own, each with a time limit; a stage that fails
 1. all-reduce: the fused kernel and NCCL, checked and timed over sizes;
 2. engine: cold start with an empty Triton cache, decode, first token, throughput (W2, W3, W1 of docs/performance.md),
    with bf16 dummy weights and bf16 states; the all-reduce falls back to NCCL's if stage 1 failed;
-3. tests: ``tests/multi_gpu``;
+3. tests: ``tests/multi_gpu``, but for those of stage 1;
 4. engine again, a warm start, with NCCL's all-reduce: decode.
 
 Nothing begins or goes on after ``--limit`` seconds.
@@ -31,6 +31,7 @@ from benchmarks.kernels.measure import ON_GPU
 
 BATCHES = (1, 8, 32, 128) if ON_GPU else (1, 2)
 LENGTHS = (16, 128, 512, 1024, 2048, 8192) if ON_GPU else (16, 40)
+STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm_nccl")
 PEER = {
     "decode_ms": {1: 5.10, 8: 7.28, 32: 13.5, 128: 23.1},
     "first_token_ms": {16: 71, 128: 74, 512: 55, 1024: 135, 2048: 128, 8192: 141},
@@ -119,22 +120,27 @@ class Run:
         self.results[name] = json.loads(path.read_text()) if path.exists() else {}
         return self.results[name]
 
-    def all(self) -> None:
+    def all(self, stages: list[str]) -> None:
         python, all_reduce = sys.executable, self.out / "all_reduce.json"
-        command = [python, "-m", "benchmarks.kernels.all_reduce", "--json", str(all_reduce), "--ranks", str(self.ranks)]
-        fused = self.stage("all_reduce", [*command, "--replays", "2000"], 75)
-        self.results["all_reduce"] = json.loads(all_reduce.read_text()) if all_reduce.exists() else {}
+        fused = True
+        if "all_reduce" in stages:
+            command = [python, "-m", "benchmarks.kernels.all_reduce", "--json", str(all_reduce)]
+            fused = self.stage("all_reduce", [*command, "--ranks", str(self.ranks)], 75)
+            self.results["all_reduce"] = json.loads(all_reduce.read_text()) if all_reduce.exists() else {}
         nccl = {"disable_custom_all_reduce": True} if ON_GPU else {}
         with tempfile.TemporaryDirectory(prefix="weft-triton-") as cache:
-            everything = "decode first_token throughput"
-            self.engine("engine_cold", everything, 190, cache, **({} if fused else nccl))
-            tests = [python, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "tests/multi_gpu", "--durations=6"]
-            self.stage("tests", tests, 140)
-            self.engine("engine_warm_nccl", "decode", 90, cache, **nccl)
+            if "engine_cold" in stages:
+                everything = "decode first_token throughput"
+                self.engine("engine_cold", everything, 190, cache, **({} if fused else nccl))
+            if "tests" in stages:
+                tests = ["pytest", "-q", "-n0", "-p", "no:cacheprovider", "tests/multi_gpu", "--durations=6"]
+                self.stage("tests", [python, "-m", *tests, "-k", "generate"], 140)
+            if "engine_warm_nccl" in stages:
+                self.engine("engine_warm_nccl", "decode", 90, cache, **nccl)
 
     def table(self) -> None:
         print("\nall-reduce + norm, us      fused      NCCL + norm")
-        for row in self.results["all_reduce"].get("rows", ()):
+        for row in self.results.get("all_reduce", {}).get("rows", ()):
             print(f"{row['rows']:6} rows {row['kib']:9.0f} KiB {row.get('fused_us', '-'):>9} {row.get('plain_us'):>9}")
         for name in ("engine_cold", "engine_warm_nccl"):
             found = self.results.get(name) or {}
@@ -160,6 +166,7 @@ def main() -> None:
     parser.add_argument("--config", default="benchmarks/configs/qwen3-next-48l")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--limit", type=float, default=420.0)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     for hidden in ("--engine", "--wanted", "--began", "--json"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -168,7 +175,7 @@ def main() -> None:
         return
     run = Run(args.ranks, args.config, Path(args.out), args.limit)
     try:
-        run.all()
+        run.all(args.stages)
     finally:
         (run.out / "tensor_parallel.json").write_text(json.dumps(run.results, indent=1))
         run.table()

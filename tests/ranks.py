@@ -91,7 +91,7 @@ def _run(descriptors: list[int], report: int, poisoned: bool) -> None:
 def fork_ranks(*, poisoned: bool = False) -> Iterator[None]:
     """In the body, ranks are forks. ``poisoned``: their page and slot of padding are NaN whenever a step starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.executor.workers.Popen", ForkedRank)
+        patch.setattr("weft.executor.rank_process.Popen", ForkedRank)
         patch.setattr(ForkedRank, "poisoned", poisoned)
         yield
 

@@ -173,7 +173,7 @@ def living_ranks() -> list[int]:
 def ranks_of(core: EngineCore) -> list[int]:
     executor = core._executor
     assert isinstance(executor, MultiProcessExecutor)
-    return [worker.process.pid for worker in executor._workers.workers]
+    return [rank.pid for rank in executor._workers.ranks]
 
 
 @pytest.mark.parametrize(

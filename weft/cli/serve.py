@@ -14,6 +14,7 @@ from typing import Any
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError
+from weft.executor.external import follow
 from weft.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerSettings
 
 _EPILOG = """\
@@ -149,6 +150,7 @@ def serve_engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
+    follow(engine_settings(args))  # a rank that torchrun has started serves rank 0, and no callers
     settings = server_settings(args)
     settings.check()
     try:

@@ -93,9 +93,9 @@ class EngineConfig:
     disable_custom_all_reduce: bool = _option(
         "bool", False, "leave every sum over ranks to NCCL, also those of few rows"
     )
-    distributed_executor_backend: Literal["uni", "mp"] = _option(
-        "text", None, "who runs the ranks: uni (this process, one rank) or mp (a process for each further rank); "
-        "default: mp if there are several", choices=("uni", "mp"),
+    distributed_executor_backend: Literal["uni", "mp", "external_launcher"] = _option(
+        "text", None, "who runs the ranks: uni (this process, one rank), mp (a process for each further rank) or "
+        "external_launcher (torchrun has started them); default: what fits", choices=("uni", "mp", "external_launcher"),
     )  # fmt: skip
     # memory
     gpu_memory_utilization: float = _option(

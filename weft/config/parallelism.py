@@ -17,6 +17,11 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 """What torchrun sets for the processes that it starts."""
 
 
+def is_launched() -> bool:
+    """True if torchrun has started this process."""
+    return all(variable in os.environ for variable in TORCHRUN)
+
+
 def check_shares(model: ModelConfig, size: int, *, expert_parallel: bool) -> None:
     """Every number of the model that ranks share can be shared by ``size`` of them.
 
@@ -72,7 +77,7 @@ def _check_devices(device: str, size: int) -> None:
 
 def _choose_backend(values: dict[str, Any], reasons: dict[str, str], size: int) -> None:
     name = "distributed_executor_backend"
-    given, launched = values[name], all(variable in os.environ for variable in TORCHRUN)
+    given, launched = values[name], is_launched()
     if given is None:
         values[name], reasons[name] = _default_backend(size, launched)
         return

@@ -20,6 +20,7 @@ from weft.engine.inputs import InputProcessor, Prompt
 from weft.engine.outputs import OutputStream
 from weft.engine.progress import Progress
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
+from weft.executor.external import follow
 from weft.outputs import RequestOutput
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
@@ -68,6 +69,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
+        follow(settings)
         times = StartupTimes()
         with times.stage("config"):
             self.config: EngineConfig = resolve(model=model, **settings)

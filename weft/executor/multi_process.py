@@ -1,4 +1,5 @@
-"""Several ranks on this machine: rank 0 in this process, each of the others in one of its own.
+"""Several ranks on this machine: rank 0 in this process, each of the others in one of its own, which this one has
+started, or torchrun.
 
 Job: send every step to all ranks, read the results of rank 0, end together. Owns: rank 0, the ring and the processes of
 the other ranks. Does not know: what a step means, or how ranks talk during it.
@@ -9,12 +10,14 @@ so nothing has to come back from the others.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,11 @@ import torch.distributed as dist
 from weft.cache.plan import CachePlan
 from weft.config import EngineConfig
 from weft.errors import WeftError
+from weft.executor import external
 from weft.executor.rank import Rank
+from weft.executor.rank_process import RankProcess, StartedRank
 from weft.executor.ring import Writer
-from weft.executor.worker import STOP, encode_step
+from weft.executor.worker import STOP, WorkerStart, encode_step
 from weft.executor.workers import Workers
 from weft.layers.sampler import LogitsProcessor
 from weft.messages import ModelOutput, SchedulerOutput
@@ -55,18 +60,32 @@ class MultiProcessExecutor:
         torch.set_num_threads(shared)
         self._ring = Writer(size - 1)
         spin_s = SPIN_S if (os.cpu_count() or 1) >= 2 * size else 0.0
-        self._workers = Workers(config, self._ring, num_threads=shared, spin_s=spin_s)
+        start = WorkerStart(size, config, self._ring.address, shared, spin_s, verbose=_is_verbose())
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        ranks, store = self._gather(start)
+        self._workers = Workers(ranks, self._ring)
         try:
             self._workers.wait_until_loaded()
-            self._rank = Rank(config, 0, size, dist.FileStore(self._workers.store, size))
+            self._rank = Rank(config, 0, size, store)
             self._workers.wait_until_ready()
         except WeftError:
-            self._workers.kill()
+            self._end_ranks()
             raise
         except BaseException as error:
             cause = self._workers.failure(wait_s=_EXPLAIN_S) if isinstance(error, Exception) else None
-            self._workers.kill()
+            self._end_ranks()
             raise (cause or error) from error
+
+    def _gather(self, start: WorkerStart) -> tuple[Sequence[RankProcess], dist.Store]:
+        """The other ranks, told to start, and where they meet."""
+        if start.config.distributed_executor_backend == "external_launcher":
+            return external.lead(start, self._ring)
+        store = f"{self._folder.name}/store"
+        return [StartedRank(start, rank, store) for rank in range(1, start.size)], dist.FileStore(store, start.size)
+
+    def _end_ranks(self) -> None:
+        self._workers.kill()
+        self._folder.cleanup()
 
     @property
     def plan(self) -> CachePlan:
@@ -75,7 +94,7 @@ class MultiProcessExecutor:
     @property
     def startup(self) -> dict[str, float]:
         """Seconds of each stage: of rank 0, then of the others with their rank."""
-        others = {f"rank {w.rank} {name}": s for w in self._workers.workers for name, s in w.stages.items()}
+        others = {f"rank {w.rank} {name}": s for w in self._workers.ranks for name, s in w.stages.items()}
         return self._rank.runner.startup.seconds | others
 
     def launch(
@@ -119,8 +138,13 @@ class MultiProcessExecutor:
             self._ring.send(STOP, self._workers.check)
         self._rank.close()
         self._workers.wait()
+        self._folder.cleanup()
         self._ring.close()
         torch.set_num_threads(self._num_threads)
+
+
+def _is_verbose() -> bool:
+    return logging.getLogger().isEnabledFor(logging.INFO)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,25 +45,20 @@ STOP = b""
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a rank is told on standard input.
+    """What every rank is told.
 
     Attributes:
-        rank, size: its place.
+        size: how many ranks there are.
         config: resolved by rank 0.
-        ring: where steps come from; the rank is reader ``rank - 1``.
-        store: file through which the ranks find each other.
-        report: file descriptor for ``Report`` lines.
+        ring: where steps come from; rank N is reader ``N - 1``.
         num_threads: of torch on the CPU, the same on all ranks, so that they compute the same bits.
         spin_s: seconds of polling before the rank sleeps.
         verbose: log what it decides.
     """
 
-    rank: int
     size: int
     config: EngineConfig
     ring: Address
-    store: str
-    report: int
     num_threads: int
     spin_s: float
     verbose: bool = False
@@ -83,17 +79,32 @@ class Report(msgspec.Struct, frozen=True):
 
 
 encode_start = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
-decode_start = msgspec.msgpack.Decoder(WorkerStart, dec_hook=decode_other).decode
+decode_start = msgspec.msgpack.Decoder(tuple[WorkerStart, int, str, int], dec_hook=decode_other).decode
+"""On standard input: the start, the rank, the file through which ranks find each other, the descriptor for reports."""
 encode_step = msgspec.msgpack.Encoder().encode
 decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
 decode_report = msgspec.json.Decoder(Report).decode
 
 
-def run_steps(reader: Reader, config: EngineConfig, rank: int, size: int, store: Store, tell: _Tell) -> None:
-    """Build the rank and run what comes, until it is told to stop."""
-    from weft.executor.rank import Rank
+def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], tell: Callable[[Report], None]) -> None:
+    """Build the rank and run what comes, until it is told to stop.
 
-    with Rank(config, rank, size, store) as worker:
+    Args:
+        store: where the ranks find each other; called once torch is there.
+
+    Raises:
+        EOFError: rank 0 has gone.
+    """
+    reader = Reader(start.ring, rank - 1, start.spin_s)
+    _keep_beating(reader)
+    began = time.monotonic()
+    with collector_off():
+        import torch
+
+        from weft.executor.rank import Rank
+    torch.set_num_threads(start.num_threads)
+    tell(Report("stage", "libraries", time.monotonic() - began))
+    with Rank(start.config, rank, start.size, store()) as worker:
         for name, seconds in worker.runner.startup.seconds.items():
             tell(Report("stage", name, seconds))
         tell(Report("ready"))
@@ -101,17 +112,7 @@ def run_steps(reader: Reader, config: EngineConfig, rank: int, size: int, store:
             worker.runner.launch(decode_step(message))
 
 
-class _Tell:
-    """Writes reports to a file descriptor."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, "wb", buffering=0)
-
-    def __call__(self, report: Report) -> None:
-        self._file.write(msgspec.json.encode(report) + b"\n")
-
-
-def keep_beating(reader: Reader) -> None:
+def _keep_beating(reader: Reader) -> None:
     """Tell from a thread that this process is alive."""
 
     def beat() -> None:
@@ -124,29 +125,29 @@ def keep_beating(reader: Reader) -> None:
 
 def main() -> int:
     """Run one rank. Returns its exit status."""
-    start = decode_start(sys.stdin.buffer.read())
+    start, rank, path, descriptor = decode_start(sys.stdin.buffer.read())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     level = logging.INFO if start.verbose else logging.WARNING
-    logging.basicConfig(level=level, format=f"rank {start.rank}: %(name)s: %(message)s")
-    tell = _Tell(start.report)
-    reader = Reader(start.ring, start.rank - 1, start.spin_s)
-    keep_beating(reader)
+    logging.basicConfig(level=level, format=f"rank {rank}: %(name)s: %(message)s")
+    reports = os.fdopen(descriptor, "wb", buffering=0)
+
+    def tell(report: Report) -> None:
+        reports.write(msgspec.json.encode(report) + b"\n")
+
+    def store() -> Store:
+        from torch.distributed import FileStore
+
+        return FileStore(path, start.size)
+
     try:
-        began = time.monotonic()
-        with collector_off():
-            import torch
-            import torch.distributed as dist
-        torch.set_num_threads(start.num_threads)
-        tell(Report("stage", "libraries", time.monotonic() - began))
-        store = dist.FileStore(start.store, start.size)
-        run_steps(reader, start.config, start.rank, start.size, store, tell)
+        run_rank(start, rank, store, tell)
     except EOFError:
-        shutil.rmtree(Path(start.store).parent, ignore_errors=True)  # rank 0 has gone: nobody is left to do it
+        shutil.rmtree(Path(path).parent, ignore_errors=True)  # rank 0 has gone: nobody is left to do it
         return 1
     except Exception as error:
         if not isinstance(error, WeftError):
-            logger.exception("rank %d ends", start.rank)
+            logger.exception("rank %d ends", rank)
         text = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
         tell(Report("failed", text, user_error=isinstance(error, ConfigError)))
         return FAILED_STATUS

@@ -7,18 +7,18 @@ what is exchanged through it (``ops/all_reduce.py``).
 from __future__ import annotations
 
 import os
-import uuid
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+num_made = 0
+"""Buffers that this process has made. torch counts exchanges of addresses for as long as a process lives, so ranks that
+have made different numbers of them would wait for each other for ever."""
+
 
 class PeerMemory:
     """A zeroed buffer of ``num_bytes`` on every rank. Every rank must make it.
-
-    Args:
-        store: the ranks', for this buffer alone.
 
     Attributes:
         addresses: ``[size]`` int64 on the device: every rank's buffer, as seen from here.
@@ -27,17 +27,14 @@ class PeerMemory:
         RuntimeError: the GPUs cannot reach each other's memory.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, rank: int, size: int, store: dist.Store) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        global num_made
+        num_made += 1
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
-        from torch._C._distributed_c10d import _SymmetricMemory
+        import torch.distributed._symmetric_memory as symmetric_memory
 
-        # torch remembers by name which store a group has, as long as the process lives: a group of its own each time
-        if rank == 0:
-            store.set("name", uuid.uuid4().hex)
-        name = f"weft-{store.get('name').decode()}"
-        _SymmetricMemory.set_group_info(name, rank, size, store)
-        self._buffer: Tensor = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        self._buffer: Tensor = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         self._buffer.zero_()
         torch.cuda.synchronize(device)  # nobody is told the address before all flags are zero
-        self._handle = _SymmetricMemory.rendezvous(self._buffer, name)
+        self._handle = symmetric_memory.rendezvous(self._buffer, group)
         self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)

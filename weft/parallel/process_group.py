@@ -10,6 +10,7 @@ Both form a sum of a chunk once and copy it to the other ranks, so every rank ho
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.parallel import peer_memory
 from weft.parallel.peer_memory import PeerMemory
+
+logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A rank may compile kernels for minutes while others wait; one that died or hangs is noticed by its executor."""
@@ -38,7 +42,7 @@ class ProcessGroup:
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
         self.rank, self.size = rank, size
-        self._device, self._store = device, store
+        self._device = device
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -52,7 +56,7 @@ class ProcessGroup:
         assert group is not None
         self._name = group.group_name
         _GROUPS[self._name] = group
-        self._peer_memory: list[PeerMemory] = []
+        self._peer_memory: PeerMemory | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         torch.ops.weft.all_reduce_(x, self._name)
@@ -64,9 +68,19 @@ class ProcessGroup:
     def peer_memory(self, num_bytes: int) -> Tensor | None:
         if self._device.type != "cuda":
             return None
-        store = dist.PrefixStore(f"peer-memory-{len(self._peer_memory)}", self._store)
-        self._peer_memory.append(PeerMemory(num_bytes, self._device, self.rank, self.size, store))
-        return self._peer_memory[-1].addresses
+        memory, reason = None, "another rank has none"
+        if self.least(-peer_memory.num_made) < 0:
+            reason = "only the first engine of a process can have some"
+        else:
+            try:
+                memory = PeerMemory(num_bytes, self._device, _GROUPS[self._name])
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+        if not self.least(memory is not None) or memory is None:
+            logger.warning("no memory that GPUs share, NCCL sums all rows: %s", reason)
+            return None
+        self._peer_memory = memory
+        return memory.addresses
 
     def least(self, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
@@ -76,7 +90,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Leave the group. On GPUs without waiting for the others, some of which may be gone."""
         del _GROUPS[self._name]
-        self._peer_memory.clear()
+        self._peer_memory = None
         if self._device.type == "cuda":
             dist.distributed_c10d._abort_process_group()  # captured graphs may hold NCCL's kernels: nothing to wait for
         else:

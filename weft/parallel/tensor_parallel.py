@@ -31,7 +31,7 @@ class TensorParallel(Protocol):
 
     def peer_memory(self, num_bytes: int) -> Tensor | None:
         """Addresses ``[size]`` int64, on the device, of a zeroed buffer of every rank that this rank can read and
-        write; None if the ranks have no such memory. It lives as long as the group."""
+        write; None if they have no such memory (the log says why). A group has one, which lives as long as it."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:

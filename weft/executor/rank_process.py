@@ -1,0 +1,196 @@
+"""One rank other than 0, as rank 0 sees its process.
+
+Job: two kinds: a process that this one starts, and one that somebody else has started beside it. Owns: the process it
+started, and the threads that listen to it. Does not know: steps, other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
+
+from weft.executor.ring import Writer
+from weft.executor.worker import FAILED_STATUS, Report, WorkerStart, decode_report, encode_start
+
+logger = logging.getLogger(__name__)
+
+_LAST_LINES = 20
+
+
+class RankProcess(ABC):
+    """A rank.
+
+    Attributes:
+        rank: its number.
+        stages: seconds of the stages of its start, as far as they are known.
+        failed: what it reported before it failed.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.stages: dict[str, float] = {}
+        self.failed: Report | None = None
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Its process id; 0 if it is not known yet."""
+
+    @property
+    @abstractmethod
+    def is_loaded(self) -> bool:
+        """True once it is about to join the group."""
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """True once it can run steps."""
+
+    @abstractmethod
+    def ending(self) -> str | None:
+        """How the process has ended, as the end of a sentence; None while it lives."""
+
+    @abstractmethod
+    def last_words(self) -> str:
+        """What it reported or printed last, once it has ended."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it now, and wait for its end."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, so long at most."""
+
+
+class StartedRank(RankProcess):
+    """A process of this one. Threads forward its standard error and collect its reports."""
+
+    def __init__(self, start: WorkerStart, rank: int, store: str) -> None:
+        super().__init__(rank)
+        read_end, write_end = os.pipe()
+        self._is_ready = False
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        command = [sys.executable, "-m", "weft.executor.worker"]
+        self._process = Popen(command, stdin=PIPE, stderr=PIPE, pass_fds=(write_end,))
+        os.close(write_end)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(encode_start((start, rank, store, write_end)))
+            self._process.stdin.close()
+        self._threads = [
+            threading.Thread(target=target, args=args, name=f"rank {self.rank}", daemon=True)
+            for target, args in ((self._forward_errors, ()), (self._read_reports, (read_end,)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _forward_errors(self) -> None:
+        assert self._process.stderr is not None
+        for raw in self._process.stderr:
+            line = raw.decode(errors="replace")
+            self._last_lines.append(line.rstrip())
+            sys.stderr.write(line)
+
+    def _read_reports(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, "rb") as file:
+            for line in file:
+                self._take(decode_report(line))
+
+    def _take(self, report: Report) -> None:
+        if report.kind == "stage":
+            self.stages[report.text] = report.seconds
+            logger.info("start-up of rank %d: %s %.2f s", self.rank, report.text, report.seconds)
+        elif report.kind == "ready":
+            self._is_ready = True
+        else:
+            self.failed = report
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_loaded(self) -> bool:
+        return bool(self.stages)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_ready
+
+    def ending(self) -> str | None:
+        status = self._process.poll()
+        if status is None:
+            return None
+        if status == FAILED_STATUS:
+            return "failed"
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def wait(self, seconds: float) -> None:
+        with suppress(TimeoutExpired):
+            self._process.wait(seconds)
+
+    def last_words(self) -> str:
+        for thread in self._threads:
+            thread.join(1.0)
+        if self.failed is not None:
+            return self.failed.text
+        return "; its last lines: " + " | ".join(self._last_lines) if self._last_lines else "; it printed nothing"
+
+
+class SiblingRank(RankProcess):
+    """A process that was started beside this one, and has the same parent or owner. Its heartbeat tells who it is."""
+
+    def __init__(self, rank: int, ring: Writer) -> None:
+        super().__init__(rank)
+        self._ring = ring
+
+    @property
+    def pid(self) -> int:
+        return self._ring.beats()[self.rank - 1][0]
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.pid > 0
+
+    @property
+    def is_ready(self) -> bool:
+        return True  # the group has met when rank 0 is
+
+    def ending(self) -> str | None:
+        return None if not self.pid or self._is_alive() else "has ended"
+
+    def _is_alive(self) -> bool:
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in ("Z", "X")
+
+    def kill(self) -> None:
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait(5.0)
+
+    def wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.pid and self._is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def last_words(self) -> str:
+        return "; its launcher has what it printed"
