@@ -14,6 +14,8 @@ import transformers
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
@@ -54,6 +56,8 @@ _VISION = {
 
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", _BASE),
+    "MistralForCausalLM": ("MistralConfig", _BASE | {"sliding_window": None}),
+    "Qwen2ForCausalLM": ("Qwen2Config", _BASE),
     "Qwen3ForCausalLM": ("Qwen3Config", _BASE),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", _BASE | _MOE | {"norm_topk_prob": True}),
     "Qwen3NextForCausalLM": ("Qwen3NextConfig", _BASE | _LINEAR | _MOE | _SHARED),

@@ -191,13 +191,15 @@ def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) ->
     class_name = type(make_config(arch)).__name__
     reference: Any = getattr(transformers, class_name)()
     multimodal = arch.endswith("ForConditionalGeneration")
-    config = read(tmp_path, {"architectures": [arch], **({"text_config": {}} if multimodal else {})})
+    needed = {"text_config": {}} if multimodal else {"sliding_window": None} if arch == "MistralForCausalLM" else {}
+    config = read(tmp_path, {"architectures": [arch], **needed})
     text = reference.text_config if multimodal else reference
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(config, key) == getattr(text, key), key
     heads = attention(config)
     assert (heads.num_heads, heads.num_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)
-    assert heads.bias == text.attention_bias
+    biases = {"Qwen2ForCausalLM": (True, False), "MistralForCausalLM": (False, False)}
+    assert (heads.qkv_bias, heads.output_bias) == biases.get(arch, (getattr(text, "attention_bias", None),) * 2)
     head_dim = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
     assert heads.head_dim == head_dim
     if "Moe" not in arch or "Qwen3Moe" in arch:
@@ -309,6 +311,12 @@ def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None
             "LlamaForCausalLM",
             {"layer_types": ["linear_attention"] * 2},
             "'linear_attention', which is not supported for",
+        ),
+        ("MistralForCausalLM", {"sliding_window": 64}, "sliding_window=64 is not supported; set sliding_window to"),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1},
+            "use_sliding_window=true with sliding_window=4096 from layer 1 on is not supported",
         ),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
         (

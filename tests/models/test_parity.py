@@ -112,6 +112,7 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
         assert_close(harness.run([(fork, 150 - position)])[0], want[position:])
 
 
+MISTRAL, QWEN2 = "MistralForCausalLM", "Qwen2ForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
 QWEN3_5, QWEN3_5_MOE, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"
 
@@ -123,6 +124,10 @@ def rope(partial: float, **more: Any) -> dict[str, Any]:
 GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (LLAMA, {"num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     (LLAMA, {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None, "tie_word_embeddings": True}),
+    (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
+    (MISTRAL, {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 512}),
+    (QWEN2, {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}),
+    (QWEN2, {"num_key_value_heads": 4, "hidden_size": 52, "use_sliding_window": True, "max_window_layers": 2}),
     (QWEN3, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (QWEN3, {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32, "vocab_size": 67}),
     (MOE, {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 17}),

@@ -16,7 +16,7 @@ class AttentionConfig:
     """Geometry of grouped-query attention, of the whole model.
 
     Attributes:
-        bias: of all four projections.
+        qkv_bias, output_bias: of the three input projections and of the output projection.
         qk_norm: RMSNorm on each query and key head.
         output_gate: the output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
     """
@@ -25,7 +25,8 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig
-    bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
 
@@ -47,11 +48,18 @@ class AttentionConfig:
 
 
 def read_attention(
-    text: JsonObject, *, qk_norm: bool = False, output_gate: bool = False, partial_rotary_factor: float | None = None
+    text: JsonObject,
+    *,
+    qkv_bias: bool | None = None,
+    qk_norm: bool = False,
+    output_gate: bool = False,
+    partial_rotary_factor: float | None = None,
 ) -> AttentionConfig:
     """Read the keys of an attention layer.
 
     Args:
+        qkv_bias: whether the architecture always has a bias on its input projections, and none on the output; None:
+            ``attention_bias`` says so for all four.
         qk_norm, output_gate: as the architecture always has them.
         partial_rotary_factor: share of each head that is rotated if the checkpoint is silent; None: always whole heads.
 
@@ -60,13 +68,14 @@ def read_attention(
     """
     num_heads = text.integer("num_attention_heads")
     head_dim = _head_dim(text, num_heads)
-    max_positions = text.integer("max_position_embeddings", 32768)
+    max_positions, bias = text.integer("max_position_embeddings", 32768), text.boolean("attention_bias", False)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(text, num_heads),
         head_dim=head_dim,
         rope=read_rope(text, head_dim, max_positions, partial_default=partial_rotary_factor),
-        bias=text.boolean("attention_bias", False),
+        qkv_bias=bias if qkv_bias is None else qkv_bias,
+        output_bias=bias and qkv_bias is None,
         qk_norm=qk_norm,
         output_gate=_output_gate(text, output_gate),
     )

@@ -59,7 +59,10 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
     given = {key: value for key, value in text.values.items() if value is not None}
     if "num_local_experts" in given:  # the name under which newer files store it
         given.setdefault("num_experts", given["num_local_experts"])
-    return JsonObject({**family.defaults, **given}, text.where)
+    merged = {**family.defaults, **given}
+    if text.values.get("sliding_window", 0) is None:  # null has a meaning of its own: no window
+        merged.pop("sliding_window", None)
+    return JsonObject(merged, text.where)
 
 
 def _refuse_unsupported(config: JsonObject) -> None:
@@ -130,8 +133,16 @@ def _layer_types(text: JsonObject, family: Family) -> tuple[str, ...]:
 
 
 def _refuse_sliding_window(text: JsonObject, family: Family, num_layers: int) -> None:
-    if not text.boolean("use_sliding_window", False) or not text.given("sliding_window"):
+    if not text.boolean("use_sliding_window", family.always_windows) or not text.given("sliding_window"):
         return
+    if family.always_windows:
+        window, end = text.integer("sliding_window"), text.integer("max_position_embeddings")
+        if window >= end:
+            return
+        raise UnsupportedModelError(
+            f"{text.where}: sliding_window={window} is not supported; set sliding_window to null to attend to the "
+            f"whole context, or max_position_embeddings (now {end}) to {window} to end there"
+        )
     first = 0 if family.windows_everywhere else text.integer("max_window_layers", 0, low=0)
     if first < num_layers:
         raise UnsupportedModelError(

@@ -45,6 +45,7 @@ class Family:
         mlp_bias: ``mlp_bias`` is read (other architectures have none).
         zero_centered_norm: see ``ModelConfig``.
         windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
+        always_windows: a given ``sliding_window`` is used without ``use_sliding_window``.
         multimodal: the language model's numbers stand under ``text_config``.
         defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
     """
@@ -58,12 +59,19 @@ class Family:
     mlp_bias: bool = False
     zero_centered_norm: bool = False
     windows_everywhere: bool = False
+    always_windows: bool = False
     multimodal: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
           "num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_MISTRAL = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+            "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_QWEN2 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+          "num_attention_heads": 32, "num_key_value_heads": 32,
+          "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
 _QWEN3 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
           "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
           "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
@@ -84,6 +92,8 @@ _QWEN3_5_MOE = _LINEAR | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden
                           "norm_topk_prob": True}  # fmt: skip
 
 _PLAIN_ATTENTION = {"full_attention": {"self_attn": read_attention}}
+_UNBIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=False)}}
+_BIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=True)}}
 _QK_NORM_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qk_norm=True)}}
 _GATED_ATTENTION = partial(read_attention, qk_norm=True, output_gate=True, partial_rotary_factor=0.25)
 
@@ -101,6 +111,14 @@ _qwen3_5_moe = partial(_qwen3_5, moe=True, shared_expert=True, always_renormalis
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("weft.models.llama:LlamaForCausalLM", _PLAIN_ATTENTION, mlp_bias=True, defaults=_LLAMA),
+    "MistralForCausalLM": Family(
+        "weft.models.llama:LlamaForCausalLM",
+        _UNBIASED_ATTENTION,
+        windows_everywhere=True,
+        always_windows=True,
+        defaults=_MISTRAL,
+    ),
+    "Qwen2ForCausalLM": Family("weft.models.llama:LlamaForCausalLM", _BIASED_ATTENTION, defaults=_QWEN2),
     "Qwen3ForCausalLM": Family("weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, defaults=_QWEN3),
     "Qwen3MoeForCausalLM": Family(
         "weft.models.qwen3_moe:Qwen3MoeForCausalLM",

@@ -43,13 +43,13 @@ class Attention(nn.Module):
             geometry.num_heads,
             geometry.num_kv_heads,
             gate=geometry.output_gate,
-            bias=geometry.bias,
+            bias=geometry.qkv_bias,
             context=context,
         )
         self.o_proj = RowParallelLinear(
             geometry.num_heads * geometry.head_dim,
             config.hidden_size,
-            bias=geometry.bias,
+            bias=geometry.output_bias,
             context=context,
             what="num_attention_heads * head_dim",
         )

@@ -1,4 +1,4 @@
-"""Llama 3.x: grouped-query attention and a dense SwiGLU MLP (arXiv 2407.21783).
+"""Llama 3.x (arXiv 2407.21783), Mistral and Qwen2: grouped-query attention and a dense SwiGLU MLP.
 
 Job: the weight-name table. Does not know: anything that ``decoder.py`` and the config express.
 """
