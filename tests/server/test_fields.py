@@ -57,7 +57,8 @@ VALUES: dict[str, Any] = {
     "output_format": {"type": "json_schema", "schema": SCHEMA}, "thinking": {"type": "enabled"},
     "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "truncation": "disabled",
     "include": ["message.output_text.logprobs"], "tool_choice": "auto", "reasoning_effort": "low", "suffix": "",
-    "best_of": 2, "truncate_prompt_tokens": 5, "prompt": "one", "input": "one", "n": 2, "temperature": 0.5,
+    "best_of": 2, "truncate_prompt_tokens": 5, "truncation_side": "left",
+    "prompt": "one", "input": "one", "n": 2, "temperature": 0.5,
 }  # fmt: skip
 """A value of each field that cannot be made from its type alone."""
 
@@ -217,3 +218,25 @@ def test_fields_that_are_refused_by_name() -> None:
                 BodyReader(strict=False).read(body, kind)
             assert refused.value.param == name
     assert not REFUSED.keys() & NO_EFFECT
+
+
+KNOWN_TO_VLLM = {
+    "/v1/chat/completions": "thinking_token_budget length_penalty spaces_between_special_tokens truncation_side echo "
+    "logprob_token_ids media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text "
+    "return_assistant_tokens_mask kv_transfer_params ec_transfer_params vllm_xargs repetition_detection",
+    "/v1/completions": "length_penalty spaces_between_special_tokens truncation_side logprob_token_ids "
+    "return_token_offsets kv_transfer_params ec_transfer_params vllm_xargs repetition_detection thinking_token_budget",
+    "/v1/responses": "logit_bias include_reasoning top_k skip_special_tokens include_stop_str_in_output "
+    "presence_penalty frequency_penalty request_id media_io_kwargs mm_processor_kwargs priority cache_salt "
+    "enable_response_messages previous_input_messages structured_outputs repetition_penalty seed stop ignore_eos "
+    "vllm_xargs kv_transfer_params ec_transfer_params chat_template_kwargs",
+    "/v1/messages": "kv_transfer_params ec_transfer_params chat_template_kwargs",
+    "/tokenize": "media_io_kwargs mm_processor_kwargs return_token_strs",
+}
+"""Fields that vLLM 0.26 adds to the protocols."""
+
+
+@pytest.mark.parametrize("path", KNOWN_TO_VLLM)
+def test_vllms_fields_are_read_or_refused_by_name(path: str) -> None:
+    for name in KNOWN_TO_VLLM[path].split():
+        assert name in {*POSTS[path][1].__struct_fields__, *REFUSED, *NO_EFFECT}, name

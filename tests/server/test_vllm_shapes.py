@@ -154,3 +154,17 @@ def test_usage_in_every_event_if_the_operator_wants_it() -> None:
             assert events[-1]["choices"] == []
     finally:
         running.close()
+
+
+def test_responses_take_the_fields_of_chats(server: RunningServer) -> None:
+    body = {"input": TEXT, "priority": CUT, "max_output_tokens": 9, "request_id": "mine", "stop": " two"}
+    answer = post(server, "/v1/responses", **body)
+    assert answer["id"] == "resp-mine" and answer["output"][0]["content"][0]["text"] == "one"
+    thinking = "<think>hm</think>ok"
+    kinds = [item["type"] for item in post(server, "/v1/responses", input=thinking)["output"]]
+    assert kinds == ["reasoning", "message"]
+    hidden = post(server, "/v1/responses", input=thinking, include_reasoning=False)["output"]
+    assert [item["type"] for item in hidden] == ["message"]
+    for name in ("top_k", "seed"):
+        wrong = server.client.post("/v1/responses", json={"input": TEXT, name: 10**30}).json()["error"]
+        assert wrong["param"] == name

@@ -51,6 +51,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 async def messages(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
@@ -95,12 +96,13 @@ def to_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     if isinstance(request, MessagesRequest):
         chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
-        chat.stream = request.stream
+        chat.stream, chat.chat_template_kwargs = request.stream, request.chat_template_kwargs
     config = request.output_config or OutputConfig()
     chat.reasoning_effort = config.effort
     chat.response_format = _format(config.format or request.output_format)
     if request.thinking is not None and request.thinking.get("type") in ("enabled", "disabled"):
-        chat.chat_template_kwargs = {"enable_thinking": request.thinking["type"] == "enabled"}
+        thinks = {"enable_thinking": request.thinking["type"] == "enabled"}
+        chat.chat_template_kwargs = thinks | (chat.chat_template_kwargs or {})
     return chat
 
 

@@ -57,6 +57,7 @@ class Chat:
         n: completions.
         top_logprobs: alternatives of each token that were asked for; None: no log probabilities.
         names_ids: tokens of log probabilities are named by their ids.
+        hides_reasoning: the caller wants none.
         finish_reason, stop_reason: of the only completion, once ``parts`` has ended.
     """
 
@@ -65,6 +66,7 @@ class Chat:
     n: int
     top_logprobs: int | None = None
     names_ids: bool = False
+    hides_reasoning: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -85,6 +87,8 @@ class Chat:
                     parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
                     self.finish_reason = _finish_reason(delta.finish_reason, parser)
                     self.stop_reason = delta.stop_reason
+                if self.hides_reasoning:
+                    parts.reasoning = ""
                 if self.top_logprobs is not None:
                     untold += self.logprobs(delta.logprobs)["content"]
                     if parts:
@@ -142,7 +146,8 @@ async def start_chat(
         constraint=constraint,
     )
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return Chat(call, tools, params.n, top_logprobs, bool(request.return_tokens_as_token_ids))
+    hides_reasoning = request.include_reasoning is False
+    return Chat(call, tools, params.n, top_logprobs, bool(request.return_tokens_as_token_ids), hides_reasoning)
 
 
 async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
@@ -242,7 +247,6 @@ class ChatAnswer:
         self._chat, self._call = chat, chat.call
         self._request = request
         self._echo = _last_answer(request.messages) if request.echo else ""
-        self._hides_reasoning = request.include_reasoning is False
         self._parsers = [chat.parser() for _ in range(chat.n)]
         self._has_begun = [False] * chat.n
         forced = self._call.context.settings.enable_force_include_usage
@@ -269,7 +273,7 @@ class ChatAnswer:
         parser = self._parsers[completion.index]
         parts = parser.feed(completion.text)
         parts.add(parser.finish(is_cut_off=completion.finish_reason == "length"))
-        if self._hides_reasoning:
+        if self._chat.hides_reasoning:
             parts.reasoning = ""
         content = self._echo + parts.content
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if parts.calls else "")}
@@ -320,7 +324,7 @@ class ChatAnswer:
         parts = parser.feed(delta.text)
         if delta.finish_reason is not None:
             parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
-        if self._hides_reasoning:
+        if self._chat.hides_reasoning:
             parts.reasoning = ""
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         wants_ids = bool(self._request.return_token_ids)

@@ -27,6 +27,7 @@ NO_EFFECT = frozenset(
     {
         "client_metadata",
         "context_management",
+        "length_penalty",
         "max_tool_calls",
         "metadata",
         "prediction",
@@ -34,6 +35,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "spaces_between_special_tokens",
         "store",
         "user",
         "verbosity",
@@ -46,12 +48,25 @@ REFUSED = {
     "chat_template": "templates are the checkpoint's; leave it out",
     "conversation": "this server stores no conversations; send their items as input",
     "documents": "put documents into messages",
+    "ec_transfer_params": "this server takes no tensors from elsewhere; leave it out",
+    "enable_response_messages": "answers have no other form here; leave it out",
     "function_call": "use tool_choice",
     "functions": "use tools",
+    "kv_transfer_params": "this server takes no tensors from elsewhere; leave it out",
+    "logprob_token_ids": "use logprobs=-1, which --max-logprobs -1 allows",
     "logits_processors": "they cannot be sent; use logit_bias, bad_words or structured_outputs",
+    "media_io_kwargs": "this server reads text; leave it out",
+    "mm_processor_kwargs": "this server reads text; leave it out",
+    "previous_input_messages": "send the whole conversation as input",
     "prompt": "this server stores no prompts; send their text",
     "prompt_embeds": "send a text or token ids",
+    "repetition_detection": "use repetition_penalty",
+    "return_assistant_tokens_mask": "tokenize the messages with and without the answer and compare",
+    "return_prompt_text": "use /tokenize and /detokenize",
+    "return_token_offsets": "use /tokenize with return_token_strs",
+    "thinking_token_budget": "use max_tokens, reasoning_effort, or chat_template_kwargs with enable_thinking=false",
     "use_beam_search": "use n and temperature",
+    "vllm_xargs": "there is nothing here that reads it; leave it out",
     "web_search_options": "this server searches nothing; offer a tool of your own",
 }
 """Fields of these APIs that would change the answer and are not served, and what to do instead. A model that declares a
@@ -97,6 +112,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     checkpoint_positions: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -111,6 +127,28 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+
+class ExtraFields(msgspec.Struct, kw_only=True):
+    """Fields of chat completions that ``/v1/responses`` takes too, as vLLM's does."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

@@ -10,19 +10,17 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import msgspec
-
 from weft.errors import RequestError
 from weft.server.blocks import Block, BlockEvent, Blocks
 from weft.server.caller import Caller
 from weft.server.calls import Context
 from weft.server.chat_completions import Chat, start_chat
 from weft.server.errors import ApiError
-from weft.server.protocol import ChatCompletionRequest, ResponseFormat
+from weft.server.protocol import ChatCompletionRequest, ExtraFields, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(ExtraFields, kw_only=True):
     """Body of ``/v1/responses``."""
 
     input: str | list[dict[str, Any]]
@@ -81,6 +79,7 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
         reasoning_effort=(request.reasoning or {}).get("effort"),
         logprobs=wants_logprobs or None,
         top_logprobs=request.top_logprobs,
+        **{name: getattr(request, name) for name in ExtraFields.__struct_fields__},
     )
 
 

@@ -89,6 +89,12 @@ def _shared(request: SamplingFields, settings: ServerSettings) -> dict[str, Any]
         given["stop"] = request.stop
     if request.logit_bias:
         given["logit_bias"] = _by_token_id(request.logit_bias)
+    if request.truncation_side not in (None, "left"):
+        raise RequestError(
+            f"truncation_side={request.truncation_side[:40]!r} is not supported: the end of a prompt is kept, which is "
+            "'left'",
+            "truncation_side",
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs cannot be streamed; set stream=false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
