@@ -1,4 +1,4 @@
-"""What crosses the boundary between deciding and running: one step's orders, and one step's results.
+"""What crosses the boundary between deciding and running: the scheduler output of one step, and its model output.
 
 Job: two frozen, complete, serialisable messages (msgspec), made of plain numbers, never of tensors or references.
 Owns: their fields. Does not know: how either side works.
@@ -17,7 +17,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a row with every default resolved (see ``SamplingParams`` for the meanings).
 
     ``top_k`` 0 means all. ``seed`` is an unsigned 64-bit number. ``bad_words`` are token-id sequences.
-    ``grammar`` constrains the text (llguidance's format); its masks come with each step's orders.
+    ``grammar`` constrains the text (llguidance's format); its masks come with each scheduler output.
     ``blocked_before_min`` are the EOS and stop ids that may not be sampled before ``min_tokens`` tokens are out.
     """
 
@@ -66,7 +66,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
         new_pages: page ids appended to the row's page table.
         state_slot: working slot of the recurrent state (0 if the model has none).
         samples: True if the step ends at the last known token, so that a new one is sampled.
-        checkpoints: ``(position, slot)`` orders: store the state after exactly ``position`` tokens into ``slot``.
+        checkpoints: ``(position, slot)``: the state after exactly ``position`` tokens is stored into ``slot``.
             ``start < position <= start + num_tokens``, ascending.
         write_start: KV below this position is there already, in pages that belong to others: it is read, and computed
             again for the recurrent states only, but must not be written.
@@ -88,9 +88,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """One step's orders. ``requests`` lists decodes first.
+    """What one step runs. ``requests`` lists decodes first.
 
-    ``token_masks[row]``: bits of the tokens that the row may draw, lowest bit first; a row without one may draw any.
+    ``token_masks[row]``: bits of the tokens that the row may sample, lowest bit first; none: any token.
     """
 
     step: int

@@ -59,7 +59,7 @@ class RequestMetrics:
         time_in_queue: until it was first scheduled.
         time_to_first_token: until its first token was known.
         e2e_latency: until its last completion ended.
-        num_preemptions: how often it had to give way and recompute.
+        num_preemptions: how often it was preempted and resumed.
     """
 
     time_in_queue: float | None = None

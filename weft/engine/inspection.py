@@ -46,17 +46,17 @@ class StepLog:
     def counts(self) -> StepCounts:
         return StepCounts(dict(self._by_mode), self.num_prefill_tokens, self.num_decode_tokens, self.num_padding_tokens)
 
-    def ended(self, orders: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
+    def ended(self, scheduler_output: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
         """A step's results are on the host. ``launched``: when its launch began."""
         now = time.monotonic()
-        num_decodes = sum(1 for order in orders.requests if order.is_decode)
-        num_prefill = orders.num_tokens - num_decodes
+        num_decodes = sum(1 for scheduled in scheduler_output.requests if scheduled.is_decode)
+        num_prefill = scheduler_output.num_tokens - num_decodes
         self.steps.append(
             StepView(
-                step=orders.step,
+                step=scheduler_output.step,
                 ended=now,
                 seconds=now - max(launched, self._last_end),
-                num_requests=len(orders.requests),
+                num_requests=len(scheduler_output.requests),
                 num_decodes=num_decodes,
                 num_prefill_tokens=num_prefill,
                 num_padding_tokens=num_padding_tokens,
