@@ -15,8 +15,10 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from weft.messages import RowSampling, TokenLogprobs
 from weft.outputs import CacheReport
@@ -34,7 +36,7 @@ class RequestStatus(enum.Enum):
 class RequestTimes:
     """Moments of a request's life in seconds of ``time.monotonic()``; None: not reached."""
 
-    arrival: float = field(default_factory=time.monotonic)
+    arrival: float = 0.0
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -42,31 +44,22 @@ class RequestTimes:
     """When the server's side heard of the latest token."""
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """A request as the scheduler sees it.
+class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
+    """What a request asks for: complete, immutable, and the message by which the server hands it to the engine.
 
     Attributes:
         request_id: unique among live requests.
         prompt_token_ids: at least one token.
         sampling: resolved sampling parameters, for the runner.
         max_tokens: most tokens to generate; prompt and output together fit the context.
+        arrival: place of the request in order of arrival, or in the fair order of a server's callers.
         stop_token_ids: ids that end the generation as the user's stop token; the id is the ``stop_reason``.
         eos_token_ids: ids that end it as the model's own end (empty under ``ignore_eos``).
         priority: smaller goes first under the ``priority`` policy.
         cache_salt: only cached prefixes under the same salt are reused, and what it computes is cached under it.
         checkpoint_positions: prompt positions at which later prompts may leave this one, for recurrent states.
-        logits_processors: callables of the user that change its logits, in order; see ``SamplingParams``.
-        arrival: number of the request in order of arrival.
-        num_computed_tokens: tokens fed to the model, counted when a step is launched.
-        num_pending: tokens sampled by launched steps and not back yet.
-        num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
-        cache_report: what it found in the cache then, and why not more.
-        num_preemptions: how often it was preempted.
-        max_computed_tokens: the most that ``num_computed_tokens`` has been: what lies below is computed again.
-        progress_when_preempted: tokens that all requests together had computed for the first time when this one was
-            last preempted.
-        prompt_logprobs: entries for prompt positions 1, 2, … as they arrive.
+        caller: whose it is, for the fair order; an API key's identity or a connection.
+        arrival_time: when it was accepted, ``time.monotonic()``.
     """
 
     request_id: str
@@ -78,10 +71,31 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str | None = None
-    checkpoint_positions: list[int] = field(default_factory=list)
+    checkpoint_positions: list[int] = []
+    caller: str = ""
+    arrival_time: float = msgspec.field(default_factory=time.monotonic)
+
+
+class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msgspec allows it
+    """A request as the scheduler sees it: its spec, and how far it has come.
+
+    Attributes:
+        logits_processors: callables of the user that change its logits, in order; see ``SamplingParams``. They cannot
+            leave the process, so they are no part of the spec.
+        num_computed_tokens: tokens fed to the model, counted when a step is launched.
+        num_pending: tokens sampled by launched steps and not back yet.
+        num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
+        cache_report: what it found in the cache then, and why not more.
+        num_preemptions: how often it was preempted.
+        max_computed_tokens: the most that ``num_computed_tokens`` has been: what lies below is computed again.
+        progress_when_preempted: tokens that all requests together had computed for the first time when this one was
+            last preempted.
+        prompt_logprobs: entries for prompt positions 1, 2, … as they arrive.
+    """
+
     logits_processors: tuple[Callable[..., Any], ...] = ()
     status: RequestStatus = RequestStatus.WAITING
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = []
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_cached_tokens: int | None = None
@@ -91,13 +105,24 @@ class Request:
     progress_when_preempted: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    times: RequestTimes = field(default_factory=RequestTimes)
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    times: RequestTimes = msgspec.field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
         assert self.prompt_token_ids, "a request needs at least one prompt token"
         assert self.max_tokens >= 1, "a request generates at least one token"
+        self.times.arrival = self.arrival_time
+
+    @classmethod
+    def of(cls, spec: RequestSpec) -> Request:
+        """A fresh request."""
+        return cls(**{name: getattr(spec, name) for name in RequestSpec.__struct_fields__})
+
+    @property
+    def spec(self) -> RequestSpec:
+        """What it asks for, as a value of its own."""
+        return RequestSpec(**{name: getattr(self, name) for name in RequestSpec.__struct_fields__})
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from weft.engine import wire
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.inputs import InputProcessor, PreparedPrompt
@@ -209,11 +207,12 @@ class AsyncEngine:
         *,
         priority: int = 0,
         grammar: str | None = None,
+        caller: str = "",
     ) -> ResponseStream:
         """Start a call: all of its prompts, or none if one is refused.
 
         Args:
-            grammar: in place of ``params.structured_outputs``; one that is known to compile.
+            grammar, caller: see ``InputProcessor.make_requests``.
 
         Raises:
             RequestError: the id is in use, or the parameters do not fit the model.
@@ -225,15 +224,13 @@ class AsyncEngine:
             raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
         outputs = []
         for prompt in prompts:
-            requests = self.inputs.make_requests(request_id, prompt, params, priority)
-            for request in requests if grammar is not None else ():
-                request.sampling = replace(request.sampling, grammar=grammar)
+            requests = self.inputs.make_requests(request_id, prompt, params, priority, grammar=grammar, caller=caller)
             outputs.append(OutputStream(request_id, prompt.text, requests, params, self.tokenizer))
         stream = self._streams[request_id] = ResponseStream(self, request_id, outputs)
         for index, output in enumerate(outputs):
             for request in output.requests:
                 self._owners[request.request_id] = (stream, index, request)
-                self._link.send(wire.AddRequest.of(request))
+                self._link.send(request.spec)
         return stream
 
     def receive(self, outputs: wire.Outputs) -> None:

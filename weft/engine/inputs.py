@@ -162,9 +162,20 @@ class InputProcessor:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def make_requests(
-        self, request_id: str, prompt: PreparedPrompt, params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PreparedPrompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        grammar: str | None = None,
+        caller: str = "",
     ) -> list[Request]:
         """One ``Request`` per completion, with ids that were never used before: ``<request_id>/<arrival>``.
+
+        Args:
+            grammar: in place of ``params.structured_outputs``; one that is known to compile.
+            caller: as in ``RequestSpec``.
 
         Raises:
             RequestError: parameters that do not fit this model.
@@ -173,13 +184,19 @@ class InputProcessor:
         self._num_prompts += 1
         seed = params.seed if params.seed is not None else derive_seed(self._seed, self._num_prompts)
         resolved = self._resolve(params)
-        return [
-            self._make(request_id, prompt, params, replace(resolved, seed=_sample_seed(seed, i)), priority)
-            for i in range(params.n)
-        ]
+        if grammar is not None:
+            resolved = replace(resolved, grammar=grammar)
+        samplings = [replace(resolved, seed=_sample_seed(seed, i)) for i in range(params.n)]
+        return [self._make(request_id, prompt, params, sampling, priority, caller) for sampling in samplings]
 
     def _make(
-        self, request_id: str, prompt: PreparedPrompt, params: SamplingParams, sampling: RowSampling, priority: int
+        self,
+        request_id: str,
+        prompt: PreparedPrompt,
+        params: SamplingParams,
+        sampling: RowSampling,
+        priority: int,
+        caller: str,
     ) -> Request:
         room = self._max_model_len - len(prompt.token_ids)
         max_tokens = max(params.max_tokens or self._generation.max_new_tokens or room, params.min_tokens)
@@ -195,6 +212,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
             checkpoint_positions=prompt.checkpoint_positions,
+            caller=caller,
             logits_processors=tuple(params.logits_processors or ()),
         )
 

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from weft.collector import collector_off
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
+from weft.engine.fair_order import FairOrder
 from weft.engine.heartbeat import Heartbeat
 from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import configure_logging
 from weft.errors import EngineDeadError, WeftError
-from weft.request import FinishReason, Request
+from weft.request import FinishReason, Request, RequestSpec
 
 if TYPE_CHECKING:
     from weft.engine.views import Snapshot, StepCounts
@@ -63,6 +65,7 @@ class EngineLoop:
         self._heartbeat = heartbeat
         self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities told, by open request
         self._broken_steps = 0
+        self._order = FairOrder()
 
     def run(self) -> None:
         """Until ``Shutdown``. Raises what a step raised if ``MAX_BROKEN_STEPS`` of them broke in a row, or if no step
@@ -75,13 +78,13 @@ class EngineLoop:
             if self._core.has_work:
                 self._step()
 
-    def _obey(self, message: wire.AddRequest | wire.FinishRequests | wire.Inspect) -> None:
+    def _obey(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
         """What cannot be obeyed is no reason to end the requests that run."""
         try:
             self._apply(message)
         except Exception:
             logger.exception("a message could not be obeyed")
-            if isinstance(message, wire.AddRequest):
+            if isinstance(message, RequestSpec):
                 self._refuse(message.request_id)
 
     def _refuse(self, request_id: str) -> None:
@@ -89,13 +92,14 @@ class EngineLoop:
         self._sent.pop(request_id, None)
         self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._stats()))
 
-    def _apply(self, message: wire.AddRequest | wire.FinishRequests | wire.Inspect) -> None:
+    def _apply(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
         if isinstance(message, wire.Inspect):
             self._channel.send(self._core.snapshot(message.tokens_per_node))
             return
-        if isinstance(message, wire.AddRequest):
+        if isinstance(message, RequestSpec):
             self._sent[message.request_id] = (0, 0)
-            self._core.add(message.to_request())
+            place = self._order.place(message.caller, message.max_tokens)
+            self._core.add(Request.of(replace(message, arrival=place)))
             return
         for request_id in message.request_ids:
             self._sent.pop(request_id, None)
@@ -123,6 +127,8 @@ class EngineLoop:
     def _update(self, request: Request) -> wire.Update:
         """What the server has not been told yet."""
         num_tokens, num_prompt_logprobs = self._sent[request.request_id]
+        if num_tokens == 0:
+            self._order.served(request.arrival)
         # A preempted request fills its prompt log probabilities again from the start, with the same values.
         told = max(num_prompt_logprobs, len(request.prompt_logprobs))
         if request.finish_reason is None:

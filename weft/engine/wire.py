@@ -3,7 +3,7 @@
 Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
 Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
 
-Towards the engine, in lists: ``AddRequest``, ``FinishRequests``, ``Inspect``, ``Shutdown``. From the engine, in this
+Towards the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``Shutdown``. From the engine, in this
 order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and a
 ``Snapshot`` for each ``Inspect``; ``Failed`` if it cannot start or go on. Moments are seconds of ``time.monotonic()``,
 which all processes of a machine share on Linux.
@@ -17,58 +17,9 @@ from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
 from weft.engine.views import Snapshot, StepCounts
 from weft.errors import ConfigError, WeftError
-from weft.messages import RowSampling, TokenLogprobs
+from weft.messages import TokenLogprobs
 from weft.outputs import CacheReport
-from weft.request import FinishReason, Request
-
-
-class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A validated request; fields as in ``weft.request.Request``. ``arrival_time``: when the server accepted it."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: RowSampling
-    max_tokens: int
-    arrival: int
-    arrival_time: float
-    stop_token_ids: frozenset[int] = frozenset()
-    eos_token_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    cache_salt: str | None = None
-    checkpoint_positions: list[int] = []
-
-    @classmethod
-    def of(cls, request: Request) -> AddRequest:
-        return cls(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            max_tokens=request.max_tokens,
-            arrival=request.arrival,
-            arrival_time=request.times.arrival,
-            stop_token_ids=request.stop_token_ids,
-            eos_token_ids=request.eos_token_ids,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            checkpoint_positions=request.checkpoint_positions,
-        )
-
-    def to_request(self) -> Request:
-        """A fresh request, for the engine's side."""
-        request = Request(
-            request_id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids,
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-            arrival=self.arrival,
-            stop_token_ids=self.stop_token_ids,
-            eos_token_ids=self.eos_token_ids,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            checkpoint_positions=self.checkpoint_positions,
-        )
-        request.times.arrival = self.arrival_time
-        return request
+from weft.request import FinishReason, Request, RequestSpec
 
 
 class FinishRequests(msgspec.Struct, frozen=True, tag="finish"):
@@ -88,7 +39,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave, with status 0."""
 
 
-ToEngine = AddRequest | FinishRequests | Inspect | Shutdown
+ToEngine = RequestSpec | FinishRequests | Inspect | Shutdown
 
 
 class Configured(msgspec.Struct, frozen=True, tag="configured"):

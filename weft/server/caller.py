@@ -1,4 +1,4 @@
-"""Who calls: what the door found out about a request, for those behind it.
+"""Who calls: what the authentication middleware found out about a request, for those behind it.
 
 Job: one value per request. Owns: how callers are kept apart in the prefix cache. Does not know: keys themselves.
 """
@@ -27,11 +27,18 @@ class Caller:
     identity: a text per API key, from which the key cannot be found; None: the server has no keys.
     is_admin: the admin key was presented.
     trace: the span that this request belongs to, from the ``traceparent`` header.
+    connection: the other end's address.
     """
 
     identity: str | None = None
     is_admin: bool = False
     trace: TraceParent | None = None
+    connection: str = ""
+
+    @property
+    def queue(self) -> str:
+        """Whose turn it is when calls have to wait: the key's, or without keys the connection's."""
+        return self.identity or self.connection
 
     @property
     def trace_id(self) -> str | None:

@@ -179,7 +179,7 @@ async def open_call(
             in_reasoning = opens_reasoning(prompts[0])
             grammar = constraint.grammar(end_of_reasoning(need_tokenizer(engine)) if in_reasoning else None)
             await service.grammars.check(grammar, constraint.param)
-        stream = engine.submit(call_id, prompts, params, priority=priority or 0, grammar=grammar)
+        stream = engine.submit(call_id, prompts, params, priority=priority or 0, grammar=grammar, caller=caller.queue)
     except BaseException:
         leave()
         raise

@@ -77,7 +77,7 @@ class Gate:
             if is_let_in and scope["method"] == "OPTIONS":
                 await _preflight(headers)(scope, receive, counting)
                 return
-            scope["weft.caller"] = self._identify(scope["path"], headers)
+            scope["weft.caller"] = self._identify(scope["path"], headers, scope.get("client"))
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, counting)
             return
@@ -103,7 +103,7 @@ class Gate:
         if (name if colon and port.isdigit() else host) not in self._hosts:
             raise ApiError(403, f"Host {host[:100]!r} is not served on loopback; use localhost, or set --allowed-host")
 
-    def _identify(self, path: str, headers: dict[bytes, bytes]) -> Caller:
+    def _identify(self, path: str, headers: dict[bytes, bytes], client: tuple[str, int] | None) -> Caller:
         """Who calls. Raises ApiError (401) if a key is needed and none of ours was presented."""
         trace = read_traceparent(headers.get(b"traceparent"))
         given = presented_key(headers)
@@ -119,7 +119,7 @@ class Gate:
                 code="invalid_api_key",
             )
         identity = identity_of(given) if given is not None and is_known else None
-        return Caller(identity, is_admin, trace)
+        return Caller(identity, is_admin, trace, "" if client is None else f"{client[0]}:{client[1]}")
 
 
 def _shared_with(origin: bytes) -> list[tuple[bytes, bytes]]:
