@@ -10,6 +10,8 @@ time and add these sums up in float32, where scales by block have their place an
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
-from weft.ops.triton.skinny_linear import linear_triton
+from weft.ops.triton.skinny_linear import linear_into
 
 MAX_TOKENS = 64
 """The kernel for few rows is for at most this many."""
@@ -31,6 +33,8 @@ _HELD_BYTES = 32768
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
 _MAX_BLOCKS = 4096
+_TABLE_PATH = Path(__file__).with_name("fp8_linear_h200.json")
+_TABLE_CAPABILITY = (9, 0)
 
 
 class FewRows(NamedTuple):
@@ -58,6 +62,14 @@ class ManyRows(NamedTuple):
     columns: int
     warps: int
     stages: int
+
+
+class Library(NamedTuple):
+    """The matrix library, which has scales by block and by row on Hopper (torch 2.11, CUDA 13)."""
+
+
+KINDS: dict[str, type[FewRows | ManyRows | Library]] = {"few": FewRows, "many": ManyRows, "library": Library}
+"""Names of the kinds in the table."""
 
 
 @triton.jit
@@ -228,6 +240,32 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)
 
 
+@functools.cache
+def load_table() -> dict[tuple[int, int, bool, int], dict[int, FewRows | ManyRows | Library]]:
+    """``(weight rows, inner size, gated, block)`` to what was fastest for up to so many tokens."""
+    table: dict[tuple[int, int, bool, int], dict[int, FewRows | ManyRows | Library]] = {}
+    for row in json.loads(_TABLE_PATH.read_text())["rows"]:
+        key = (row["rows"], row["inner"], row["silu_mul"], row["block"])
+        table.setdefault(key, {})[row["tokens"]] = KINDS[row["kind"]](*row["config"])
+    return table
+
+
+@functools.cache
+def has_table(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _TABLE_CAPABILITY
+
+
+def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> FewRows | ManyRows | Library:
+    """The configuration for ``weight [N, K]``: measured for this size and at least so many tokens, else by rule."""
+    (rows, inner), few = weight.shape, tokens <= MAX_TOKENS
+    if has_table(weight.device):
+        tuned = load_table().get((rows, inner, silu_mul, block), {})
+        limits = [limit for limit in tuned if (limit <= MAX_TOKENS) == few]
+        if limits:
+            return tuned[min((limit for limit in limits if limit >= tokens), default=max(limits))]
+    return few_rows_config(rows, inner, next_power_of_2(tokens)) if few else many_rows_config(tokens, rows)
+
+
 def few_rows_config(rows: int, inner: int, tokens: int) -> FewRows:
     """How a product of up to 64 rows is computed.
 
@@ -261,7 +299,7 @@ def fp8_product_triton(
     *,
     block: int,
     silu_mul: bool = False,
-    config: FewRows | ManyRows | None = None,
+    config: FewRows | ManyRows | Library | None = None,
 ) -> None:
     """Write the product into ``out [T, N]``, which may be a slice (``[T, N / 2]`` with ``silu_mul``, up to 64 tokens).
 
@@ -272,10 +310,10 @@ def fp8_product_triton(
     num_tokens, (rows, inner) = values.shape[0], weight.shape
     assert values.is_contiguous() and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(1) == 1
     if config is None:
-        few = num_tokens <= MAX_TOKENS
-        config = (
-            few_rows_config(rows, inner, next_power_of_2(num_tokens)) if few else many_rows_config(num_tokens, rows)
-        )
+        config = choose_config(weight, num_tokens, silu_mul, block)
+    if isinstance(config, Library):
+        library_product(values, scales, weight, weight_scale, bias, out, block=block)
+        return
     static, given = scales.dim() == 1, out if bias is None else bias
     if isinstance(config, ManyRows):
         assert not silu_mul
@@ -302,6 +340,27 @@ def fp8_product_triton(
     )  # fmt: skip
 
 
+def library_product(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    block: int,
+) -> None:
+    """The product by the matrix library, for inputs with scales of their own."""
+    if block:  # one column of scales after the other, padded to four rows
+        of_inputs, of_weights = scales.t().contiguous().t(), weight_scale.t()
+    else:
+        of_inputs, of_weights = scales.expand(values.shape[0], 1).contiguous(), weight_scale.t()
+    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    torch._scaled_mm(values, weight.t(), of_inputs, of_weights, bias, out_dtype=out.dtype, out=target)
+    if target is not out:
+        out.copy_(target)
+
+
 def fp8_linear_triton(
     x: Tensor,
     weight: Tensor,
@@ -322,7 +381,7 @@ def fp8_linear_triton(
         fp8_product_triton(values, scales, weight, weight_scale, first, out[:, :rows], block=block)
         if plain_weight is not None:
             rest = None if bias is None else bias[rows:]
-            out[:, rows:] = linear_triton(flat, plain_weight, rest)
+            linear_into(flat, plain_weight, rest, out[:, rows:])
     return out.view(*x.shape[:-1], total)
 
 

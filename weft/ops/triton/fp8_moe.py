@@ -10,6 +10,10 @@ is as wide as a block, else while the down product loads them.
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
+
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +21,16 @@ from torch import Tensor
 
 from weft.ops.e4m3 import E4M3
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.fp8_linear import has_table
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton, scale_of, to_e4m3
 from weft.ops.triton.launch import jit
 from weft.ops.triton.moe import HALVED_ROWS, Tile, Tiles
 from weft.ops.triton.moe_groups import UNGROUPED_TOKENS, block_of, group_pairs, pairs_at, single_pairs
 from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv
+from weft.ops.triton.tile_table import choose_tile
+
+_TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
 
 @triton.jit
@@ -210,6 +218,26 @@ def _fp8_down_kernel(
             )  # fmt: skip
 
 
+@functools.cache
+def load_table() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
+    """``(experts, hidden size, expert width, block)`` to what was fastest for up to so many tokens."""
+    table: dict[tuple[int, int, int, int], dict[int, Tiles]] = {}
+    for row in json.loads(_TABLE_PATH.read_text())["rows"]:
+        key = (row["experts"], row["hidden"], row["width"], row["block"])
+        table.setdefault(key, {})[row["tokens"]] = Tiles(Tile(*row["up"]), Tile(*row["down"]))
+    return table
+
+
+def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
+    """The tiles for ``down [E, H, I]``: measured for this size and at least so many tokens, else by rule."""
+    num_experts, hidden, width = down.shape
+    if has_table(down.device):
+        tuned = load_table().get((num_experts, hidden, width, block))
+        if tuned:
+            return choose_tile(tuned, num_tokens)
+    return fp8_moe_tiles(num_tokens * top_k, num_experts)
+
+
 def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
     """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. ``inner`` is always 128."""
     average = num_pairs / num_experts
@@ -238,9 +266,9 @@ def fp8_fused_moe_triton(
     block: int,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """``fp8_fused_moe`` of ``weft/ops/fp8_moe.py``. ``tiles``: for tuning; None takes ``fp8_moe_tiles``."""
+    """``fp8_fused_moe`` of ``weft/ops/fp8_moe.py``. ``tiles``: for tuning; None takes ``choose_tiles``."""
     num_experts, hidden_size, width = down.shape
-    tiles = fp8_moe_tiles(ids.numel(), num_experts) if tiles is None else tiles
+    tiles = choose_tiles(down, ids.shape[0], ids.shape[1], block) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows and ids.dtype == torch.int32
     assert all(t.is_contiguous() for t in (gate_up, gate_up_scale, down, down_scale, ids, weights))
     num_tokens, top_k = ids.shape

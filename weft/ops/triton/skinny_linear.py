@@ -166,7 +166,7 @@ def _dot_products(
 
 @triton.jit
 def _store_outputs(
-    acc, bias, out, block, num_tokens, width,
+    acc, bias, out, block, num_tokens, width, stride_out,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Bias and gate, and one rounding."""
@@ -179,13 +179,13 @@ def _store_outputs(
     columns = block * OUTPUTS + tl.arange(0, OUTPUTS)
     tokens = tl.arange(0, TOKENS)
     inside = (columns < width)[:, None] & (tokens < num_tokens)[None, :]
-    offsets = tokens.to(tl.int64)[None, :] * width + columns[:, None]
+    offsets = tokens.to(tl.int64)[None, :] * stride_out + columns[:, None]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["num_tokens"])
 def _skinny_linear_kernel(
-    x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x,
+    x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
     DOT: tl.constexpr, HELD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
@@ -211,7 +211,7 @@ def _skinny_linear_kernel(
     else:
         acc = _sum_products(x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, VECTOR, EVEN)
     if SPLITS == 1:
-        _store_outputs(acc, bias, out, block, num_tokens, width, TOKENS, ROWS, GATED, BIAS)
+        _store_outputs(acc, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS)
     else:
         tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + block * (SPLITS * ROWS * TOKENS)
@@ -222,7 +222,7 @@ def _skinny_linear_kernel(
             total = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
             for part in range(SPLITS):
                 total += tl.load(parts + part * (ROWS * TOKENS) + tile, cache_modifier=".cg")
-            _store_outputs(total, bias, out, block, num_tokens, width, TOKENS, ROWS, GATED, BIAS)
+            _store_outputs(total, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS)
 
 
 @functools.cache
@@ -294,15 +294,23 @@ def launch_options(
 
 
 def skinny_linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, *, silu_mul: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: Config,
+    *,
+    silu_mul: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``1 <= T <= 64``."""
+    """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``1 <= T <= 64``. ``out``: where to; it
+    may be a slice of wider rows."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     tokens = next_power_of_2(num_tokens)
     outputs, width = (config.rows // 2, rows // 2) if silu_mul else (config.rows, rows)
     blocks = cdiv(width, outputs)
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
-    out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     partial, arrivals = out, out
     if config.splits > 1:
         assert blocks <= _MAX_BLOCKS
@@ -310,10 +318,22 @@ def skinny_linear_triton(
         partial, arrivals = torch.empty(size, dtype=torch.float32, device=x.device), _arrivals(x.device)
     _skinny_linear_kernel[(blocks, config.splits)](
         x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, width, x.stride(0),
+        out.stride(0),
         **launch_options(config, inner, tokens, x.dtype, silu_mul=silu_mul, bias=bias is not None),
         **early_launch(x.device),
     )  # fmt: skip
     return out
+
+
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``linear`` of ``x [T, K]`` into ``out [T, N]``, which may be a slice of wider rows."""
+    config = choose_config(x, weight, silu_mul=False)
+    if config is not None:
+        skinny_linear_triton(x, weight, bias, config, out=out)
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

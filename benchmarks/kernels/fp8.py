@@ -1,0 +1,425 @@
+"""FP8 products on the GPU: every candidate checked against float64 and timed; the tuner of their tables.
+
+Usage: ``python -m benchmarks.kernels.fp8`` checks what the operations choose, times it, and times the ceiling: the
+matrix library's FP8 product of 8192-square matrices. ``--tune`` does so for all candidates and writes the fastest to
+``$OUT/fp8_linear_h200.json`` and ``$OUT/fp8_moe_h200.json``, to be copied beside ``weft/ops/triton/fp8_linear.py``.
+Products are timed behind a norm and the quantisation of their inputs, as in a model. Without a GPU everything is
+rehearsed on tiny shapes under the interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.linear import _compile_offline, poisoned
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
+
+if not ON_GPU:
+    from tests.ops import interpreter  # noqa: F401
+
+from weft import report
+from weft.ops.activation import silu_and_mul_reference
+from weft.ops.e4m3 import E4M3
+from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
+from weft.ops.triton import early_launch
+from weft.ops.triton.fp8_linear import (
+    KINDS,
+    MAX_TOKENS,
+    FewRows,
+    Library,
+    ManyRows,
+    choose_config,
+    fp8_product_triton,
+)
+from weft.ops.triton.fp8_moe import choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.triton.fp8_quantize import quantize_inputs_triton
+from weft.ops.triton.launch import Kernel, launches_handled
+from weft.ops.triton.moe import Tile, Tiles
+from weft.ops.triton.norm import rms_norm_triton
+
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+LIMIT = 5e-3 if ON_GPU else 1e-4
+"""Largest relative error that passes; rounding to bfloat16 alone gives 1.7e-3."""
+MOE_LIMIT = 2e-2
+"""Of experts: hidden values are rounded and quantised between the products, which may fall to either side."""
+ROTATED_BYTES = 192 << 20
+FP8_FLOP_PER_S = 2 * 785e12
+"""Twice the bf16 ceiling of an H200; ``ceiling`` in the output is what the matrix library reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A weight ``[rows, inner]``, with scales by block (128) or row (0), followed by SiLU-and-multiply or not."""
+
+    name: str
+    rows: int
+    inner: int
+    block: int
+    silu_mul: bool = False
+
+
+SIZES = [
+    Size("E gdn in", 12288, 2048, 128),
+    Size("E qkv", 9216, 2048, 128),
+    Size("E o", 2048, 4096, 128),
+    Size("E shared+silu", 1024, 2048, 128, True),
+    Size("E shared", 1024, 2048, 128),
+    Size("E shared down", 2048, 512, 128),
+    Size("A qkv", 4096, 1024, 0),
+    Size("A o", 1024, 2048, 0),
+    Size("A gate_up+silu", 6144, 1024, 0, True),
+    Size("A gate_up", 6144, 1024, 0),
+    Size("A down", 1024, 3072, 0),
+]
+TOKENS = (1, 8, 32, 128, 1024, 8192)
+EXPERTS = (512, 10, 2048, 512)
+"""Of Qwen3-Next: experts, experts per token, hidden size, width."""
+EXPERT_TOKENS = (1, 8, 32, 128, 512, 1024, 8192)
+SQUARE = 8192
+if not ON_GPU:
+    SIZES = [Size("block", 256, 256, 128), Size("rows", 256, 256, 0, True)]
+    TOKENS, EXPERTS, EXPERT_TOKENS, SQUARE = (1,), (4, 2, 128, 128), (1,), 128
+
+Config = FewRows | ManyRows | Library
+
+
+def candidates(size: Size, tokens: int) -> list[Config]:
+    if not ON_GPU:
+        return [FewRows(True, 16, 4, 1, 1)] if tokens <= MAX_TOKENS else [ManyRows(64, 128, 4, 2)]
+    if tokens > MAX_TOKENS:
+        shapes = [(64, 128, 4, 4), (128, 128, 8, 4), (128, 256, 8, 3)]
+        return [Library(), *(ManyRows(*s) for s in shapes if s[0] <= tokens)]
+    found: list[Config] = []
+    steps, width = size.inner // 128, size.rows
+    for rows, most in ((16, 8), (32, 2)):
+        for splits in (s for s in (1, 2, 4, 8) if s <= most):
+            programs = width // rows * splits
+            if tokens <= 16 and splits <= steps and rows * size.inner // splits <= 32768 and 100 <= programs <= 1600:
+                found.append(FewRows(True, rows, 4, 1, splits))
+    for rows, stages in ((64, 4), (128, 3)):
+        for splits in (1, 2, 4, 8):
+            programs = width // rows * splits
+            if tokens >= 8 and splits <= steps and 64 <= programs <= 700:
+                found.append(FewRows(False, rows, 4, stages, splits))
+    return found
+
+
+def expert_candidates(tokens: int) -> list[Tiles]:
+    num_experts, top_k, *_ = EXPERTS
+    found = [fp8_moe_tiles(tokens * top_k, num_experts)]
+    if not ON_GPU:
+        return found
+    shapes = {
+        128: [
+            ((16, 32, 128, 4, 3), (16, 64, 128, 4, 3)),
+            ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
+            ((16, 32, 128, 4, 6), (16, 32, 128, 4, 4)),
+            ((16, 32, 128, 2, 4), (16, 64, 128, 2, 4)),
+        ],
+        1024: [
+            ((16, 64, 128, 4, 4), (16, 128, 128, 4, 4)),
+            ((32, 128, 128, 4, 3), (32, 128, 128, 4, 4)),
+            ((64, 64, 128, 4, 4), (64, 128, 128, 4, 4)),
+            ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
+        ],
+        8192: [
+            ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
+            ((128, 128, 128, 8, 4), (128, 128, 128, 4, 3)),
+            ((128, 64, 128, 4, 4), (128, 128, 128, 8, 4)),
+            ((128, 128, 128, 8, 3), (128, 256, 128, 8, 3)),
+        ],
+    }[min(limit for limit in (128, 1024, 8192) if limit >= tokens)]
+    return [*found, *(Tiles(Tile(*up), Tile(*down)) for up, down in shapes)]
+
+
+def fp8_weight(rows: int, inner: int, block: int, *lead: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
+    weight = torch.empty(*lead, rows, inner, dtype=torch.uint8, device=device)
+    for part in weight.view(-1).split(1 << 26):
+        part.view(E4M3).copy_(torch.randn(part.shape, device=device))
+    shape = (rows // 128, inner // 128) if block else (rows, 1)
+    return weight.view(E4M3), (torch.rand(*lead, *shape, device=device) + 0.5) * inner**-0.5
+
+
+class Product:
+    """One size: weights in rotation, and the time of a call on them."""
+
+    def __init__(self, size: Size, device: str = DEVICE) -> None:
+        self.size = size
+        copies = max(1, min(64, ROTATED_BYTES // (size.rows * size.inner))) if device == "cuda" else 1
+        self.weights = [fp8_weight(size.rows, size.inner, size.block, device=device) for _ in range(copies)]
+        self.norm = torch.ones(size.inner, dtype=DTYPE, device=device)
+
+    def inputs(self, tokens: int, device: str = DEVICE) -> Tensor:
+        return torch.randn(tokens, self.size.inner, device=device).to(DTYPE)
+
+    def run(self, x: Tensor, config: Config | None, place: int = 0) -> Tensor:
+        size, (weight, scale) = self.size, self.weights[place]
+        out = torch.empty((x.shape[0], size.rows // 2 if size.silu_mul else size.rows), dtype=DTYPE, device=x.device)
+        values, scales = quantize_inputs_triton(x, None, block=size.block)
+        fp8_product_triton(
+            values, scales, weight, scale, None, out, block=size.block, silu_mul=size.silu_mul, config=config
+        )
+        return out
+
+    def want(self, x: Tensor) -> Tensor:
+        size, (weight, scale) = self.size, self.weights[0]
+        inputs = dequantize_inputs(*quantize_inputs_reference(x, None, block=size.block), block=size.block)
+        y = inputs.double() @ dequantize_weight(weight, scale, block=size.block).double().T
+        return silu_and_mul_reference(y) if size.silu_mul else y
+
+    def worst_error(self, x: Tensor, want: Tensor, config: Config | None) -> float:
+        """Over all tokens, and over some of them (the rest is padding), twice; infinite if bits change."""
+        errors = []
+        for count in sorted({x.shape[0], x.shape[0] // 2 + 1}):
+            with poisoned():
+                y, again = self.run(x[:count], config), self.run(x[:count], config)
+            value = error(y, want[:count])
+            errors.append(value if torch.equal(y, again) and value == value else float("inf"))
+        return max(errors)
+
+    def microseconds(self, x: Tensor, config: Config | None) -> float:
+        def call(place: int) -> None:
+            normed = rms_norm_triton(x, self.norm, 1e-6)
+            assert isinstance(normed, Tensor)
+            self.run(normed, config, place)
+
+        calls = [lambda i=i: call(i % len(self.weights)) for i in range(32 if x.shape[0] <= 1024 else 4)]
+        return graph_ms(calls, repeats=5) * 1e3
+
+    def floor_us(self, tokens: int) -> float:
+        size = self.size
+        moved = size.rows * size.inner + tokens * 2 * (size.inner + size.rows)
+        return max(moved / COPY_BYTES_PER_S, 2 * tokens * size.rows * size.inner / FP8_FLOP_PER_S) * 1e6
+
+
+class Experts:
+    """The experts of one layer, and several routings, so that few tokens meet different experts on every call."""
+
+    def __init__(self, device: str = DEVICE, count: int = EXPERTS[0]) -> None:
+        """``count`` experts; fewer than there are will do for compiling."""
+        _, self.top_k, hidden, width = EXPERTS
+        self.num_experts = count
+        self.gate_up = fp8_weight(2 * width, hidden, 128, count, device=device)
+        self.down = fp8_weight(hidden, width, 128, count, device=device)
+
+    def inputs(self, tokens: int, device: str = DEVICE) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        x = torch.randn(tokens, EXPERTS[2], device=device).to(DTYPE)
+        routings = []
+        for _ in range(8):
+            ids = torch.rand(tokens, self.num_experts, device=device).topk(self.top_k, dim=1).indices.int()
+            routings.append((torch.rand(tokens, self.top_k, device=device), ids))
+        return x, routings
+
+    def run(self, x: Tensor, routing: tuple[Tensor, Tensor], tiles: Tiles | None) -> Tensor:
+        return fp8_fused_moe_triton(x, *self.gate_up, *self.down, *routing, block=128, tiles=tiles)
+
+    def want(self, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
+        """Of the first tokens."""
+        weights, ids = routing
+        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        for token in range(x.shape[0]):
+            for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+                hidden = silu_and_mul_reference(self._product(x[token : token + 1], self.gate_up, expert))
+                out[token] += weight.double() * self._product(hidden.to(x.dtype), self.down, expert)[0]
+        return out
+
+    def _product(self, x: Tensor, matrix: tuple[Tensor, Tensor], expert: int) -> Tensor:
+        inputs = dequantize_inputs(*quantize_inputs_reference(x, None, block=128), block=128)
+        weight = dequantize_weight(matrix[0][expert], matrix[1][expert], block=128)
+        return inputs.double() @ weight.double().T
+
+    def microseconds(self, x: Tensor, routings: list[tuple[Tensor, Tensor]], tiles: Tiles | None) -> float:
+        calls = [lambda r=r: self.run(x, r, tiles) for r in (routings * 2 if x.shape[0] <= 1024 else routings[:2])]
+        return graph_ms(calls, repeats=5) * 1e3
+
+    def floor_us(self, tokens: int) -> float:
+        num_experts, top_k, hidden, width = EXPERTS
+        hit = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+        return (
+            max(hit * 3 * hidden * width / COPY_BYTES_PER_S, 6 * tokens * top_k * hidden * width / FP8_FLOP_PER_S) * 1e6
+        )
+
+
+def _listed(tried: list[tuple[float, float, Any]]) -> list[list[Any]]:
+    return [[round(us, 2), f"{wrong:.1e}", str(config)] for us, wrong, config in sorted(tried, key=lambda e: e[0])]
+
+
+def measure_products(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of the report, and rows of the table."""
+    rows, table = [], []
+    for size in SIZES:
+        product = Product(size)
+        for tokens in TOKENS:
+            if size.silu_mul and tokens > MAX_TOKENS:
+                continue
+            x = product.inputs(tokens)
+            want = product.want(x)
+            chosen = choose_config(product.weights[0][0], tokens, size.silu_mul, size.block)
+            tried = []
+            for config in dict.fromkeys([chosen, *(candidates(size, tokens) if tune else ())]):
+                try:
+                    wrong = product.worst_error(x, want, config)
+                    tried.append((product.microseconds(x, config) if wrong < LIMIT else float("inf"), wrong, config))
+                except Exception as problem:
+                    print(f"{size.name} {tokens} {config}: {type(problem).__name__} {str(problem)[:100]}", flush=True)
+            if not tried:
+                continue
+            us, wrong, config = min(tried, key=lambda entry: entry[0])
+            kind = next(name for name, cls in KINDS.items() if type(config) is cls)
+            matrix = {"rows": size.rows, "inner": size.inner, "silu_mul": size.silu_mul, "block": size.block}
+            floor = round(product.floor_us(tokens), 2)
+            figures = {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": _listed(tried)}
+            rows.append({"name": size.name, "tokens": tokens} | matrix | figures)
+            table.append(matrix | {"tokens": tokens, "kind": kind, "config": list(config)})
+            print(f"{size.name:15} {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {config}", flush=True)
+            failed = [entry for entry in tried if entry[1] >= LIMIT]
+            if failed:
+                print("  WRONG:", failed, flush=True)
+    return rows, table
+
+
+def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    rows, table, experts = [], [], Experts()
+    num_experts, top_k, hidden, width = EXPERTS
+    for tokens in EXPERT_TOKENS:
+        x, routings = experts.inputs(tokens)
+        few = min(tokens, 4)
+        want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
+        chosen = choose_tiles(experts.down[0], tokens, top_k, 128)
+        tried = []
+        for tiles in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
+            try:
+                with poisoned():
+                    wrong = error(experts.run(x, routings[0], tiles)[:few], want)
+                us = experts.microseconds(x, routings, tiles) if wrong < MOE_LIMIT else float("inf")
+                tried.append((us, wrong, tiles))
+            except Exception as problem:
+                print(f"experts {tokens} {tiles}: {type(problem).__name__} {str(problem)[:100]}", flush=True)
+        if not tried:
+            continue
+        us, wrong, tiles = min(tried, key=lambda entry: entry[0])
+        row = {"experts": num_experts, "hidden": hidden, "width": width, "block": 128, "tokens": tokens}
+        floor = round(experts.floor_us(tokens), 2)
+        rows.append(row | {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": _listed(tried)})
+        table.append(row | {"up": list(tiles.up), "down": list(tiles.down)})
+        print(
+            f"experts {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {tuple(map(tuple, tiles))}",
+            flush=True,
+        )
+    return rows, table
+
+
+def measure_square() -> list[dict[str, Any]]:
+    """The product of square matrices by every kernel, with scales by block and by row, and the library's ceiling."""
+    rows = []
+    for block in (128, 0):
+        product = Product(Size("square", SQUARE, SQUARE, block))
+        x = product.inputs(SQUARE)
+        for config in candidates(product.size, SQUARE):
+            try:
+                rows.append(_square(f"block {block} {config}", square_call(product, x, config)))
+            except Exception as problem:
+                print(f"square {block} {config}: {type(problem).__name__} {str(problem)[:100]}", flush=True)
+    if ON_GPU:
+        ones = torch.ones((), device=DEVICE)
+        a, b = (torch.randn(SQUARE, SQUARE, device=DEVICE).to(E4M3) for _ in range(2))
+        fast = lambda: torch._scaled_mm(a, b.t(), ones, ones, out_dtype=DTYPE, use_fast_accum=True)  # noqa: E731
+        rows.append(_square("ceiling: library, one scale, fast sums", fast))
+    return rows
+
+
+def square_call(product: Product, x: Tensor, config: Config) -> Callable[[], None]:
+    """The product alone."""
+    values, scales = quantize_inputs_triton(x, None, block=product.size.block)
+    out = torch.empty(SQUARE, SQUARE, dtype=DTYPE, device=DEVICE)
+    weight, scale = product.weights[0]
+    return lambda: fp8_product_triton(values, scales, weight, scale, None, out, block=product.size.block, config=config)
+
+
+def _square(name: str, call: Callable[[], Any]) -> dict[str, Any]:
+    ms = graph_ms([call], repeats=5)
+    tflops = 2 * SQUARE**3 / ms / 1e9 if ms else 0.0
+    print(f"{SQUARE}^3 {ms:8.3f} ms {tflops:7.1f} TFLOP/s {name}", flush=True)
+    return {"square": SQUARE, "name": name, "ms": ms, "tflops": round(tflops, 1)}
+
+
+# --- compiling ahead, in parallel -------------------------------------------------------------------------------------
+
+
+def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles]) -> None:
+    """Compile what one candidate launches; what fails fails again, and visibly, when it is launched."""
+    early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
+
+    def compile_only(kernel: Kernel, grid: Any, args: Any, options: dict[str, Any]) -> None:
+        kernel.run(*args, grid=grid, warmup=True, **options)
+
+    try:
+        with launches_handled(compile_only):
+            if len(job) == 3:
+                size, tokens, config = job
+                product = Product(size, "cpu")
+                product.run(product.inputs(tokens, "cpu"), config)
+            else:
+                experts = Experts("cpu", 16)
+                x, routings = experts.inputs(job[0], "cpu")
+                experts.run(x, routings[0], job[1])
+    except Exception as problem:
+        print(f"{job}: {type(problem).__name__} {str(problem)[:80]}", flush=True)
+
+
+def compile_all() -> None:
+    start = time.perf_counter()
+    jobs: dict[Any, Any] = {}
+    for size in SIZES:
+        for tokens in TOKENS:
+            for config in candidates(size, tokens):
+                if not isinstance(config, Library) and not (size.silu_mul and tokens > MAX_TOKENS):
+                    small = Size("", 512, size.inner, size.block, size.silu_mul)
+                    jobs.setdefault((small, min(tokens, 128), config), (small, min(tokens, 128), config))
+    for tokens in EXPERT_TOKENS:
+        for tiles in expert_candidates(tokens):
+            jobs.setdefault((tokens > 3, tiles), (min(tokens, 16), tiles))
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _compile_offline) as pool:
+        list(pool.map(_compile, jobs.values(), chunksize=1))
+    print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def write_table(name: str, rows: list[dict[str, Any]]) -> None:
+    folder = os.environ.get("OUT")
+    if folder is None:
+        return
+    head = json.dumps(report.provenance(DEVICE))[:-1]
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (Path(folder) / name).write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.tune and ON_GPU:
+        compile_all()
+    squares = measure_square()
+    products, product_table = measure_products(args.tune)
+    experts, expert_table = measure_experts(args.tune)
+    write_json("fp8_kernels.json", [*squares, *products, *experts])
+    if args.tune:
+        write_table("fp8_linear_h200.json", product_table)
+        write_table("fp8_moe_h200.json", expert_table)
+
+
+if __name__ == "__main__":
+    main()
