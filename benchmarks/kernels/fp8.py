@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -256,10 +256,10 @@ def _listed(tried: list[tuple[float, float, Any]]) -> list[list[Any]]:
     return [[round(us, 2), f"{wrong:.1e}", str(config)] for us, wrong, config in sorted(tried, key=lambda e: e[0])]
 
 
-def measure_products(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def measure_products(sizes: Sequence[Size], tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of the report, and rows of the table."""
     rows, table = [], []
-    for size in SIZES:
+    for size in sizes:
         product = Product(size)
         for tokens in TOKENS:
             if size.silu_mul and tokens > MAX_TOKENS:
@@ -413,12 +413,18 @@ def main() -> None:
     if args.tune and ON_GPU:
         compile_all()
     squares = measure_square()
-    products, product_table = measure_products(args.tune)
     experts, expert_table = measure_experts(args.tune)
-    write_json("fp8_kernels.json", [*squares, *products, *experts])
     if args.tune:
-        write_table("fp8_linear_h200.json", product_table)
         write_table("fp8_moe_h200.json", expert_table)
+    products: list[dict[str, Any]] = []
+    product_table: list[dict[str, Any]] = []
+    for size in SIZES:
+        found = measure_products([size], args.tune)
+        products += found[0]
+        product_table += found[1]
+        write_json("fp8_kernels.json", [*squares, *experts, *products])
+        if args.tune:
+            write_table("fp8_linear_h200.json", product_table)
 
 
 if __name__ == "__main__":
