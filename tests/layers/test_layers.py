@@ -78,9 +78,7 @@ def test_padding_never_writes_a_live_page_or_slot(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_padding_rows_are_sent_to_no_expert(
-    harness: Harness, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_rows_are_sent_to_no_expert(harness: Harness, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts would compute for them, and the busiest one decides how long all take."""
     seen = []
 

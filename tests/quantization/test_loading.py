@@ -92,6 +92,21 @@ def test_shards_that_cut_blocks_are_refused(overrides: dict[str, Any], message: 
         load(folder, tp=Group(2).rank(0))
 
 
+def test_ranks_with_whole_experts_take_their_scales(tmp_path: Path) -> None:
+    folder = make_fp8_checkpoint(NEXT, "block", tmp_path, **(WIDE | {"num_experts": 6}))
+    config, group = read_checkpoint_config(folder), Group(2)
+    whole = load(folder).get_submodule("model.layers.0.mlp.experts")
+    for rank in range(2):
+        context = dataclasses.replace(model_context(tp=group.rank(rank)), expert_parallel=True)
+        model = create_model(config, context)
+        poison(model)
+        load_weights(model, config, folder, "auto", 0)
+        experts = model.get_submodule("model.layers.0.mlp.experts")
+        for name, parameter in experts.named_parameters():
+            want = whole.get_parameter(name)[rank * 3 : rank * 3 + 3]
+            assert torch.equal(parameter.float(), want.float()), name
+
+
 def test_parts_that_cut_blocks_are_refused(tmp_path: Path) -> None:
     """Merged parts whose rows 128 does not divide, although one rank has all of them."""
     folder = make_fp8_checkpoint("Qwen3ForCausalLM", "block", tmp_path, head_dim=64, num_attention_heads=3)

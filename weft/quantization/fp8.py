@@ -13,7 +13,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod
-from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, empty_parameter, uniform_range
+from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightPiece, empty_parameter, uniform_range
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import fp8_linear, fp8_linear_silu_mul
 from weft.ops.fp8_moe import fp8_fused_moe
@@ -91,7 +91,7 @@ class Fp8Linear(LinearMethod):
 
 class Fp8Experts(ExpertsMethod):
     """``gate_up [E, 2 * I, H]`` and ``down [E, H, I]`` in e4m3, with scales ``[E, ...]`` and, where inputs have static
-    ones, ``gate_up_input_scale [1]`` and ``down_input_scale [1]``, the largest of all experts."""
+    ones, ``gate_up_input_scale [1]`` and ``down_input_scale [1]``, the largest of this rank's experts."""
 
     def __init__(self, storage: Storage, context: ModelContext, name: str) -> None:
         self._storage, self._context, self._name = storage, context, name
@@ -100,28 +100,32 @@ class Fp8Experts(ExpertsMethod):
         device = self._context.device
         for name, shard in _matrices(layer):
             shape, scales = (shard.rows, shard.columns), self._storage.scale_shape(shard.rows, shard.columns)
-            layer.register_parameter(name, empty_parameter(layer.num_experts, *shape, dtype=E4M3, device=device))
-            scale = empty_parameter(layer.num_experts, *scales, dtype=torch.float32, device=device)
+            count = len(layer.local_experts)
+            layer.register_parameter(name, empty_parameter(count, *shape, dtype=E4M3, device=device))
+            scale = empty_parameter(count, *scales, dtype=torch.float32, device=device)
             layer.register_parameter(f"{name}_scale", scale)
             layer.register_parameter(f"{name}_input_scale", _input_scale(self._storage, device))
-        self._one_by_one(layer, 1)  # raises where blocks do not fit
+        self._expert(layer, 0)  # raises where blocks do not fit
 
     def layouts(self, layer: Experts) -> tuple[Layout, ...]:
         """One by one (``7.gate_proj.weight``); unquantised checkpoints also fused over experts."""
-        one_by_one = self._one_by_one(layer, layer.num_experts)
+        one_by_one, first = Layout(), layer.local_experts.start
+        elsewhere = {name: WeightPiece(piece.shape, (), piece.fp8) for name, piece in self._expert(layer, 0).items()}
+        for expert in range(layer.num_experts):  # those of other ranks are in the checkpoint too
+            found = self._expert(layer, expert - first) if expert in layer.local_experts else elsewhere
+            one_by_one |= {f"{expert}.{tensor}": piece for tensor, piece in found.items()}
         return (one_by_one, self._fused(layer)) if isinstance(self._storage, OnlineStorage) else (one_by_one,)
 
-    def _one_by_one(self, layer: Experts, count: int) -> Layout:
-        """Tensors of the first ``count`` experts."""
+    def _expert(self, layer: Experts, place: int) -> Layout:
+        """Tensors of one of this rank's experts, by their names after the expert's number."""
         layout = Layout()
         for name, shard in _matrices(layer):
-            weights, scales = layer.get_parameter(name)[:count], layer.get_parameter(f"{name}_scale")[:count]
+            weight, scale = layer.get_parameter(name)[place], layer.get_parameter(f"{name}_scale")[place]
             input_scale = _optional(layer, f"{name}_input_scale")
-            for expert, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
-                for part, rows in shard.parts.items():
-                    where = f"{self._name}.{expert}.{part}".removesuffix(".")
-                    found = self._storage.layout(shard, rows, weight, scale, input_scale, where)
-                    layout |= {f"{expert}.{part}{tensor}": piece for tensor, piece in found.items()}
+            for part, rows in shard.parts.items():
+                where = f"{self._name}.{layer.local_experts[place]}.{part}".removesuffix(".")
+                found = self._storage.layout(shard, rows, weight, scale, input_scale, where)
+                layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}
         return layout
 
     def _fused(self, layer: Experts) -> Layout:
