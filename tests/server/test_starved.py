@@ -124,6 +124,20 @@ def test_an_engine_whose_messages_make_no_sense_is_ended() -> None:
     assert asyncio.run(main()) == -signal.SIGKILL
 
 
+def test_an_engine_whose_messages_cannot_be_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(content: bytes) -> wire.FromEngine:
+        raise ValueError("no such message")
+
+    monkeypatch.setattr(wire, "decode_from_engine", fail)
+
+    async def main() -> int:
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        EngineProcess({}, lambda message: None, ended.set_result, "tests.server.fake_engine")
+        return await asyncio.wait_for(ended, GUARD_S)
+
+    assert asyncio.run(main()) == -signal.SIGKILL
+
+
 def test_the_last_words_of_an_engine_are_waited_for() -> None:
     async def main() -> tuple[list[wire.FromEngine], int]:
         heard: list[wire.FromEngine] = []

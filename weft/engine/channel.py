@@ -40,7 +40,7 @@ class ServerChannel:
             socket.linger = 0
             socket.bind(_address(directory, name))
         self._unsent: list[wire.ToEngine] = []
-        self._receiver: Callable[[wire.FromEngine], None] | None = None
+        self._receiver: Callable[[bytes], None] | None = None
 
     def send(self, message: wire.ToEngine) -> None:
         """Never blocks. If nobody is connected the engine has gone, and what it was to do has gone with it."""
@@ -54,8 +54,8 @@ class ServerChannel:
             with contextlib.suppress(zmq.Again):
                 self._requests.send(wire.encode(messages), zmq.NOBLOCK)
 
-    def receive(self, receiver: Callable[[wire.FromEngine], None]) -> None:
-        """From now on ``receiver`` gets every message, in the event loop."""
+    def receive(self, receiver: Callable[[bytes], None]) -> None:
+        """From now on ``receiver`` gets every message, encoded, in the event loop."""
         self._receiver = receiver
         self._loop.add_reader(self._outputs.fileno(), self._read)
         self._loop.call_soon(self._read)
@@ -70,7 +70,7 @@ class ServerChannel:
                 content = self._outputs.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receiver(wire.decode_from_engine(content))
+            self._receiver(content)
         self._loop.call_soon(self._read)
 
     def deaf(self) -> None:

@@ -88,19 +88,21 @@ class EngineProcess:
     def send(self, message: wire.ToEngine) -> None:
         self._channel.send(message)
 
-    def _take(self, message: wire.FromEngine) -> None:
-        if isinstance(message, wire.Ready):
-            # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
-            shutil.rmtree(self._directory, ignore_errors=True)
+    def _take(self, content: bytes) -> None:
         try:
+            message = wire.decode_from_engine(content)
+            if isinstance(message, wire.Ready):
+                # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
+                shutil.rmtree(self._directory, ignore_errors=True)
             self._on_message(message)
         except Exception:
             # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
             logger.exception("a message of the engine could not be handled; the engine is ended")
             self._channel.deaf()
             self.kill()
-        if isinstance(message, wire.Failed):
-            self._has_failed.set()
+        else:
+            if isinstance(message, wire.Failed):
+                self._has_failed.set()
 
     async def _look(self) -> None:
         while True:
