@@ -136,7 +136,8 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
     @property
     def num_tokens_to_compute(self) -> int:
         """Tokens that still have to be fed before the next one can be sampled."""
-        return self.num_tokens - self.num_computed_tokens
+        known = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return known + self.num_pending - self.num_computed_tokens
 
     @property
     def known_token_ids(self) -> list[int]:

@@ -67,6 +67,14 @@ def test_a_start_tells_its_stages() -> None:
         assert 0 < llm.startup["weights"] <= llm.startup["kernels"]
 
 
+def test_the_engine_loads_no_compiler_that_it_does_not_use() -> None:
+    """Tracers and compilers of torch cost a start a second; nothing imports them until pieces are traced."""
+    code = "import weft.engine.core, weft.executor.make, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    unused = {"torch._dynamo", "torch._inductor", "sympy", "transformers", "triton"}
+    assert not unused & set(done.stdout.split())
+
+
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
 def test_the_walk_meets_every_kernel_of_later_steps(weights: str, tmp_path: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled."""

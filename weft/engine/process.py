@@ -9,6 +9,7 @@ that ask a service to end, because the server lets open requests finish first an
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -218,6 +219,7 @@ def main(make: Start = start_core) -> int:
     channel = EngineChannel(directory)
     try:
         core, capacity = make(start, channel)
+        gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection
         channel.send(wire.Ready(capacity))
         EngineLoop(core, channel, heartbeat).run()
     except Exception as error:

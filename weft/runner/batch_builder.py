@@ -114,6 +114,35 @@ class StepInputs:
     samples: SampleRows
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the requests of a step lie, ``[S]`` int64 each.
+
+    Attributes:
+        rows: of the runner's tables.
+        first: position of the first token to run.
+        counts: tokens to run.
+        seq_lens: tokens after this step.
+        bounds: ``[S + 1]``, where each request begins on the flat token axis, and the end.
+    """
+
+    rows: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    seq_lens: np.ndarray
+    bounds: np.ndarray
+
+    @staticmethod
+    def of(requests: list[ScheduledRequest]) -> _Layout:
+        rows, first, counts = (
+            np.array(column, dtype=np.int64)
+            for column in ([r.row for r in requests], [r.start for r in requests], [r.num_tokens for r in requests])
+        )
+        bounds = np.zeros(len(requests) + 1, dtype=np.int64)
+        np.cumsum(counts, out=bounds[1:])
+        return _Layout(rows, first, counts, first + counts, bounds)
+
+
 class BatchBuilder:
     """Builds batches in buffers that are allocated once, for the largest step.
 
@@ -169,19 +198,22 @@ class BatchBuilder:
         self._host = self._buffers.begin()
         self._num_updates = self._fill_page_updates(requests)
         num_decodes = sum(r.is_decode for r in requests)  # they come first
-        starts = self._fill_tokens(requests)
-        self._fill_sequences(requests, starts)
-        num_samples = self._fill_samples(requests, starts)
+        layout = _Layout.of(requests)
+        self._fill_tokens(requests, layout)
+        self._fill_sequences(requests, layout)
+        num_samples = self._fill_samples(requests, layout)
         num_chunks: tuple[tuple[int, int], ...] = ()
         if num_decodes < len(requests):
+            starts = layout.bounds.tolist()
             num_chunks = tuple((n, self._fill_chunks(requests, starts, num_decodes, n)) for n in self._chunk_sizes)
-        self._host["counts"][:] = starts[-1], len(requests), num_decodes
+        num_tokens = int(layout.bounds[-1])
+        self._host["counts"][:] = num_tokens, len(requests), num_decodes
         return StepShape(
-            num_tokens=starts[-1],
+            num_tokens=num_tokens,
             num_seqs=len(requests),
             num_decodes=num_decodes,
-            max_query_len=max(r.num_tokens for r in requests),
-            max_seq_len=max(r.start + r.num_tokens for r in requests),
+            max_query_len=int(layout.counts.max()),
+            max_seq_len=int(layout.seq_lens.max()),
             num_chunks=num_chunks,
             num_samples=num_samples,
         )
@@ -207,51 +239,43 @@ class BatchBuilder:
             index, page = self._buffers.device("page_updates", 2 * count).view(count, 2).unbind(1)
             self._rows.device_page_table.view(-1).index_copy_(0, index, page.to(torch.int32))
 
-    def _fill_tokens(self, requests: list[ScheduledRequest]) -> list[int]:
-        """Token ids, rows, positions and cache slots on the flat axis. Returns where requests begin, and the end."""
-        ids, token_rows, positions = (self._host[name] for name in ("input_ids", "token_rows", "positions"))
-        starts, at = [], 0
-        for r in requests:
-            end = at + r.num_tokens
-            known = self._rows.known_tokens(r.row, r.start, r.start + r.num_tokens)
+    def _fill_tokens(self, requests: list[ScheduledRequest], layout: _Layout) -> None:
+        """Token ids, rows, positions and cache slots on the flat axis."""
+        end, counts, starts = int(layout.bounds[-1]), layout.counts, layout.bounds[:-1]
+        ids, slots, table = self._host["input_ids"], self._host["slot_mapping"], self._rows
+        token_rows, positions = self._host["token_rows"][:end], self._host["positions"][:end]
+        token_rows[:] = np.repeat(layout.rows, counts)
+        positions[:] = np.arange(end) + np.repeat(layout.first - starts, counts)
+        ids[:end] = FROM_LAST_TOKEN
+        for i in (layout.first < table.num_known_tokens[layout.rows]).nonzero()[0].tolist():
+            r, at = requests[i], int(starts[i])
+            known = table.known_tokens(r.row, r.start, r.start + r.num_tokens)
             ids[at : at + len(known)] = known
-            ids[at + len(known) : end] = FROM_LAST_TOKEN
-            token_rows[at:end] = r.row
-            if r.num_tokens == 1:
-                positions[at] = r.start
-            else:
-                positions[at:end] = np.arange(r.start, r.start + r.num_tokens)
-            starts.append(at)
-            at = end
-        where = positions[:at]
-        pages = self._rows.page_table[token_rows[:at], where // self._page_size]
-        slots = self._host["slot_mapping"]
-        slots[:at] = pages * self._page_size + where % self._page_size
-        for r, first in zip(requests, starts, strict=True):
+        pages = table.page_table[token_rows, positions // self._page_size]
+        slots[:end] = pages * self._page_size + positions % self._page_size
+        for at, r in zip(starts.tolist(), requests, strict=True):
             if r.start < r.write_start:  # to page 0: what is stored here belongs to others
-                slots[first : first + min(r.num_tokens, r.write_start - r.start)] = 0
-        return [*starts, at]
+                slots[at : at + min(r.num_tokens, r.write_start - r.start)] = 0
 
-    def _fill_sequences(self, requests: list[ScheduledRequest], starts: list[int]) -> None:
+    def _fill_sequences(self, requests: list[ScheduledRequest], layout: _Layout) -> None:
         count = len(requests)
-        self._host["cu_seqlens_q"][: count + 1] = starts
-        self._host["seq_lens"][:count] = [r.start + r.num_tokens for r in requests]
+        self._host["cu_seqlens_q"][: count + 1] = layout.bounds
+        self._host["seq_lens"][:count] = layout.seq_lens
         self._host["state_slots"][:count] = [r.state_slot for r in requests]
-        self._host["rows"][:count] = [r.row for r in requests]
+        self._host["rows"][:count] = layout.rows
 
-    def _fill_samples(self, requests: list[ScheduledRequest], starts: list[int]) -> int:
-        sampled = [(i, r) for i, r in enumerate(requests) if r.samples]
-        n, rows = len(sampled), [r.row for _, r in sampled]
-        host, table = self._host, self._rows
-        host["sample_indices"][:n] = [starts[i + 1] - 1 for i, _ in sampled]
+    def _fill_samples(self, requests: list[ScheduledRequest], layout: _Layout) -> int:
+        sampled = np.array([r.samples for r in requests])
+        rows, host, table = layout.rows[sampled], self._host, self._rows
+        n = len(rows)
+        host["sample_indices"][:n] = layout.bounds[1:][sampled] - 1
         host["sample_rows"][:n] = rows
-        host["sample_positions"][:n] = [r.start + r.num_tokens - table.num_prompt_tokens(r.row) for _, r in sampled]
-        host["temperature"][:n], host["top_p"][:n], host["min_p"][:n] = (
-            table.temperature[rows],
-            table.top_p[rows],
-            table.min_p[rows],
-        )
-        host["top_k"][:n], host["seeds"][:n] = table.top_k[rows], table.seed[rows]
+        host["sample_positions"][:n] = layout.seq_lens[sampled] - table.num_prompt_tokens[rows]
+        for name, values in (
+            ("temperature", table.temperature), ("top_p", table.top_p), ("min_p", table.min_p), ("top_k", table.top_k),
+            ("seeds", table.seed),
+        ):  # fmt: skip
+            host[name][:n] = values[rows]
         return n
 
     def _fill_chunks(

@@ -186,7 +186,7 @@ def prompt_logprobs_of(
     start = 0
     for request in scheduler_output.requests:
         wanted = rows.prompt_logprobs.get(request.row)
-        stop = min(request.start + request.num_tokens + 1, rows.num_prompt_tokens(request.row))
+        stop = min(request.start + request.num_tokens + 1, int(rows.num_prompt_tokens[request.row]))
         count = stop - request.start - 1
         if wanted is not None and count > 0:
             targets = torch.from_numpy(rows.known_tokens(request.row, request.start + 1, stop))

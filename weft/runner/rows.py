@@ -27,6 +27,7 @@ class RowTable:
         device_page_table: the same on the device.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
+        num_known_tokens, num_prompt_tokens: tokens that the request brought along, and how many of them are its prompt.
         prompt_logprobs: row -> how many alternatives it wants at every token of its prompt; rows that want none are not
             in it.
     """
@@ -42,10 +43,11 @@ class RowTable:
         self.min_p = np.zeros(num_rows + 1, dtype=np.float32)
         self.top_k = np.zeros(num_rows + 1, dtype=np.int64)
         self.seed = np.zeros(num_rows + 1, dtype=np.int64)
+        self.num_known_tokens = np.zeros(num_rows + 1, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(num_rows + 1, dtype=np.int64)
         self.prompt_logprobs: dict[int, int] = {}
         self._num_pages = [0] * num_rows
         self._token_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
-        self._num_prompt_tokens = [0] * num_rows
         self._sampling: list[RowSampling | None] = [None] * num_rows
 
     def fill(self, new: NewRequest) -> None:
@@ -53,7 +55,7 @@ class RowTable:
         row, params = new.row, new.sampling
         self._num_pages[row] = 0
         self._token_ids[row] = np.asarray(new.token_ids, dtype=np.int32)
-        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self.num_known_tokens[row], self.num_prompt_tokens[row] = len(new.token_ids), new.num_prompt_tokens
         self._sampling[row] = params
         self.prompt_logprobs.pop(row, None)
         if params.prompt_logprobs is not None:
@@ -72,9 +74,6 @@ class RowTable:
     def known_tokens(self, row: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` as far as the host knows them (shorter if the last ones were sampled since)."""
         return self._token_ids[row][start:stop]
-
-    def num_prompt_tokens(self, row: int) -> int:
-        return self._num_prompt_tokens[row]
 
     def sampling(self, row: int) -> RowSampling:
         params = self._sampling[row]

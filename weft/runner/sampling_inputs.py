@@ -169,7 +169,7 @@ class SamplingInputs:
     def build(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
         """The same with edits."""
         params = [self._rows.sampling(request.row) for request in sampled]
-        generated = [r.start + r.num_tokens - self._rows.num_prompt_tokens(r.row) for r in sampled]
+        generated = [r.start + r.num_tokens - int(self._rows.num_prompt_tokens[r.row]) for r in sampled]
         processors = {i: self._processors[r.row] for i, r in enumerate(sampled) if r.row in self._processors}
         return dataclasses.replace(
             self.plain(sampled, rows),

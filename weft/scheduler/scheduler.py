@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.cache.lease import CacheStats, Lease
 from weft.cache.manager import Manager
@@ -66,8 +67,7 @@ class Lookup:
     awaited: Running | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(NamedTuple):
     """One request's part of a launched step: whether it samples, and the tokens fed once it is done."""
 
     running: Running
@@ -184,18 +184,21 @@ class Scheduler:
     def _plan_running(self) -> tuple[list[tuple[Running, int]], int]:
         """Tokens for each running request; decodes and prefill chunks alike. Returns the plan and the budget left."""
         planned: list[tuple[Running, int]] = []
-        budget = self.max_num_batched_tokens
-        decoding = sum(1 for r in self._running if r.request.num_tokens_to_compute == 1)
-        for running in list(self._running):
+        budget, page_size = self.max_num_batched_tokens, self.manager.spec.page_size
+        all_wanted = [running.request.num_tokens_to_compute for running in self._running]
+        decoding = all_wanted.count(1)
+        for running, wanted in zip(list(self._running), all_wanted, strict=True):
             request = running.request
             is_due = request.num_pending == 0 or not request.samples_by_history
             if request.status is not RequestStatus.RUNNING or request.will_be_full or not is_due:
                 continue  # preempted just now for an earlier one, or its last token is on its way
-            wanted = request.num_tokens_to_compute
             is_decode = wanted == 1
             # Decodes always fit; a chunk of prefill takes what they leave.
             num_tokens = 1 if is_decode else min(wanted, budget - decoding)
-            if num_tokens <= 0 or not self._grow(running, request.num_computed_tokens + num_tokens):
+            if num_tokens <= 0:
+                continue
+            end = request.num_computed_tokens + num_tokens
+            if end > len(running.lease.pages) * page_size and not self._grow(running, end):
                 continue
             decoding -= is_decode
             budget -= num_tokens
@@ -329,7 +332,8 @@ class Scheduler:
         self._step += 1
         starting = [running for running, _ in planned if not running.announced]
         orders = [(running, self._order(running, num_tokens)) for running, num_tokens in planned]
-        orders.sort(key=lambda entry: not entry[1].is_decode)
+        if not all(order.is_decode for _, order in orders):
+            orders.sort(key=lambda entry: not entry[1].is_decode)
         self._launched[self._step] = [Launched(r, order.samples, order.start + order.num_tokens) for r, order in orders]
         finished_rows, self._finished_rows = self._finished_rows, []
         return SchedulerOutput(
@@ -353,9 +357,10 @@ class Scheduler:
         new_pages = lease.pages[running.num_pages_sent :]
         running.num_pages_sent = len(lease.pages)
         running.in_flight += 1
-        request.num_computed_tokens += num_tokens
-        self._num_new_tokens += max(0, request.num_computed_tokens - request.max_computed_tokens)
-        request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+        request.num_computed_tokens = end = start + num_tokens
+        if end > request.max_computed_tokens:
+            self._num_new_tokens += end - request.max_computed_tokens
+            request.max_computed_tokens = end
         request.num_pending += samples
         checkpoints = self.manager.order_checkpoints(lease, start, num_tokens)
         self.manager.commit(lease, request.num_computed_tokens)
