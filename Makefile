@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-busy test-clients fuzz mutate lint types docs install clean
+.PHONY: demo test test-busy test-clients fuzz fuzz-engine mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -37,6 +37,10 @@ test-clients: $(INSTALLED)
 # Hostile inputs at the server; as many as INPUTS says.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.fuzz --inputs $(INPUTS)
+
+# Random traffic at whole engines, against transformers (two minutes).
+fuzz-engine: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine
 
 # Bugs planted one at a time: do the tests notice? (Half an hour; verdicts in tests/mutation/verdicts.json.)
 mutate: $(INSTALLED)

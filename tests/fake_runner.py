@@ -8,6 +8,7 @@ output.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
@@ -62,6 +63,13 @@ class FakeRunner:
         self.rows: dict[int, FakeRow] = {}
         self.last_token: dict[int, int] = {}
         self.num_tokens_run = 0
+
+    def spoil(self, pages: Iterable[int], slots: Iterable[int]) -> None:
+        """What nobody owns holds rubbish."""
+        for page in pages:
+            self.pages[page] = [-1] * self.page_size
+        for slot in slots:
+            self.states[slot] = -1
 
     def run(self, orders: SchedulerOutput) -> ModelOutput:
         for row in orders.finished_rows:

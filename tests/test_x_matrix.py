@@ -3,7 +3,7 @@
 The rows are what the cache does for a request, the columns how its steps run: graph mode, overlap, alone, mixed with
 others' decodes, decoding in a padded batch. Lengths are awkward on purpose. What nobody owns is poison: before every
 step all free pages and slots, and those that padding rows use, are filled with NaN, and free ones are handed out in
-random order.
+random order. With overlap the device is late: a step runs when its results are asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.engine.simulator import greedy
+from tests.late_device import LateDevice
 from tests.ranks import fork_ranks
 from tests.tiny import make_model
 from weft import LLM, SamplingParams
@@ -65,16 +66,20 @@ class Poisoned:
 
     llm: LLM
     reference: Reference
+    is_late: bool = False
     steps: list[SchedulerOutput] = field(default_factory=list)
     hog: list[int] = field(default_factory=list)
     num_cases: int = 0
 
     def __post_init__(self) -> None:
+        if self.is_late:
+            LateDevice(self.llm, before=lambda step: self.poison())
         executor = self.llm._core._executor
         launch = executor.launch
 
         def poisoned(orders: SchedulerOutput, *processors: Any) -> Any:
-            self.poison()
+            if not self.is_late:
+                self.poison()
             self.steps.append(orders)
             return launch(orders, *processors)
 
@@ -207,7 +212,8 @@ def open_engine(
         max_num_batched_tokens=BUDGET,
         **settings,
     ) as llm:
-        engine = Poisoned(llm, reference)
+        is_late = overlap == "overlap" and not isinstance(llm._core._executor, MultiProcessExecutor)
+        engine = Poisoned(llm, reference, is_late)
         yield engine
         runner = runner_of(llm)
         graphs, mixed, pieces = runner.graphs.decode, runner.graphs.forward, runner.graphs.pieces

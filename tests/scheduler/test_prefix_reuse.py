@@ -11,7 +11,7 @@ from tests.scheduler.test_scheduler import PAGE, Rig, expect, make_request, make
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput, RowSampling
 from weft.request import Request
-from weft.scheduler.scheduler import Scheduler
+from weft.scheduler.scheduler import Running, Scheduler
 
 
 def make_rig(
@@ -283,3 +283,18 @@ def test_a_decoding_request_keeps_one_snapshot(depth: int) -> None:
     tokens = request.prompt_token_ids + request.output_token_ids
     assert rig.manager.match(tokens).num_tokens == 192
     assert_idle(rig)
+
+
+def test_what_a_step_in_flight_uses_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rig's device is late, and it looks: memory given back at once, with steps in flight, is noticed."""
+
+    def at_once(self: Scheduler, running: Running) -> None:
+        if running in self._leaving:
+            self._leaving.remove(running)
+            self.manager.release(running.lease, running.request.known_token_ids, keep=not running.failed)
+            self._free_row(running)
+
+    monkeypatch.setattr(Scheduler, "_give_back_if_idle", at_once)
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            test_random_branching_workloads(seed)

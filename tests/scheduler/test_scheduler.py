@@ -9,9 +9,10 @@ import pytest
 
 from tests import specs
 from tests.fake_runner import VOCAB, FakeRunner, oracle
+from tests.late_device import Owned
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
-from weft.messages import ModelOutput, RowSampling
+from weft.messages import ModelOutput, RowSampling, SchedulerOutput
 from weft.request import Request
 from weft.scheduler.scheduler import Scheduler
 
@@ -23,7 +24,13 @@ def make_spec(hybrid: bool = True) -> CacheSpec:
 
 
 class Rig:
-    """Scheduler and fake runner; ``depth`` steps may be in flight before results are taken in."""
+    """Scheduler and fake runner; ``depth`` steps may be in flight before results are taken in.
+
+    The device is late: a launched step runs when its results are asked for, or after that of the step behind it is
+    launched (``late`` says how often, from 0 to 1), and what is free by then is rubbish.
+    """
+
+    late = 0.7
 
     def __init__(
         self, *, pages: int, seqs: int, budget: int, policy: str = "fcfs", hybrid: bool = True, slots: int | None = None
@@ -32,7 +39,9 @@ class Rig:
         self.manager = Manager(make_spec(hybrid), num_pages=pages, num_slots=slots)
         self.scheduler = Scheduler(self.manager, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy)
         self.runner = FakeRunner(pages, PAGE, slots, hybrid)
-        self.in_flight: deque[ModelOutput] = deque()
+        self.in_flight: deque[SchedulerOutput | ModelOutput] = deque()
+        self._moments = random.Random(pages)
+        self._owned = Owned()
         self.order_of_first_tokens: list[str] = []
         self.max_step_tokens = 0
 
@@ -41,13 +50,23 @@ class Rig:
         if orders is not None:
             assert orders.num_tokens <= self.scheduler.max_num_batched_tokens, "a step exceeds the budget"
             self.max_step_tokens = max(self.max_step_tokens, orders.num_tokens)
-            self.in_flight.append(self.runner.run(orders))
+            self.in_flight.append(orders)
+            if self._moments.random() >= self.late:
+                self.in_flight = deque(map(self._run, self.in_flight))
         self.scheduler.check()
         while self.in_flight and (len(self.in_flight) > depth or orders is None):
-            for request in self.scheduler.update(self.in_flight.popleft()):
+            for request in self.scheduler.update(self._run(self.in_flight.popleft())):
                 if len(request.output_token_ids) == 1:
                     self.order_of_first_tokens.append(request.request_id)
             self.scheduler.check()
+
+    def _run(self, step: SchedulerOutput | ModelOutput) -> ModelOutput:
+        """The results of a launched step, which runs now if it has not."""
+        if isinstance(step, ModelOutput):
+            return step
+        self._owned.check(step, self.manager)
+        self.runner.spoil(self.manager.pages._free, self.manager.slots._free)
+        return self.runner.run(step)
 
     def run(self, depth: int = 0, limit: int = 20_000) -> None:
         for _ in range(limit):

@@ -1,0 +1,299 @@
+"""Random traffic at whole engines, against transformers: ``make fuzz-engine``.
+
+Job: for every seed one engine with random settings and pools hardly larger than its context, requests that branch off
+each other's prompts and outputs, aborts and preemptions; after every step the invariants; of every request that ends,
+each token against the reference's logits for the very tokens before it. Owns: the settings and the traffic. Does not
+know: how the engine works, beyond where its pools are.
+
+    python -m tests.fuzz_engine [--seconds 110] [--first 0] [--count N] [--device cpu]
+
+A failure says its seed; ``--first SEED --count 1`` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.conftest import assert_idle
+from tests.engine.simulator import penalised
+from tests.late_device import LateDevice
+from tests.tiny import make_checkpoint, make_model
+from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
+from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from weft.messages import SchedulerOutput
+from weft.ops.sampling import exponential_noise
+
+ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3ForCausalLM")
+MODES = ("NONE", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
+CHOICES = ["one two three", "four", "five six"]
+TOLERANCE = 2e-3
+"""Logits closer than this may swap places: sums are rounded in another order than in the reference."""
+MAX_STEPS = 4000
+
+
+class Reference:
+    """transformers' model of one architecture, and the folder that Weft loads it from."""
+
+    def __init__(self, arch: str, folder: Path) -> None:
+        self.folder = make_checkpoint(arch, folder, with_tokenizer=True)
+        self._model = make_model(arch, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID)
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """``[len(tokens), V]``: after each token."""
+        with torch.no_grad():
+            return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+@dataclass
+class Sent:
+    """A request on its way."""
+
+    prompt: list[int]
+    params: SamplingParams
+    aborted: bool = False
+
+
+@dataclass
+class Episode:
+    """One engine and its traffic, all from one seed."""
+
+    seed: int
+    references: dict[str, Reference]
+    device: str = "cpu"
+    sent: dict[str, Sent] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_late: int = 0
+    num_preemptions: int = 0
+
+    def run(self) -> None:
+        self.rng = rng = random.Random(self.seed)
+        self.reference = self.references[rng.choice(ARCHITECTURES)]
+        self.settings = self._settings()
+        self.corpus = [[rng.randrange(3, VOCAB_SIZE) for _ in range(self.context)]]
+        with LLM(str(self.reference.folder), **self.settings) as self.llm:
+            late = None
+            if self.device == "cpu" and rng.random() < 0.7:
+                late = LateDevice(self.llm, rng if rng.random() < 0.7 else None, self._poison)
+            self._traffic()
+            self.num_late = late.num_late if late is not None else 0
+            stats = self.llm.stats()
+            self.num_preemptions = stats.num_preemptions
+            assert stats.num_stalls == 0
+            assert_idle(self.llm)
+
+    def _settings(self) -> dict[str, Any]:
+        rng = self.rng
+        page_size, self.context = rng.choice([1, 4, 16, 16]), rng.choice([48, 96, 160])
+        pages = -(-self.context // page_size)
+        seqs = rng.randint(1, 5)
+        mode = rng.choice(MODES)
+        settings: dict[str, Any] = {
+            "device": self.device,
+            "dtype": "float32",
+            "page_size": page_size,
+            "max_model_len": self.context,
+            "num_kv_pages": 1 + pages + rng.choice([0, 1, pages // 2, 3 * pages]),
+            "num_state_slots": rng.choice([None, seqs + 1, seqs + 3, seqs + 8]),
+            "max_num_seqs": seqs,
+            "max_num_batched_tokens": max(seqs, rng.choice([8, 24, 64, 200])),
+            "schedule_policy": rng.choice(["fcfs", "fcfs", "priority", "lpm"]),
+            "state_checkpoint_policy": rng.choice(["exact", "exact", "aligned", "finish_only"]),
+            "eviction_policy": rng.choice(["flops", "lru"]),
+            "enable_prefix_caching": rng.random() < 0.9,
+            "enable_overlap": rng.random() < 0.7,
+            "cuda_graph_mode": mode,
+            "seed": self.seed,
+        }
+        if not settings["enable_prefix_caching"]:
+            del settings["state_checkpoint_policy"], settings["eviction_policy"]
+        if "FULL" in mode:
+            settings["cuda_graph_bs"] = [1, 2, 4]
+        if mode in ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"):
+            settings["piecewise_cuda_graph_tokens"] = [8, 32]
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def _poison(self, step: SchedulerOutput) -> None:
+        """What nobody owns is NaN when a step runs, however late that is."""
+        manager = self.llm._core.manager
+        pages, slots = torch.tensor([0, *manager.pages._free]), torch.tensor([0, *manager.slots._free])
+        for cache in self.llm._core._executor._runner.caches.values():  # type: ignore[attr-defined]
+            unowned = pages if "k" in cache else slots
+            for tensor in cache.values():
+                with torch.inference_mode():
+                    tensor.index_fill_(0, unowned, float("nan"))
+
+    # -- traffic -----------------------------------------------------------------------------------------------------
+
+    def _traffic(self) -> None:
+        rng, total = self.rng, self.rng.randint(5, 16)
+        for _ in range(MAX_STEPS):
+            if len(self.sent) < total and (rng.random() < 0.4 or self.llm.is_finished()):
+                self._send()
+            elif self.llm.is_finished():
+                return
+            if rng.random() < 0.03 and self.llm._streams:
+                name = rng.choice(list(self.llm._streams))
+                self.sent[name].aborted = True
+                output = self.llm.abort(name)
+                assert output is not None
+                self._ended(output)
+            for output in self.llm.step():
+                if output.finished:
+                    self._ended(output)
+            self.llm._core.scheduler.check()
+        raise AssertionError(f"no end after {MAX_STEPS} steps: {self.llm.stats()}")
+
+    def _send(self) -> None:
+        rng, name = self.rng, f"r{len(self.sent)}"
+        base = rng.choice(self.corpus)
+        tokens = base[: rng.randint(0, len(base))]
+        tokens = tokens + [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice([0, 1, 2, 17, 40]))]
+        tokens = tokens[: self.context - 1] or [5]
+        params = self._params(self.context - len(tokens))
+        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        if rng.random() < 0.4:
+            count = rng.randint(0, min(3, len(tokens)))
+            prompt["checkpoint_positions"] = sorted(rng.sample(range(1, len(tokens) + 1), count))
+        if rng.random() < 0.15:
+            prompt["cache_salt"] = rng.choice("ab")
+        self.sent[name] = Sent(tokens, params)
+        self.llm.add_request(prompt, params, request_id=name, priority=rng.randint(0, 2))
+
+    def _params(self, room: int) -> SamplingParams:
+        rng = self.rng
+        values: dict[str, Any] = {"max_tokens": rng.choice([1, room, rng.randint(1, room)])}
+        values["ignore_eos"] = rng.random() < 0.7
+        values["temperature"] = rng.choice([0.0, 0.0, 0.7, 1.3])
+        values["seed"] = rng.randrange(2**32)
+        values["n"] = rng.choice([1, 1, 1, 1, 2, 3])
+        if rng.random() < 0.3:
+            values |= {"logprobs": rng.randint(0, 3)}
+        if rng.random() < 0.2:
+            values |= {"prompt_logprobs": rng.randint(0, 2)}
+        if rng.random() < 0.2:
+            values["ignore_eos"] = False
+            values["structured_outputs"] = StructuredOutputsParams(choice=CHOICES)
+        elif rng.random() < 0.3:
+            values |= {
+                "repetition_penalty": rng.choice([1.0, 1.2]),
+                "frequency_penalty": rng.choice([0.0, 0.4]),
+                "presence_penalty": rng.choice([0.0, -0.3]),
+                "logit_bias": {rng.randrange(VOCAB_SIZE): rng.choice([-5.0, 3.0])},
+            }
+        return SamplingParams(**values)
+
+    # -- what came of it ---------------------------------------------------------------------------------------------
+
+    def _ended(self, output: RequestOutput) -> None:
+        sent = self.sent[output.request_id]
+        assert len(output.outputs) == sent.params.n
+        for i, completion in enumerate(output.outputs):
+            tokens = list(completion.token_ids)
+            where = f"{output.request_id}[{i}] {sent.params}: {len(sent.prompt)} prompt tokens, then {tokens}"
+            self._check_end(sent, tokens, completion.finish_reason, completion.text, where)
+            if tokens:
+                self._check_tokens(sent, i, tokens, completion, where)
+            self.corpus.append(sent.prompt + tokens)
+        if sent.params.prompt_logprobs is not None and not sent.aborted:
+            expected = self.reference.logits(sent.prompt).log_softmax(-1)
+            for position, entry in enumerate(output.prompt_logprobs or []):
+                if position:
+                    token = sent.prompt[position]
+                    assert abs(entry[token].logprob - float(expected[position - 1, token])) < TOLERANCE, where
+        self.corpus = self.corpus[-12:]
+
+    def _check_end(self, sent: Sent, tokens: list[int], reason: str | None, text: str, where: str) -> None:
+        if sent.aborted and reason == "abort":
+            return
+        if sent.params.structured_outputs is not None:
+            assert reason in ("stop", "length") and any(c.startswith(text) for c in CHOICES), f"{text!r} {where}"
+            assert reason != "stop" or text in CHOICES, where
+        elif not sent.params.ignore_eos and tokens[-1] == EOS_ID:
+            assert reason == "stop", where
+        else:
+            assert reason == "length" and len(tokens) == sent.params.max_tokens, f"{reason} {where}"
+        if not sent.params.ignore_eos or sent.params.structured_outputs is not None:
+            assert EOS_ID not in tokens[:-1], where
+
+    def _check_tokens(self, sent: Sent, index: int, tokens: list[int], completion: Any, where: str) -> None:
+        params, self.num_tokens = sent.params, self.num_tokens + len(tokens)
+        raw = self.reference.logits(sent.prompt + tokens[:-1])[len(sent.prompt) - 1 :]
+        for place, token in enumerate(tokens):
+            if completion.logprobs is not None:
+                entry = completion.logprobs[place][token].logprob
+                assert abs(entry - float(raw[place].log_softmax(-1)[token])) < TOLERANCE, (
+                    f"log probability {place} {where}"
+                )
+            if params.structured_outputs is None:
+                lag = self._lag(sent, index, raw[place], tokens[:place], token)
+                assert lag <= TOLERANCE, f"token {place} is {lag:.3g} behind the reference's: {where}"
+
+    def _lag(self, sent: Sent, index: int, raw: torch.Tensor, before: list[int], token: int) -> float:
+        """By how much the reference would rather have taken another token: in logits, or in those plus noise."""
+        params, logits = sent.params, raw.tolist()
+        for biased, value in (params.logit_bias or {}).items():
+            logits[biased] += value
+        logits = penalised(
+            logits,
+            sent.prompt,
+            before,
+            params.repetition_penalty or 1.0,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        scores = torch.tensor(logits)
+        if params.temperature:
+            assert params.seed is not None
+            seeds = torch.tensor([_seed_of(params.seed, index)])
+            noise = exponential_noise(seeds, torch.tensor([len(before)]), len(logits))[0]
+            scores = scores / params.temperature - noise.log()
+        return float(scores.max() - scores[token])
+
+
+def _seed_of(seed: int, index: int) -> int:
+    from weft.engine.inputs import _sample_seed
+
+    value = _sample_seed(seed, index)
+    return value - 2**64 if value >= 2**63 else value
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="random traffic at whole engines, against transformers")
+    parser.add_argument("--seconds", type=float, default=110, help="start no episode after that time")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
+    parser.add_argument("--count", type=int, default=10**9, help="episodes")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    started, done, failed = time.monotonic(), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        references = {arch: Reference(arch, Path(folder) / arch) for arch in dict.fromkeys(ARCHITECTURES)}
+        for seed in range(args.first, args.first + args.count):
+            if time.monotonic() - started > args.seconds:
+                break
+            episode = Episode(seed, references, args.device)
+            try:
+                episode.run()
+            except Exception as error:
+                failed.append(seed)
+                print(f"seed {seed} failed: {type(error).__name__}: {error}\n  settings {episode.settings}", flush=True)
+            done.append(episode)
+    print(
+        f"{len(done)} engines, {sum(len(e.sent) for e in done)} requests, {sum(e.num_tokens for e in done)} tokens, "
+        f"{sum(e.num_preemptions for e in done)} preemptions, {sum(e.num_late for e in done)} steps that ran late: "
+        f"{len(failed)} failed {failed or ''}"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
