@@ -168,3 +168,19 @@ def test_responses_take_the_fields_of_chats(server: RunningServer) -> None:
     for name in ("top_k", "seed"):
         wrong = server.client.post("/v1/responses", json={"input": TEXT, name: 10**30}).json()["error"]
         assert wrong["param"] == name
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_reasoning_tokens_of_responses_are_counted(server: RunningServer, hidden: bool) -> None:
+    def count(text: str) -> int:
+        return len(post(server, "/tokenize", prompt=text, add_special_tokens=False)["tokens"])
+
+    def usage(text: str, **fields: Any) -> Any:
+        body = {"input": text, "include_reasoning": not hidden}
+        return post(server, "/v1/responses", **body, **fields)["usage"]
+
+    reasoning = "<think>let me see\nand see</think>"
+    used = usage(f"{reasoning}It is so.")
+    assert used["output_tokens_details"]["reasoning_tokens"] == count(reasoning) < used["output_tokens"]
+    assert usage("It is so.")["output_tokens_details"]["reasoning_tokens"] == 0
+    assert usage(f"{reasoning}It", max_output_tokens=4)["output_tokens_details"]["reasoning_tokens"] == 4

@@ -19,7 +19,7 @@ from weft.engine.outputs import CompletionDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, LogprobsDict
 from weft.sampling_params import SamplingParams
-from weft.server.answers import AnswerParser, Parts, ToolCall
+from weft.server.answers import END_THINK, AnswerParser, Parts, ToolCall
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.chat import chat_prompt, need_tokenizer, opens_reasoning, tool_schemas
@@ -58,7 +58,7 @@ class Chat:
         top_logprobs: alternatives of each token that were asked for; None: no log probabilities.
         names_ids: tokens of log probabilities are named by their ids.
         hides_reasoning: the caller wants none.
-        finish_reason, stop_reason: of the only completion, once ``parts`` has ended.
+        finish_reason, stop_reason, reasoning: of the only completion, once ``parts`` has ended.
     """
 
     call: Call
@@ -69,6 +69,7 @@ class Chat:
     hides_reasoning: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str = ""
 
     def parser(self) -> AnswerParser:
         """A parser for one completion."""
@@ -87,6 +88,7 @@ class Chat:
                     parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
                     self.finish_reason = _finish_reason(delta.finish_reason, parser)
                     self.stop_reason = delta.stop_reason
+                self.reasoning += parts.reasoning
                 if self.hides_reasoning:
                     parts.reasoning = ""
                 if self.top_logprobs is not None:
@@ -94,6 +96,17 @@ class Chat:
                     if parts:
                         parts.logprobs, untold = _of_content(untold, parts.content), []
                 yield parts
+
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the only completion's reasoning, with the mark that ends it, once ``parts`` has ended."""
+        if not self.reasoning:
+            return 0
+        tokenizer = need_tokenizer(self.call.engine)
+        mark = tokenizer.encode(END_THINK, add_special_tokens=False)
+        if len(mark) > 1:  # where it ends cannot be seen in the tokens
+            return len(tokenizer.encode(self.reasoning, add_special_tokens=False))
+        tokens = self.call.stream.requests[0].output_token_ids
+        return tokens.index(mark[0]) + 1 if mark[0] in tokens else len(tokens)
 
     def logprobs(self, entries: Sequence[LogprobsDict] | None) -> dict[str, Any]:
         """``choices[].logprobs`` of some tokens."""
