@@ -222,7 +222,7 @@ def test_fields_that_are_refused_by_name() -> None:
 
 KNOWN_TO_VLLM = {
     "/v1/chat/completions": "thinking_token_budget length_penalty spaces_between_special_tokens truncation_side echo "
-    "logprob_token_ids media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text "
+    "logprob_token_ids add_special_tokens media_io_kwargs mm_processor_kwargs return_token_offsets return_prompt_text "
     "return_assistant_tokens_mask kv_transfer_params ec_transfer_params vllm_xargs repetition_detection",
     "/v1/completions": "length_penalty spaces_between_special_tokens truncation_side logprob_token_ids "
     "return_token_offsets kv_transfer_params ec_transfer_params vllm_xargs repetition_detection thinking_token_budget",

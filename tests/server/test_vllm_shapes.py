@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.fake_engine import CUT
 from tests.server.running import RunningServer, chat_body, wait_until
+from weft.errors import RequestError
+from weft.server.chat import check_special_tokens
 
 TEXT = "one two three"
 
@@ -184,3 +187,21 @@ def test_reasoning_tokens_of_responses_are_counted(server: RunningServer, hidden
     assert used["output_tokens_details"]["reasoning_tokens"] == count(reasoning) < used["output_tokens"]
     assert usage("It is so.")["output_tokens_details"]["reasoning_tokens"] == 0
     assert usage(f"{reasoning}It", max_output_tokens=4)["output_tokens_details"]["reasoning_tokens"] == 4
+
+
+def test_tokenize_has_its_keys(server: RunningServer) -> None:
+    plain = post(server, "/tokenize", **chat_body(TEXT))
+    assert plain["token_strs"] is None
+    assert post(server, "/tokenize", **chat_body(TEXT, add_special_tokens=True)) == plain, (
+        "this tokenizer has none to add"
+    )
+    strs = post(server, "/tokenize", prompt="Grüße", return_token_strs=True)["token_strs"]
+    assert not any("Ġ" in text for text in strs) and server.client.get("/tokenizer_info").json()["tokenizer_class"]
+
+
+def test_special_tokens_on_top_of_a_template_are_refused() -> None:
+    adds_bos: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: [1]))
+    for wanted in (None, False):
+        check_special_tokens(adds_bos, wanted)
+    with pytest.raises(RequestError, match="the chat template says"):
+        check_special_tokens(adds_bos, True)

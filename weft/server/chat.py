@@ -20,6 +20,16 @@ from weft.server.service import Service
 from weft.tokenizer import Tokenizer
 
 
+def check_special_tokens(engine: AsyncEngine, wanted: bool | None) -> None:
+    """Raises RequestError where special tokens are wanted on top of those of the chat template, and there are some."""
+    if wanted and need_tokenizer(engine).encode(""):
+        raise RequestError(
+            "add_special_tokens=true is not supported for messages: the chat template says which special tokens there "
+            "are; leave it out",
+            "add_special_tokens",
+        )
+
+
 def need_tokenizer(engine: AsyncEngine) -> Tokenizer:
     """Raises ApiError if the engine runs without one."""
     if engine.tokenizer is None:

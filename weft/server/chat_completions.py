@@ -22,7 +22,7 @@ from weft.sampling_params import SamplingParams
 from weft.server.answers import END_THINK, AnswerParser, Parts, ToolCall
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
-from weft.server.chat import chat_prompt, need_tokenizer, opens_reasoning, tool_schemas
+from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, opens_reasoning, tool_schemas
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatCompletionRequest, StreamOptions
 from weft.server.sampling import chat_params
@@ -130,6 +130,7 @@ async def start_chat(
     """Check, render and submit a chat. Raises RequestError or ApiError."""
     model = check_model(context, request.model)
     params = chat_params(request, context.settings)
+    check_special_tokens(context.service.engine, request.add_special_tokens)
     if request.logprobs:
         context.service.engine.inputs.num_logprobs("top_logprobs", request.top_logprobs)
     tools = tool_use(request, context.settings.tool_call_parser)

@@ -11,7 +11,7 @@ from weft import __version__
 from weft.errors import RequestError
 from weft.server.caller import Caller
 from weft.server.calls import Context, check_model, served_names
-from weft.server.chat import chat_prompt, need_tokenizer
+from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
 
@@ -45,6 +45,7 @@ async def tokenize(context: Context, body: bytes, caller: Caller) -> dict[str, A
         "max_model_len": context.service.capacity.max_model_len,
         "tokens": ids,
     }
+    result["token_strs"] = None
     if request.return_token_strs:
         token_text = need_tokenizer(context.service.engine).token_text
         result["token_strs"] = await context.service.render.run(lambda: list(map(token_text, ids)), size=len(ids))
@@ -61,6 +62,7 @@ async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
         prompt = request.prompt
         return await service.render.run(lambda: tokenizer.encode(prompt, add_special_tokens=special), size=len(prompt))
     assert request.messages is not None
+    check_special_tokens(engine, request.add_special_tokens)
     chat = await chat_prompt(
         service,
         engine,
@@ -94,6 +96,7 @@ def tokenizer_info(context: Context) -> dict[str, Any]:
     tokenizer = need_tokenizer(context.service.engine)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return {
+        "tokenizer_class": type(tokenizer.hf).__name__,
         "vocab_size": tokenizer.vocab_size,
         "bos_token": None if bos is None else tokenizer.token_text(bos),
         "eos_token": None if eos is None else tokenizer.token_text(eos),
