@@ -113,6 +113,9 @@ class FakeCore:
             requests=[],
         )
 
+    def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]:
+        return 1, [1, 2, 3]
+
     def shutdown(self) -> None:
         self.requests.clear()
 

@@ -149,6 +149,11 @@ class RadixTree:
         self._slots = slots
         self._roots: dict[str | None, Node] = {}
 
+    @property
+    def roots(self) -> list[Node]:
+        """One per salt."""
+        return list(self._roots.values())
+
     # -- looking, without touching -------------------------------------------------------------------------------
 
     def match(self, tokens: Tokens, salt: str | None = None) -> Prefix:

@@ -87,6 +87,9 @@ class EngineConfig:
         choices=("auto", "torch", "triton"),
     )  # fmt: skip
     tensor_parallel_size: int = _option("int", 1, "GPUs (or processes, on the CPU) that share one model", low=1)
+    data_parallel_size: int = _option(
+        "int", 1, "replicas of the model behind one server, each with GPUs of its own (weft serve)", low=1
+    )
     enable_expert_parallel: bool = _option(
         "bool", False, "split a mixture of experts by whole experts, not by their width"
     )

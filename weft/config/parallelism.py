@@ -7,6 +7,7 @@ Does not know: how layers shard, how ranks are started.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from weft.config.model import ModelConfig
@@ -20,6 +21,15 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def is_launched() -> bool:
     """True if torchrun has started this process."""
     return all(variable in os.environ for variable in TORCHRUN)
+
+
+def refuse_replicas(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError where only one engine can be."""
+    if (settings.get("data_parallel_size") or 1) != 1:
+        raise ConfigError(
+            f"data_parallel_size={settings['data_parallel_size']}: replicas stand behind `weft serve`, which routes "
+            "requests; leave it out here"
+        )
 
 
 def check_shares(model: ModelConfig, size: int, *, expert_parallel: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft.config import EngineConfig
+from weft.config.parallelism import refuse_replicas
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, ResponseStream
 from weft.engine.chat_prompts import ChatPrompts
@@ -47,6 +48,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
+        refuse_replicas(settings)
         self._settings = settings | ({} if model is None else {"model": model})
         self._process: EngineProcess | None = None
         self._engine: AsyncEngine | None = None

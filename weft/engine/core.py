@@ -31,6 +31,7 @@ from weft.engine.failures import Failures
 from weft.engine.grammars import Grammars
 from weft.engine.inspection import Inspection
 from weft.engine.logits_processors import processors_of
+from weft.engine.prefix_hashes import reusable_prefixes
 from weft.engine.views import Snapshot, StepCounts
 from weft.errors import EngineDeadError
 from weft.executor.executor import Executor
@@ -170,6 +171,13 @@ class EngineCore:
     def snapshot(self, tokens_per_node: int = 0) -> Snapshot:
         """What the inspector shows: the latest steps and requests, tree and pools."""
         return self._inspection.snapshot(self.stats(), tokens_per_node)
+
+    def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]:
+        """The version of the prefix tree, and hashes of what can be reused of it; none if the version is known."""
+        tree = self.manager.tree
+        if tree.version == known_version:
+            return known_version, []
+        return tree.version, reusable_prefixes(tree, needs_state=self.manager.spec.slot_bytes > 0)
 
     def shutdown(self) -> None:
         self._in_flight.clear()

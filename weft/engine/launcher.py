@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class EngineProcess:
         on_exit: called in the event loop, once, with the exit status when the process has ended (negative: a signal).
         module: what ``python -m`` runs.
         verbose: it says on stderr what it decides.
+        environment: its variables, besides this process's.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EngineProcess:
         module: str = ENGINE_MODULE,
         *,
         verbose: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
@@ -65,17 +67,19 @@ class EngineProcess:
         self._directory = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
         self.pulse = Pulse(self._directory / "heartbeat")
         self._channel = ServerChannel(self._directory)
-        self._process = self._spawn([sys.executable, "-m", module], settings, verbose)
+        self._process = self._spawn([sys.executable, "-m", module], settings, verbose, environment or {})
         self._has_failed = asyncio.Event()
         self._channel.receive(self._take)
         self._looker = asyncio.create_task(self._look())
         self._ended = asyncio.Event()
         threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
 
-    def _spawn(self, command: Sequence[str], settings: dict[str, Any], verbose: bool) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, command: Sequence[str], settings: dict[str, Any], verbose: bool, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
         start = EngineStart(str(self._directory), os.getpid(), plain, verbose)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment)
         assert process.stdin is not None
         process.stdin.write(msgspec.msgpack.encode(start))
         process.stdin.close()

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.config import EngineConfig, resolve
+from weft.config.parallelism import refuse_replicas
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.core import EngineCore
@@ -69,6 +70,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
+        refuse_replicas(settings)
         follow(settings)
         times = StartupTimes()
         with times.stage("config"):

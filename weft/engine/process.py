@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
+import os
 import signal
 import sys
 import time
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 MAX_BROKEN_STEPS = 3
 """So many broken steps in a row end the process: the device or the program is beyond recovery."""
 
+PREFIXES_EVERY_S = 1.0
+"""Seconds between two messages about what is cached."""
+
 _IDLE_MS = 1000
 
 
@@ -52,6 +57,7 @@ class Core(Protocol):
     def stats(self) -> SchedulerStats: ...
     def step_counts(self) -> StepCounts: ...
     def snapshot(self, tokens_per_node: int) -> Snapshot: ...
+    def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]: ...
     def shutdown(self) -> None: ...
     @property
     def has_work(self) -> bool: ...
@@ -60,8 +66,12 @@ class Core(Protocol):
 class EngineLoop:
     """Messages in, steps, messages out."""
 
-    def __init__(self, core: Core, channel: EngineChannel, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, core: Core, channel: EngineChannel, heartbeat: Heartbeat, *, tells_prefixes: bool = False
+    ) -> None:
         self._core = core
+        self._prefixes_due = 0.0 if tells_prefixes else math.inf
+        self._prefixes_version = -1
         self._channel = channel
         self._heartbeat = heartbeat
         self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities told, by open request
@@ -78,6 +88,18 @@ class EngineLoop:
                 self._obey(message)
             if self._core.has_work:
                 self._step()
+            if time.monotonic() >= self._prefixes_due:
+                self._tell_prefixes()
+
+    def _tell_prefixes(self) -> None:
+        """What is cached, for a router: at most once a second, and for at most a hundredth of the time."""
+        began = time.monotonic()
+        version, hashes = self._core.cached_prefixes(self._prefixes_version)
+        if version != self._prefixes_version:
+            self._prefixes_version = version
+            self._channel.send(wire.CachedPrefixes(hashes))
+        now = time.monotonic()
+        self._prefixes_due = now + max(PREFIXES_EVERY_S, 100 * (now - began))
 
     def _obey(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
         """What cannot be obeyed is no reason to end the requests that run."""
@@ -221,7 +243,8 @@ def main(make: Start = start_core) -> int:
         core, capacity = make(start, channel)
         gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection
         channel.send(wire.Ready(capacity))
-        EngineLoop(core, channel, heartbeat).run()
+        tells_prefixes = (start.settings.get("data_parallel_size") or 1) > 1
+        EngineLoop(core, channel, heartbeat, tells_prefixes=tells_prefixes).run()
     except Exception as error:
         if not isinstance(error, WeftError):
             logger.exception("the engine ends")
@@ -235,4 +258,5 @@ def main(make: Start = start_core) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if (status := main()) != 0:
+        os._exit(status)  # a device that waits for a rank that is gone would keep the interpreter from ending

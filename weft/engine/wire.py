@@ -136,7 +136,13 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     stats: EngineStats
 
 
-FromEngine = Configured | Stage | Ready | Failed | Outputs | Snapshot
+class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):
+    """What a replica has cached; see ``weft/engine/prefix_hashes.py``."""
+
+    hashes: list[int]
+
+
+FromEngine = Configured | Stage | Ready | Failed | Outputs | Snapshot | CachedPrefixes
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode

@@ -267,6 +267,8 @@ class _EngineCollector(Collector):
         yield _counter("weft:evicted_states", "states given up for new requests", stats.num_evicted_states, labels)
         yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
         yield _counters("weft:steps", "steps by how they ran", "mode", stats.steps.by_mode, labels)
+        for name, values in (service.replicas or {}).items():
+            yield _gauges(f"weft:replica_{name}", f"{name}, by replica", "replica", values, labels)
         tokens = {
             "prefill": stats.steps.num_prefill_tokens,
             "decode": stats.steps.num_decode_tokens,

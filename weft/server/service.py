@@ -22,6 +22,7 @@ from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
 from weft.engine.launcher import ENGINE_MODULE, EngineProcess
+from weft.engine.replicas import ReplicaSet
 from weft.engine.views import Snapshot
 from weft.server.admission import Admission
 from weft.server.errors import ApiError
@@ -93,7 +94,7 @@ class Service:
         self._engine_module = engine_module
         self._verbose = verbose
         self._tell = tell
-        self._process: EngineProcess | None = None
+        self._process: EngineProcess | ReplicaSet | None = None
         self._engine: AsyncEngine | None = None
         self._config: EngineConfig | None = None
         self._capacity: wire.Capacity | None = None
@@ -182,6 +183,11 @@ class Service:
     def engine_pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def replicas(self) -> dict[str, dict[str, int]] | None:
+        """Figures of each replica; None if there is one engine."""
+        return self._process.figures() if isinstance(self._process, ReplicaSet) else None
+
     # -- the engine's life ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -189,7 +195,8 @@ class Service:
         self.state = State.STARTING
         self._began = time.monotonic()
         self._last_words = None
-        self._process = EngineProcess(
+        many = (self._engine_settings.get("data_parallel_size") or 1) > 1
+        self._process = (ReplicaSet if many else EngineProcess)(
             self._engine_settings, self._hear, self._on_exit, self._engine_module, verbose=self._verbose
         )
 

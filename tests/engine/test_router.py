@@ -1,0 +1,176 @@
+"""The router: where requests go, and how much of one cache's hits several replicas keep."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.specs import make_spec
+from weft.bench.prefix_workloads import make_workload
+from weft.cache.manager import Manager
+from weft.cache.replay import ReplayCounts, replay_request
+from weft.engine.prefix_hashes import STEP, prefix_hashes, reusable_prefixes
+from weft.engine.router import FULL_TOKENS, LOAD_TOKENS, RECENT_S, NoReplicaError, Router
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_router(count: int = 2, max_num_seqs: int = 8) -> tuple[Router, Clock]:
+    clock = Clock()
+    router = Router(count, max_num_seqs, clock)
+    for index in range(count):
+        router.up(index)
+    return router, clock
+
+
+def prompt(seed: int, length: int = 500) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def make_manager(hybrid: bool) -> Manager:
+    spec = make_spec(linear=1 if hybrid else 0)
+    return Manager(spec, num_pages=12_000, num_slots=800 if hybrid else 1, enable_prefix_caching=True)
+
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_has_one_hash() -> None:
+    tokens = prompt(1)
+    assert prefix_hashes(tokens)[:100] == prefix_hashes(tokens[:100])
+    assert prefix_hashes(tokens, "salt")[99] != prefix_hashes(tokens)[99]
+    assert len({*prefix_hashes(tokens), *prefix_hashes(prompt(2))}) == 1000
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_tree_tells_what_a_prompt_can_start_from(hybrid: bool) -> None:
+    manager, shared = make_manager(hybrid), prompt(1, 300)
+    for seed in (5, 6, 7):
+        replay_request(manager, [*shared, *prompt(seed, 200)], 450, salt="s")
+    told = set(reusable_prefixes(manager.tree, needs_state=hybrid))
+    known = [n for n, value in enumerate(prefix_hashes([*shared, *prompt(6, 200)], "s"), 1) if value in told]
+    assert max(known) == 500 and (300 in known) and not told & set(prefix_hashes(prompt(9)))
+    if not hybrid:
+        assert STEP in known
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+    router, _ = make_router(3)
+    tokens = prompt(1)
+    router.refresh(2, [prefix_hashes(tokens)[399]])
+    router.refresh(1, [prefix_hashes(tokens)[99]])
+    assert router.choose(tokens) == 2
+
+
+def test_prompts_that_nobody_has_go_where_least_is_open() -> None:
+    router, _ = make_router(3)
+    assert [router.choose(prompt(seed)) for seed in range(6)] == [0, 1, 2, 0, 1, 2]
+    router.ended(1)
+    assert router.choose(prompt(9)) == 1
+
+
+def test_a_conversation_stays_together_until_its_replica_is_much_busier() -> None:
+    router, _ = make_router(2, max_num_seqs=100)
+    history = prompt(1, 640)
+    first = router.choose(history)
+    assert first == 0 and router.choose([*history, *prompt(2, 50)]) == 0, "it was sent there just now"
+    for _ in range(640 // LOAD_TOKENS + 2):
+        router.replicas[0].num_open += 1
+    assert router.choose([*history, *prompt(3, 50)]) == 1
+
+
+def test_a_full_replica_spills_over() -> None:
+    router, _ = make_router(2, max_num_seqs=2)
+    history = prompt(1, FULL_TOKENS // 4)
+    assert [router.choose(history) for _ in range(3)] == [0, 0, 1]
+
+
+def test_what_was_sent_counts_until_the_replica_should_have_told() -> None:
+    router, clock = make_router(2)
+    tokens = prompt(1)
+    assert router.choose(tokens) == 0
+    router.ended(0)
+    router.refresh(0, [])
+    assert router.choose(tokens) == 0
+    router.ended(0)
+    clock.now += RECENT_S + 1
+    router.refresh(0, [])
+    router.replicas[0].num_open = 1
+    assert router.choose(tokens) == 1, "it was evicted there"
+
+
+def test_replicas_that_are_down_get_nothing() -> None:
+    router, _ = make_router(2)
+    router.down(0)
+    assert [router.choose(prompt(seed)) for seed in range(3)] == [1, 1, 1]
+    router.down(1)
+    with pytest.raises(NoReplicaError):
+        router.choose(prompt(1))
+    router.up(0)
+    assert router.choose(prompt(1)) == 0 and not router.replicas[0].told
+
+
+def test_a_choice_costs_little() -> None:
+    """Under 100 us of processor time for a prompt of a thousand tokens with four replicas (three times that here)."""
+    router, _ = make_router(4)
+    prompts = [prompt(seed, 1000) for seed in range(50)]
+    for index in range(4):
+        router.refresh(index, np.random.default_rng(index).integers(0, 2**63, 8000).tolist())
+    costs = []
+    for tokens in prompts:
+        began = time.process_time()
+        router.choose(tokens)
+        costs.append(time.process_time() - began)
+    assert sorted(costs)[len(costs) // 2] < 300e-6
+
+
+# -- hits --------------------------------------------------------------------------------------------------------------
+
+
+def reused(choose: Callable[[list[int]], int], managers: list[Manager], tell: Callable[[int], None]) -> int:
+    """Prompt tokens reused over the conversations of W5, one request at a time."""
+    counts = ReplayCounts()
+    prompts: list[list[int]] = []
+    outputs: list[list[int]] = []
+    rng = random.Random(3)
+    for turn in make_workload("chat", 1000):
+        tokens = turn.prompt(prompts, outputs)
+        prompts.append(tokens)
+        outputs.append([rng.randrange(1000) for _ in range(turn.output_len)])
+        index = choose(tokens)
+        replay_request(managers[index], tokens + outputs[-1], len(tokens), counts=counts)
+        tell(index)
+    return counts.num_reused_tokens
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_four_replicas_keep_the_hits_of_one_cache(hybrid: bool) -> None:
+    """At least 90% of one cache's hits with the conversations of W5; round robin keeps far fewer."""
+    one = reused(lambda tokens: 0, [make_manager(hybrid)], lambda index: None)
+    router, _ = make_router(4, max_num_seqs=16)
+    managers = [make_manager(hybrid) for _ in range(4)]
+
+    def tell(index: int) -> None:
+        router.ended(index)
+        router.refresh(index, reusable_prefixes(managers[index].tree, needs_state=hybrid))
+
+    routed = reused(router.choose, managers, tell)
+    rng = random.Random(5)
+    blind = reused(lambda tokens: rng.randrange(4), [make_manager(hybrid) for _ in range(4)], lambda index: None)
+    print(f"reused by one cache {one}, by four routed {routed}, at random {blind}")
+    assert routed >= 0.9 * one > 0
+    assert blind < 0.6 * one

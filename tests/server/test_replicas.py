@@ -1,0 +1,164 @@
+"""Several engines behind one server: requests are spread, and survive the death of a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.server.fake_engine import CAPACITY, SLOW
+from weft.engine import gpus, wire
+from weft.engine.replicas import ReplicaSet, merged
+from weft.engine.views import StepCounts
+from weft.errors import ConfigError
+from weft.messages import RowSampling
+from weft.request import RequestSpec
+
+GUARD_S = 60.0
+MODULE = "tests.server.fake_engine"
+
+
+class Server:
+    """Hears what the set says."""
+
+    def __init__(self, count: int = 2, **settings: Any) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        self.others: list[wire.FromEngine] = []
+        self.status: int | None = None
+        self.stats = wire.EngineStats()
+        given = {"data_parallel_size": count, "device": "cpu"} | settings
+        self.set = ReplicaSet(given, self.hear, self.exited, MODULE)
+
+    def hear(self, message: wire.FromEngine) -> None:
+        if not isinstance(message, wire.Outputs):
+            self.others.append(message)
+            return
+        self.stats = message.stats
+        for update in message.updates:
+            self.tokens.setdefault(update.request_id, []).extend(update.token_ids)
+            if update.finish_reason is not None:
+                self.ends[update.request_id] = update.finish_reason
+
+    def exited(self, status: int) -> None:
+        self.status = status
+
+    @property
+    def capacity(self) -> wire.Capacity | None:
+        return next((m.capacity for m in self.others if isinstance(m, wire.Ready)), None)
+
+    def ask(self, request_id: str, prompt: list[int], count: int = 3, priority: int = 0) -> int:
+        """Send a request. Returns the replica that got it."""
+        sampling = RowSampling(temperature=0.0)
+        self.set.send(RequestSpec(request_id, prompt, sampling, count, priority=priority))
+        return self.set._open[request_id].index
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + GUARD_S
+        while not condition():
+            assert time.monotonic() < deadline, "what was waited for did not come about"
+            await asyncio.sleep(0.02)
+
+
+def serve(body: Callable[[Server], Awaitable[None]], **settings: Any) -> Server:
+    """Run ``body`` on a set that is ready; end it afterwards."""
+
+    async def main() -> Server:
+        server = Server(**settings)
+        try:
+            await server.until(lambda: server.capacity is not None)
+            await body(server)
+        finally:
+            await server.set.stop(grace_s=5.0)
+        return server
+
+    return asyncio.run(main())
+
+
+def test_requests_are_spread_and_answered() -> None:
+    async def body(server: Server) -> None:
+        assert server.capacity is not None and server.capacity.max_num_seqs == 2 * CAPACITY.max_num_seqs
+        places = [server.ask(f"r{i}", [100 + i, 7, 8]) for i in range(4)]
+        assert sorted(places) == [0, 0, 1, 1]
+        await server.until(lambda: len(server.ends) == 4)
+        assert server.tokens == {f"r{i}": [100 + i, 7, 8] for i in range(4)}
+        assert {m.num_open for m in server.set._router.replicas} == {0}
+        server.ask("endless", [1, 2], count=1000, priority=SLOW)
+        server.set.send(wire.FinishRequests(["endless"]))
+        assert not server.set._open
+        await server.until(lambda: all(replica.told for replica in server.set._router.replicas))
+
+    server = serve(body)
+    assert server.status == 0 and isinstance(server.others[0], wire.Configured)
+    assert sum(isinstance(m, wire.Ready) for m in server.others) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_dies_or_freezes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody has seen a token of starts anew elsewhere, the rest ends with an error; the replica comes back."""
+    monkeypatch.setattr("weft.engine.replicas.FROZEN_AFTER_S", 2.0)
+
+    async def body(server: Server) -> None:
+        seen = server.ask("seen", [5] * 100, count=4000, priority=SLOW)
+        other = server.ask("other", [6] * 100, count=4000, priority=SLOW)
+        assert {seen, other} == {0, 1}
+        await server.until(lambda: bool(server.tokens.get("seen")) and bool(server.tokens.get("other")))
+        victim = server.set.members[seen].process
+        assert victim is not None
+        os.kill(victim.pid, signal.SIGSTOP)
+        unseen = server.ask("unseen", [5] * 100)
+        assert unseen == seen, "its prompt is cached there"
+        if number == signal.SIGKILL:
+            os.kill(victim.pid, signal.SIGKILL)
+        await server.until(lambda: "unseen" in server.ends and "seen" in server.ends)
+        assert server.ends == {"seen": "error", "unseen": "length"} and server.tokens["unseen"] == [5] * 3
+        length = len(server.tokens["other"])
+        await server.until(lambda: len(server.tokens["other"]) > length)
+        await server.until(lambda: server.set.members[seen].is_ready)
+        assert server.set.members[seen].num_restarts == 1 and server.status is None
+        server.set.send(wire.FinishRequests(["other"]))
+        server.ask("later", [9] * 5)
+        await server.until(lambda: "later" in server.ends)
+
+    serve(body)
+
+
+def test_what_keeps_a_replica_from_starting_ends_all() -> None:
+    async def main() -> Server:
+        server = Server(model="/nowhere/at/all")
+        await server.until(lambda: server.status is not None)
+        await server.set.stop(grace_s=0.0)
+        return server
+
+    server = asyncio.run(main())
+    assert server.status == wire.FAILED_STATUS
+    assert any(isinstance(m, wire.Failed) and "/nowhere" in m.message for m in server.others)
+
+
+def test_statistics_are_sums() -> None:
+    one = wire.EngineStats(num_running=2, num_free_pages=5, steps=StepCounts({"FULL": 3}, 4, 5, 6))
+    two = wire.EngineStats(num_running=1, num_free_pages=7, steps=StepCounts({"FULL": 1, "NONE": 2}, 1, 1, 1))
+    total = merged([one, two])
+    assert (total.num_running, total.num_free_pages) == (3, 12)
+    assert total.steps == StepCounts({"FULL": 4, "NONE": 2}, 5, 6, 7)
+
+
+def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,2")
+    deal = gpus.devices_of_replica({"data_parallel_size": 2, "tensor_parallel_size": 2})
+    assert [deal(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="data_parallel_size=3 with tensor_parallel_size=2 needs 6 GPUs, there are 5"):
+        gpus.devices_of_replica({"data_parallel_size": 3, "tensor_parallel_size": 2})
+    assert gpus.devices_of_replica({"data_parallel_size": 3, "device": "cpu"})(1) == {}
+
+
+def test_replicas_need_the_server() -> None:
+    from weft import LLM
+
+    with pytest.raises(ConfigError, match="data_parallel_size=2: replicas stand behind `weft serve`"):
+        LLM(data_parallel_size=2)

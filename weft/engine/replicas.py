@@ -1,0 +1,304 @@
+"""Several engine processes behind one: data parallelism on one machine.
+
+Job: start the replicas, route requests, survive the death of one. Owns: their processes, and which request is where.
+Does not know: text, HTTP; to the server it looks like one ``EngineProcess``.
+
+When a replica dies, another process is started in its place. Its requests that nobody has seen a token of go to
+another replica and start anew there; the others end with an error. Only when no replica is left, and none can be
+started, is the whole set over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from weft.engine import wire
+from weft.engine.gpus import devices_of_replica
+from weft.engine.launcher import ENGINE_MODULE, EngineProcess
+from weft.engine.router import NoReplicaError, Router
+from weft.engine.views import Snapshot, StepCounts
+from weft.request import RequestSpec
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS_IN_A_ROW = 3
+STABLE_AFTER_S = 60.0
+FROZEN_AFTER_S = 10.0
+"""A replica without a sign of life for so long is killed, and another one is started."""
+
+_LOOK_S = 1.0
+
+
+@dataclass(slots=True)
+class Member:
+    """One replica: its process, and what it has said."""
+
+    index: int
+    process: EngineProcess | None = None
+    capacity: wire.Capacity | None = None
+    stats: wire.EngineStats = field(default_factory=wire.EngineStats)
+    failed: wire.Failed | None = None
+    ready_at: float = 0.0
+    num_restarts: int = 0
+    restarts_in_a_row: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.process is not None and self.capacity is not None
+
+
+@dataclass(slots=True)
+class Open:
+    """A request that has not ended: where it is, and how to send it again."""
+
+    index: int
+    message: RequestSpec
+    is_seen: bool = False
+
+
+class ReplicaSet:
+    """``data_parallel_size`` engine processes; arguments and methods are those of ``EngineProcess``."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        on_message: Callable[[wire.FromEngine], None],
+        on_exit: Callable[[int], None],
+        module: str = ENGINE_MODULE,
+        *,
+        verbose: bool = False,
+    ) -> None:
+        self._settings, self._module, self._verbose = settings, module, verbose
+        self._on_message, self._on_exit = on_message, on_exit
+        self.members = [Member(index) for index in range(settings["data_parallel_size"])]
+        self._devices = devices_of_replica(settings)
+        self._router = Router(len(self.members), max_num_seqs=1)
+        self._open: dict[str, Open] = {}
+        self._is_configured = self._is_ready = self._is_over = self._is_closing = False
+        for member in self.members:
+            self._start(member)
+        self._looker = asyncio.create_task(self._look())
+
+    def _start(self, member: Member) -> None:
+        member.capacity, member.failed, member.stats = None, None, wire.EngineStats()
+        member.process = EngineProcess(
+            self._settings,
+            lambda message: self._hear(member, message),
+            lambda status: self._ended(member, status),
+            self._module,
+            verbose=self._verbose,
+            environment=self._devices(member.index),
+        )
+
+    # -- towards the replicas ------------------------------------------------------------------------------------
+
+    def send(self, message: wire.ToEngine) -> None:
+        match message:
+            case RequestSpec():
+                self._route(message)
+            case wire.FinishRequests():
+                self._finish(message)
+            case wire.Inspect():
+                ready = next((m for m in self.members if m.is_ready), None)
+                if ready is not None and ready.process is not None:
+                    ready.process.send(message)
+            case wire.Shutdown():
+                for member in self.members:
+                    if member.process is not None:
+                        member.process.send(message)
+
+    def _route(self, message: RequestSpec) -> None:
+        try:
+            index = self._router.choose(message.prompt_token_ids, message.cache_salt, message.checkpoint_positions)
+        except NoReplicaError:
+            self._tell([wire.Update(message.request_id, [], finish_reason="error")])
+            return
+        process = self.members[index].process
+        assert process is not None, "a replica that is up has a process"
+        self._open[message.request_id] = Open(index, message)
+        process.send(message)
+
+    def _finish(self, message: wire.FinishRequests) -> None:
+        by_replica: dict[int, list[str]] = {}
+        for request_id in message.request_ids:
+            entry = self._open.pop(request_id, None)
+            if entry is not None:
+                self._router.ended(entry.index)
+                by_replica.setdefault(entry.index, []).append(request_id)
+        for index, request_ids in by_replica.items():
+            process = self.members[index].process
+            if process is not None:
+                process.send(wire.FinishRequests(request_ids, message.reason))
+
+    # -- from the replicas ---------------------------------------------------------------------------------------
+
+    def _hear(self, member: Member, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Outputs():
+                self._take(member, message)
+            case wire.CachedPrefixes():
+                self._router.refresh(member.index, message.hashes)
+            case wire.Ready():
+                self._became_ready(member, message.capacity)
+            case wire.Failed():
+                member.failed = message
+            case wire.Stage():
+                self._on_message(replace(message, name=f"replica {member.index} {message.name}"))
+            case wire.Configured():
+                if not self._is_configured:
+                    self._is_configured = True
+                    self._on_message(message)
+            case Snapshot():
+                self._on_message(message)
+
+    def _take(self, member: Member, outputs: wire.Outputs) -> None:
+        member.stats = outputs.stats
+        for update in outputs.updates:
+            entry = self._open.get(update.request_id)
+            if entry is None:
+                continue
+            entry.is_seen |= bool(update.token_ids)
+            if update.finish_reason is not None:
+                del self._open[update.request_id]
+                self._router.ended(entry.index)
+        self._tell(outputs.updates)
+
+    def _tell(self, updates: list[wire.Update]) -> None:
+        if self._is_ready:
+            self._on_message(wire.Outputs(updates, merged([m.stats for m in self.members])))
+
+    def _became_ready(self, member: Member, capacity: wire.Capacity) -> None:
+        member.capacity, member.ready_at = capacity, time.monotonic()
+        member.stats = wire.EngineStats(
+            num_free_pages=capacity.num_pages - 1, num_free_slots=max(0, capacity.num_slots - 1)
+        )
+        self._router.max_num_seqs = capacity.max_num_seqs
+        self._router.up(member.index)
+        known = [m.capacity for m in self.members if m.capacity is not None]
+        if self._is_ready or len(known) < len(self.members):
+            return
+        self._is_ready = True
+        total = wire.Capacity(
+            max_model_len=min(c.max_model_len for c in known),
+            max_num_seqs=sum(c.max_num_seqs for c in known),
+            num_pages=sum(c.num_pages for c in known),
+            page_size=capacity.page_size,
+            num_slots=sum(c.num_slots for c in known),
+        )
+        self._on_message(wire.Ready(total))
+
+    # -- lives ---------------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, dict[str, int]]:
+        """What is known of each replica, by figure and then by its number."""
+        known = [(str(m.index), m, self._router.replicas[m.index]) for m in self.members]
+        return {
+            "up": {number: int(m.is_ready) for number, m, _ in known},
+            "open": {number: replica.num_open for number, _, replica in known},
+            "running": {number: m.stats.num_running for number, m, _ in known},
+            "waiting": {number: m.stats.num_waiting for number, m, _ in known},
+            "restarts": {number: m.num_restarts for number, m, _ in known},
+        }
+
+    @property
+    def pulse(self) -> ReplicaSet:
+        return self
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last sign of life of the replica that gave one last: the set lives as long as one does."""
+        return min((m.process.pulse.silence_s for m in self.members if m.process is not None), default=float("inf"))
+
+    @property
+    def pid(self) -> int:
+        """Of the first replica."""
+        return next((m.process.pid for m in self.members if m.process is not None), 0)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for member in self.members:
+                if member.is_ready and member.process is not None and member.process.pulse.silence_s > FROZEN_AFTER_S:
+                    logger.error("replica %d has given no sign of life for %.0f s", member.index, FROZEN_AFTER_S)
+                    member.process.kill()
+
+    def _ended(self, member: Member, status: int) -> None:
+        """A replica's process has ended."""
+        was_up = member.is_ready
+        member.process = member.capacity = None
+        self._router.down(member.index)
+        if self._is_closing or self._is_over:
+            return
+        if not self._is_ready:  # what keeps one from starting keeps all
+            self._give_up(member, status)
+            return
+        words = member.failed.message if member.failed is not None else f"status {status}"
+        logger.error("replica %d has died (%s)", member.index, words)
+        if time.monotonic() - member.ready_at > STABLE_AFTER_S:
+            member.restarts_in_a_row = 0
+        if (was_up or member.num_restarts) and member.restarts_in_a_row < MAX_RESTARTS_IN_A_ROW:
+            member.restarts_in_a_row += 1
+            member.num_restarts += 1
+            self._start(member)
+        elif all(m.process is None for m in self.members):
+            self._give_up(member, status)
+        self._move_requests(member.index)
+
+    def _move_requests(self, index: int) -> None:
+        """What a dead replica had: start again elsewhere, or end."""
+        lost = [entry for entry in self._open.values() if entry.index == index]
+        failed: list[wire.Update] = []
+        for entry in lost:
+            del self._open[entry.message.request_id]
+            if entry.is_seen:
+                failed.append(wire.Update(entry.message.request_id, [], finish_reason="error"))
+            else:
+                self._route(entry.message)
+        if failed:
+            self._tell(failed)
+
+    def _give_up(self, member: Member, status: int) -> None:
+        self._is_over = True
+        self._looker.cancel()
+        if member.failed is not None:
+            self._on_message(member.failed)
+        self.kill()
+        self._on_exit(status)
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """As ``EngineProcess.stop``, all at once."""
+        self._is_closing = True
+        self._looker.cancel()
+        running = [m.process for m in self.members if m.process is not None]
+        await asyncio.gather(*(process.stop(grace_s) for process in running))
+        if not self._is_over:
+            self._is_over = True
+            self._on_exit(0)
+
+    def kill(self) -> None:
+        for member in self.members:
+            if member.process is not None:
+                member.process.kill()
+
+
+def merged(stats: list[wire.EngineStats]) -> wire.EngineStats:
+    """Sums over all replicas."""
+    sums = {
+        f.name: sum(getattr(s, f.name) for s in stats)
+        for f in msgspec.structs.fields(wire.EngineStats)
+        if isinstance(getattr(stats[0], f.name), int)
+    }
+    steps = [s.steps for s in stats]
+    modes = {mode: sum(s.by_mode.get(mode, 0) for s in steps) for s in steps for mode in s.by_mode}
+    counts = StepCounts(
+        modes, *(sum(getattr(s, f.name) for s in steps) for f in msgspec.structs.fields(StepCounts)[1:])
+    )
+    return replace(wire.EngineStats(**sums), steps=counts)
