@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import logging
+import threading
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ from weft.server.caller import Caller
 from weft.server.errors import ApiError, as_api_error
 from weft.server.gate import Gate
 from weft.server.openapi import openapi_document
-from weft.server.rendering import RenderPool
+from weft.server.rendering import SMALL, RenderPool
 from weft.server.requestlog import Formatter
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
@@ -41,9 +42,34 @@ def test_work_that_does_not_end_is_ended() -> None:
         assert await pool.run_limited(lambda: 6, str) == "6"
         with pytest.raises(RequestError, match="mine"):
             await pool.run_limited(_refuse, str)
+        assert await pool.run_limited(threading.current_thread, str) == str(threading.main_thread())
+        assert await pool.run_limited(threading.current_thread, str, size=SMALL) != str(threading.main_thread())
         pool.close()
 
     asyncio.run(main())
+
+
+def test_small_work_that_takes_long_does_not_keep_the_event_loop() -> None:
+    """It is begun in the event loop, and again in a thread."""
+    gaps: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            gaps.append(time.thread_time() - began)
+
+    async def main() -> None:
+        pool = RenderPool(timeout_s=0.3)
+        watcher = asyncio.create_task(watch())
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match=r"longer than 0\.3 s"):
+            await pool.run_limited(forever, str)
+        watcher.cancel()
+        pool.close()
+
+    asyncio.run(main())
+    assert max(gaps) < 0.1
 
 
 def _refuse() -> None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from weft.config import EngineConfig
 from weft.config.generation import GenerationDefaults
+from weft.engine.chat_prompts import ChatPrompt
 from weft.engine.structured_outputs import check_grammar, constraint_of_params
 from weft.errors import ContextLengthError, RequestError
 from weft.messages import RowSampling
@@ -78,6 +79,22 @@ class InputProcessor:
             prepared = self._prepare_mapping(prompt, params)
         else:
             prepared = PreparedPrompt(None, self._check_ids("prompt_token_ids", prompt))
+        return self.fitted(prepared, params)
+
+    def encoded_chat(
+        self, chat: ChatPrompt, positions: Sequence[int], cache_salt: str | None, params: SamplingParams
+    ) -> PreparedPrompt:
+        """A conversation that was rendered and encoded here. ``positions``: the caller's own checkpoint positions.
+
+        Raises:
+            RequestError: too long, or a position that is none.
+        """
+        own = _check_positions(positions, len(chat.token_ids))
+        known = sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries
+        return self.fitted(PreparedPrompt(chat.text, chat.token_ids, known, cache_salt), params)
+
+    def fitted(self, prepared: PreparedPrompt, params: SamplingParams | None) -> PreparedPrompt:
+        """The prompt, cut as ``params.truncate_prompt_tokens`` says. Raises RequestError if it does not fit."""
         if params is not None and params.truncate_prompt_tokens is not None:
             prepared = self._truncate(prepared, params.truncate_prompt_tokens, params.max_tokens or 1)
         self._check_length(prepared)

@@ -212,14 +212,8 @@ async def prepare(
     """The prompt of a chat. Raises RequestError."""
     limit = context.service.capacity.max_model_len if params.truncate_prompt_tokens is None else None
     chat = await render_chat(context, engine, request, tools, limit)
-    positions = {*chat.turn_boundaries, *(request.checkpoint_positions or ())}
-    fields = {
-        "prompt": chat.text,
-        "prompt_token_ids": chat.token_ids,
-        "checkpoint_positions": sorted(positions),
-        "cache_salt": caller.cache_salt(request.cache_salt),
-    }
-    return [engine.inputs.prepare_prompt(fields, params)]
+    salt = caller.cache_salt(request.cache_salt)
+    return [engine.inputs.encoded_chat(chat, request.checkpoint_positions or (), salt, params)]
 
 
 async def render_chat(

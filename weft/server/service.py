@@ -97,6 +97,7 @@ class Service:
         self._process: EngineProcess | ReplicaSet | None = None
         self._engine: AsyncEngine | None = None
         self._config: EngineConfig | None = None
+        self._keeps_states = False
         self._capacity: wire.Capacity | None = None
         self._tokenizer: asyncio.Task[Tokenizer | None] | None = None
         self._admission: Admission | None = None
@@ -211,6 +212,7 @@ class Service:
                 self._engine.show(message)
             case wire.Configured():
                 self._config = message.config
+                self._keeps_states = message.config.enable_prefix_caching and message.config.model_config.is_hybrid
                 if self._tokenizer is None:
                     self._tokenizer = asyncio.create_task(self._load_tokenizer(message.config))
             case wire.Stage():
