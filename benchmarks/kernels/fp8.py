@@ -13,17 +13,19 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.linear import _compile_offline, poisoned
+from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 
 if not ON_GPU:
@@ -100,7 +102,8 @@ def candidates(size: Size, tokens: int) -> list[Config]:
         return [FewRows(True, 16, 4, 1, 1)] if tokens <= MAX_TOKENS else [ManyRows(64, 128, 4, 2)]
     if tokens > MAX_TOKENS:
         shapes = [(64, 128, 4, 4), (128, 128, 8, 4), (128, 256, 8, 3)]
-        return [Library(), *(ManyRows(*s) for s in shapes if s[0] <= tokens)]
+        library = [] if size.block else [Library()]
+        return [*library, *(ManyRows(*s) for s in shapes if s[0] <= tokens)]
     found: list[Config] = []
     steps, width = size.inner // 128, size.rows
     for rows, most in ((16, 8), (32, 2)):
@@ -150,6 +153,19 @@ def fp8_weight(rows: int, inner: int, block: int, *lead: int, device: str = DEVI
         part.view(E4M3).copy_(torch.randn(part.shape, device=device))
     shape = (rows // 128, inner // 128) if block else (rows, 1)
     return weight.view(E4M3), (torch.rand(*lead, *shape, device=device) + 0.5) * inner**-0.5
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """``torch.empty`` returns NaN where there is one."""
+    empty = torch.empty
+
+    def poison(*size: Any, **options: Any) -> Tensor:
+        tensor = empty(*size, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    with mock.patch.object(torch, "empty", poison):
+        yield
 
 
 class Product:
@@ -379,16 +395,16 @@ def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles]) -> None:
         print(f"{job}: {type(problem).__name__} {str(problem)[:80]}", flush=True)
 
 
-def compile_all() -> None:
+def compile_all(only: str | None) -> None:
     start = time.perf_counter()
     jobs: dict[Any, Any] = {}
-    for size in SIZES:
+    for size in SIZES if only in (None, "products") else []:
         for tokens in TOKENS:
             for config in candidates(size, tokens):
                 if not isinstance(config, Library) and not (size.silu_mul and tokens > MAX_TOKENS):
                     small = Size("", 512, size.inner, size.block, size.silu_mul)
                     jobs.setdefault((small, min(tokens, 128), config), (small, min(tokens, 128), config))
-    for tokens in EXPERT_TOKENS:
+    for tokens in EXPERT_TOKENS if only in (None, "experts") else ():
         for tiles in expert_candidates(tokens):
             jobs.setdefault((tokens > 3, tiles), (min(tokens, 16), tiles))
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _compile_offline) as pool:
@@ -408,17 +424,18 @@ def write_table(name: str, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--only", choices=("square", "experts", "products"), help="leave the others out")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.tune and ON_GPU:
-        compile_all()
-    squares = measure_square()
-    experts, expert_table = measure_experts(args.tune)
-    if args.tune:
+        compile_all(args.only)
+    squares = measure_square() if args.only in (None, "square") else []
+    experts, expert_table = measure_experts(args.tune) if args.only in (None, "experts") else ([], [])
+    if args.tune and experts:
         write_table("fp8_moe_h200.json", expert_table)
     products: list[dict[str, Any]] = []
     product_table: list[dict[str, Any]] = []
-    for size in SIZES:
+    for size in SIZES if args.only in (None, "products") else []:
         found = measure_products([size], args.tune)
         products += found[0]
         product_table += found[1]

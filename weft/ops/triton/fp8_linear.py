@@ -65,7 +65,7 @@ class ManyRows(NamedTuple):
 
 
 class Library(NamedTuple):
-    """The matrix library, which has scales by block and by row on Hopper (torch 2.11, CUDA 13)."""
+    """The matrix library, for scales by row. It refused most sizes with scales by block (torch 2.11 on an H200)."""
 
 
 KINDS: dict[str, type[FewRows | ManyRows | Library]] = {"few": FewRows, "many": ManyRows, "library": Library}
@@ -312,7 +312,8 @@ def fp8_product_triton(
     if config is None:
         config = choose_config(weight, num_tokens, silu_mul, block)
     if isinstance(config, Library):
-        library_product(values, scales, weight, weight_scale, bias, out, block=block)
+        assert not block, "the library takes scales by row"
+        library_product(values, scales, weight, weight_scale, bias, out)
         return
     static, given = scales.dim() == 1, out if bias is None else bias
     if isinstance(config, ManyRows):
@@ -341,22 +342,12 @@ def fp8_product_triton(
 
 
 def library_product(
-    values: Tensor,
-    scales: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    block: int,
+    values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """The product by the matrix library, for inputs with scales of their own."""
-    if block:  # one column of scales after the other, padded to four rows
-        of_inputs, of_weights = scales.t().contiguous().t(), weight_scale.t()
-    else:
-        of_inputs, of_weights = scales.expand(values.shape[0], 1).contiguous(), weight_scale.t()
+    """The product by the matrix library, with scales by row and token (or one for all inputs)."""
+    of_inputs = scales.expand(values.shape[0], 1).contiguous()
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    torch._scaled_mm(values, weight.t(), of_inputs, of_weights, bias, out_dtype=out.dtype, out=target)
+    torch._scaled_mm(values, weight.t(), of_inputs, weight_scale.t(), bias, out_dtype=out.dtype, out=target)
     if target is not out:
         out.copy_(target)
 
