@@ -21,6 +21,7 @@ LEVELS: list[tuple[str, ...]] = [
         "collector",
         "errors",
         "text_pieces",
+        "stats",
         "assets",
         "sampling_params",
         "config",

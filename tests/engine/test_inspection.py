@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import time
 
+from msgspec.structs import asdict
+
 from tests.cache.test_manager import PROMPT, make, run
 from weft import LLM, SamplingParams
+from weft.cache.manager import Manager
 from weft.cache.radix_tree import as_tokens
 from weft.engine import wire
 from weft.engine.inspection import Inspection, StepLog
 from weft.engine.views import MAX_NODES, MAX_REQUESTS, MAX_STEPS
 from weft.messages import RowSampling, ScheduledRequest, SchedulerOutput
 from weft.request import Request
-from weft.scheduler.scheduler import SchedulerStats
+from weft.stats import EngineStats
+
+
+def stats_of(manager: Manager) -> EngineStats:
+    return EngineStats(num_running=1, **asdict(manager.stats()))
 
 
 def order(row: int, num_tokens: int) -> ScheduledRequest:
@@ -51,7 +58,7 @@ def test_the_tree_with_states_leases_and_tombstones() -> None:
     run(manager, memory, PROMPT[:130] + [5] * 20)
     asked = request("one", [*PROMPT, 1, 2])
     inspection.added(asked)
-    snapshot = inspection.snapshot(SchedulerStats(0, 1, 0, 0, 0, manager.stats()), tokens_per_node=4)
+    snapshot = inspection.snapshot(stats_of(manager), tokens_per_node=4)
     nodes = snapshot.nodes
     assert snapshot.num_nodes == len(nodes) == 4
     assert nodes[0].parent == -1 and all(node.parent < i for i, node in enumerate(nodes))
@@ -65,7 +72,7 @@ def test_the_tree_with_states_leases_and_tombstones() -> None:
     manager.slots.release(manager.tree.take_checkpoint(stored.checkpoints[210], lost=True))
     lease = manager.lease(manager.match(PROMPT))
     assert lease is not None
-    later = inspection.snapshot(SchedulerStats(0, 1, 0, 0, 0, manager.stats()))
+    later = inspection.snapshot(stats_of(manager))
     leaf = next(node for node in later.nodes if node.end == 210)
     assert leaf.num_leases == 1 and [position for position, _ in leaf.lost_states] == [210] and not leaf.token_ids
     numbers = {(n.start, n.end): n.number for n in later.nodes}
@@ -78,7 +85,7 @@ def test_snapshots_are_bounded_and_cross_the_wire() -> None:
     for i in range(MAX_NODES + 20):
         run(manager, memory, [i, i, i])
         inspection.added(request(str(i), [i, i, i, 7]))
-    snapshot = inspection.snapshot(SchedulerStats(0, 0, 0, 0, 0, manager.stats()))
+    snapshot = inspection.snapshot(stats_of(manager))
     assert len(snapshot.nodes) == MAX_NODES < snapshot.num_nodes
     assert len(snapshot.requests) == MAX_REQUESTS and snapshot.requests[-1].request_id == str(MAX_NODES + 19)
     assert snapshot.requests[-1].path, "the latest used nodes are the ones shown"

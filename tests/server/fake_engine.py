@@ -15,10 +15,10 @@ from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.process import main
-from weft.engine.views import PoolView, Snapshot, StepCounts, Totals
+from weft.engine.views import PoolView, Snapshot
 from weft.messages import TokenLogprobs
 from weft.request import FinishReason, Request
-from weft.scheduler.scheduler import SchedulerStats
+from weft.stats import EngineStats
 
 SLOW, NAN, BREAK, CRASH, CUT = 7, 17, 18, 13, 19
 """Priorities: a token every 10 ms; ends with "error"; the step raises; the process exits; no end-of-sequence token."""
@@ -44,6 +44,7 @@ class FakeCore:
     per_step: int = 4
     requests: dict[str, Request] = field(default_factory=dict)
     num_aborts: int = 0
+    num_steps: int = 0
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -57,6 +58,7 @@ class FakeCore:
         return bool(self.requests)
 
     def step(self) -> list[Request]:
+        self.num_steps += 1
         changed = list(self.requests.values())
         if any(r.priority == CRASH for r in changed):
             os._exit(3)
@@ -95,16 +97,17 @@ class FakeCore:
         request.num_pending += 1
         request.append(token, None if request.sampling.logprobs is None else logprobs(token))
 
-    def stats(self) -> SchedulerStats:
-        return SchedulerStats(0, len(self.requests), 256 - len(self.requests), 8, 0)
-
-    def step_counts(self) -> StepCounts:
-        return StepCounts({"NONE": 1}, 2, 3, 4)
+    def stats(self) -> EngineStats:
+        num_running = len(self.requests)
+        return EngineStats(
+            num_running=num_running, num_free_pages=256 - num_running, num_free_slots=8, num_steps=self.num_steps,
+            num_prefill_tokens=2, num_decode_tokens=3, num_padding_tokens=4, steps_by_mode={"NONE": 1},
+        )  # fmt: skip
 
     def snapshot(self, tokens_per_node: int) -> Snapshot:
         return Snapshot(
             now=time.monotonic(),
-            totals=Totals(num_running=len(self.requests)),
+            totals=self.stats(),
             pages=PoolView(256, 256 - len(self.requests), 0, 0),
             slots=PoolView(8, 8, 0, 0),
             num_nodes=0,

@@ -19,7 +19,7 @@ from weft.engine.inputs import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop
 from weft.errors import EngineDeadError, RequestError
 from weft.sampling_params import SamplingParams
-from weft.scheduler.scheduler import SchedulerStats
+from weft.stats import EngineStats
 from weft.tokenizer import Tokenizer
 
 TEXT = "Grüße, 東京 😀 and so on"
@@ -232,14 +232,16 @@ def test_the_loop_gives_up_after_broken_steps_in_a_row() -> None:
     assert loop._broken_steps == MAX_BROKEN_STEPS
 
 
-def test_counters_of_the_scheduler_reach_the_server() -> None:
-    class Stalled(FakeCore):
-        def stats(self) -> SchedulerStats:
-            return SchedulerStats(1, 2, 3, 4, num_preemptions=5, num_stalls=6)
+def test_counters_of_the_engine_reach_the_server(inputs: InputProcessor) -> None:
+    told = EngineStats(num_waiting=1, num_free_pages=3, num_stalls=6, num_evicted_states=2, steps_by_mode={"FULL": 5})
 
-    told = EngineLoop(Stalled(), None, FakeHeartbeat())._stats()  # type: ignore[arg-type]
-    assert (told.num_waiting, told.num_running, told.num_free_pages, told.num_free_slots) == (1, 2, 3, 4)
-    assert (told.num_preemptions, told.num_stalls) == (5, 6)
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        link.core.stats = lambda: told  # type: ignore[method-assign]
+        submit(engine)
+        link.run()
+        assert engine.stats == told
+
+    run(inputs, body)
 
 
 class Listener:

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from weft.engine.views import StepCounts
 from weft.engine.wire import EngineStats
 from weft.server.history import HOUR_S, RECENT_S, History, LatencyHistogram
 
@@ -30,8 +29,7 @@ def history(clock: Clock) -> History:
 
 
 def stats(num_steps: int, prefill: int, decode: int, running: int = 1) -> EngineStats:
-    counts = StepCounts({}, prefill, decode, 0)
-    return EngineStats(num_steps=num_steps, num_running=running, steps=counts)
+    return EngineStats(num_steps=num_steps, num_running=running, num_prefill_tokens=prefill, num_decode_tokens=decode)
 
 
 def test_percentiles_are_exact_to_four_percent() -> None:

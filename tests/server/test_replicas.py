@@ -14,10 +14,10 @@ import pytest
 from tests.server.fake_engine import CAPACITY, SLOW
 from weft.engine import gpus, wire
 from weft.engine.replicas import ReplicaSet, merged
-from weft.engine.views import StepCounts
 from weft.errors import ConfigError
 from weft.messages import RowSampling
 from weft.request import RequestSpec
+from weft.stats import EngineStats
 
 GUARD_S = 60.0
 MODULE = "tests.server.fake_engine"
@@ -141,11 +141,11 @@ def test_what_keeps_a_replica_from_starting_ends_all() -> None:
 
 
 def test_statistics_are_sums() -> None:
-    one = wire.EngineStats(num_running=2, num_free_pages=5, steps=StepCounts({"FULL": 3}, 4, 5, 6))
-    two = wire.EngineStats(num_running=1, num_free_pages=7, steps=StepCounts({"FULL": 1, "NONE": 2}, 1, 1, 1))
+    one = EngineStats(num_running=2, num_free_pages=5, num_decode_tokens=4, steps_by_mode={"FULL": 3})
+    two = EngineStats(num_running=1, num_free_pages=7, num_decode_tokens=1, steps_by_mode={"FULL": 1, "NONE": 2})
     total = merged([one, two])
     assert (total.num_running, total.num_free_pages) == (3, 12)
-    assert total.steps == StepCounts({"FULL": 4, "NONE": 2}, 5, 6, 7)
+    assert total.steps_by_mode == {"FULL": 4, "NONE": 2} and total.num_decode_tokens == 5
 
 
 def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:

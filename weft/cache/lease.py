@@ -113,21 +113,3 @@ class Lease:
     def own_pages(self) -> list[int]:
         """The pages to which the lease has a reference of its own."""
         return self.pages[self.num_shared_pages :]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Gauges and counters since the start, in tokens, pages and slots.
-
-    ``num_evictable_*`` hold something that no running request needs. Queries and hits count every admission of a
-    request, resumed ones too.
-    """
-
-    num_free_pages: int = 0
-    num_evictable_pages: int = 0
-    num_free_slots: int = 0
-    num_evictable_slots: int = 0
-    num_query_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_evicted_pages: int = 0
-    num_evicted_states: int = 0

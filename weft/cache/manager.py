@@ -35,13 +35,14 @@ from weft.cache.checkpoints import CheckpointKind, CheckpointPolicy, is_decode_p
 from weft.cache.eviction import Evictor
 from weft.cache.insertion import insert, move_lock
 from weft.cache.invariants import check_accounts
-from weft.cache.lease import CacheStats, Lease, LeaseCheckpoints
+from weft.cache.lease import Lease, LeaseCheckpoints
 from weft.cache.match import Match, explain
 from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, make_policy
 from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens, common_prefix
 from weft.cache.spec import CacheSpec
 from weft.cache.state_pool import StatePool
+from weft.stats import CacheStats
 
 NOTHING = Prefix(None, 0)
 

@@ -17,9 +17,9 @@ from weft.outputs import RequestOutput
 from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.cache.lease import CacheStats
     from weft.engine.inputs import Prompt
     from weft.engine.llm import LLM
+    from weft.stats import CacheStats
 
 MAX_TEXT = 90
 """Characters of a prompt that are shown, the last ones."""
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             _run_workload(llm, params)
         if args.dump:
             print(f"\n{dump_tree(llm._core.manager.tree)}")
-        _print_totals(llm.stats().cache)
+        _print_totals(llm.stats())
     return 0
 
 

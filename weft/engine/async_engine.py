@@ -25,6 +25,7 @@ from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
 from weft.request import Request
 from weft.sampling_params import SamplingParams
+from weft.stats import EngineStats
 from weft.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class AsyncEngine:
         self.inputs = inputs
         self.tokenizer = tokenizer
         self.chats = ChatPrompts(tokenizer) if tokenizer is not None else None
-        self.stats = wire.EngineStats()
+        self.stats = EngineStats()
         self._link = link
         self._token_times = token_times
         self._streams: dict[str, ResponseStream] = {}

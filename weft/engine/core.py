@@ -32,13 +32,14 @@ from weft.engine.grammars import Grammars
 from weft.engine.inspection import Inspection
 from weft.engine.logits_processors import processors_of
 from weft.engine.prefix_hashes import reusable_prefixes
-from weft.engine.views import Snapshot, StepCounts
+from weft.engine.views import Snapshot
 from weft.errors import EngineDeadError
 from weft.executor.executor import Executor
 from weft.executor.make import make_executor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
-from weft.scheduler.scheduler import Scheduler, SchedulerStats
+from weft.scheduler.scheduler import Scheduler
+from weft.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -162,11 +163,8 @@ class EngineCore:
         """True while a request waits or runs, a step is in flight, or an ended request has not been returned."""
         return self.scheduler.has_work or self._grammars.is_compiling or bool(self._failures)
 
-    def stats(self) -> SchedulerStats:
-        return self.scheduler.stats()
-
-    def step_counts(self) -> StepCounts:
-        return self._inspection.steps.counts()
+    def stats(self) -> EngineStats:
+        return self._inspection.steps.stats(self.scheduler.stats())
 
     def snapshot(self, tokens_per_node: int = 0) -> Snapshot:
         """What the inspector shows: the latest steps and requests, tree and pools."""

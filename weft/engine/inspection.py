@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from msgspec.structs import asdict
+
 from weft.cache.manager import Manager
 from weft.cache.radix_tree import Node, RadixTree, as_tokens
 from weft.engine.views import (
@@ -25,13 +27,11 @@ from weft.engine.views import (
     PoolView,
     RequestView,
     Snapshot,
-    StepCounts,
     StepView,
-    Totals,
 )
 from weft.messages import SchedulerOutput
 from weft.request import Request
-from weft.scheduler.scheduler import SchedulerStats
+from weft.stats import EngineStats, SchedulerStats
 
 
 class StepLog:
@@ -43,8 +43,16 @@ class StepLog:
         self._by_mode: dict[str, int] = {}
         self._last_end = 0.0
 
-    def counts(self) -> StepCounts:
-        return StepCounts(dict(self._by_mode), self.num_prefill_tokens, self.num_decode_tokens, self.num_padding_tokens)
+    def stats(self, scheduler: SchedulerStats) -> EngineStats:
+        """The engine's, given the scheduler's."""
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=self.num_decode_tokens,
+            num_padding_tokens=self.num_padding_tokens,
+            steps_by_mode=self._by_mode,
+            **asdict(scheduler),
+        )
 
     def ended(self, scheduler_output: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
         """A step's results are on the host. ``launched``: when its launch began."""
@@ -85,9 +93,9 @@ class Inspection:
         """A request has come."""
         self._requests.append(request)
 
-    def snapshot(self, stats: SchedulerStats, tokens_per_node: int = 0) -> Snapshot:
+    def snapshot(self, stats: EngineStats, tokens_per_node: int = 0) -> Snapshot:
         """The engine now. ``tokens_per_node``: how many token ids of each node go along."""
-        now, tree, cache = time.monotonic(), self._manager.tree, stats.cache
+        now, tree = time.monotonic(), self._manager.tree
         index: dict[Node, int] = {}
         views: list[NodeView] = []
         for node in _latest(tree):
@@ -98,19 +106,9 @@ class Inspection:
         pages, slots, log = self._manager.pages, self._manager.slots, self.steps
         return Snapshot(
             now=now,
-            totals=Totals(
-                num_waiting=stats.num_waiting,
-                num_running=stats.num_running,
-                num_steps=log.num_steps,
-                num_prefill_tokens=log.num_prefill_tokens,
-                num_decode_tokens=log.num_decode_tokens,
-                num_padding_tokens=log.num_padding_tokens,
-                num_preemptions=stats.num_preemptions,
-                num_query_tokens=cache.num_query_tokens,
-                num_hit_tokens=cache.num_hit_tokens,
-            ),
-            pages=PoolView(pages.capacity, cache.num_free_pages, cache.num_evictable_pages, cache.num_evicted_pages),
-            slots=PoolView(slots.capacity, cache.num_free_slots, cache.num_evictable_slots, cache.num_evicted_states),
+            totals=stats,
+            pages=PoolView(pages.capacity, stats.num_free_pages, stats.num_evictable_pages, stats.num_evicted_pages),
+            slots=PoolView(slots.capacity, stats.num_free_slots, stats.num_evictable_slots, stats.num_evicted_states),
             num_nodes=sum(1 for _ in tree.nodes()),
             nodes=views,
             steps=list(log.steps),

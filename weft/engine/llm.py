@@ -25,7 +25,7 @@ from weft.executor.external import follow
 from weft.outputs import RequestOutput
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
-from weft.scheduler.scheduler import SchedulerStats
+from weft.stats import EngineStats
 from weft.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ class LLM:
             self._drain()
         return self._core.reset_prefix_cache()
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> EngineStats:
         """Queue lengths, free pages and slots, preemptions."""
         return self._core.stats()
 

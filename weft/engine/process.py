@@ -32,10 +32,10 @@ from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import configure_logging
 from weft.errors import EngineDeadError, WeftError
 from weft.request import FinishReason, Request, RequestSpec
+from weft.stats import EngineStats
 
 if TYPE_CHECKING:
-    from weft.engine.views import Snapshot, StepCounts
-    from weft.scheduler.scheduler import SchedulerStats
+    from weft.engine.views import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,7 @@ class Core(Protocol):
     def add(self, request: Request) -> None: ...
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool: ...
     def step(self) -> list[Request]: ...
-    def stats(self) -> SchedulerStats: ...
-    def step_counts(self) -> StepCounts: ...
+    def stats(self) -> EngineStats: ...
     def snapshot(self, tokens_per_node: int) -> Snapshot: ...
     def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]: ...
     def shutdown(self) -> None: ...
@@ -113,7 +112,7 @@ class EngineLoop:
     def _refuse(self, request_id: str) -> None:
         """A request that cannot be taken in ends with an error."""
         self._sent.pop(request_id, None)
-        self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._stats()))
+        self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._core.stats()))
 
     def _apply(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
         if isinstance(message, wire.Inspect):
@@ -127,7 +126,7 @@ class EngineLoop:
         for request_id in message.request_ids:
             self._sent.pop(request_id, None)
             self._core.finish(request_id, message.reason)
-        self._channel.send(wire.Outputs([], self._stats()))  # so that the gauges fall even if no step follows
+        self._channel.send(wire.Outputs([], self._core.stats()))  # so that the gauges fall even if no step follows
 
     def _step(self) -> None:
         try:
@@ -145,7 +144,7 @@ class EngineLoop:
             self._broken_steps = 0
         updates = [self._update(request) for request in changed if request.request_id in self._sent]
         if updates:
-            self._channel.send(wire.Outputs(updates, self._stats()))
+            self._channel.send(wire.Outputs(updates, self._core.stats()))
 
     def _update(self, request: Request) -> wire.Update:
         """What the server has not been told yet."""
@@ -171,24 +170,6 @@ class EngineLoop:
             logprobs=request.logprobs[num_tokens:] if request.logprobs else [],
             prompt_logprobs=request.prompt_logprobs[num_prompt_logprobs:],
             cache_report=request.cache_report if num_tokens == 0 else None,
-        )
-
-    def _stats(self) -> wire.EngineStats:
-        stats = self._core.stats()
-        cache = stats.cache
-        return wire.EngineStats(
-            num_waiting=stats.num_waiting,
-            num_running=stats.num_running,
-            num_free_pages=stats.num_free_pages,
-            num_free_slots=stats.num_free_slots,
-            num_preemptions=stats.num_preemptions,
-            num_stalls=stats.num_stalls,
-            num_steps=self._heartbeat.num_steps,
-            num_evictable_pages=cache.num_evictable_pages,
-            num_evictable_slots=cache.num_evictable_slots,
-            num_evicted_pages=cache.num_evicted_pages,
-            num_evicted_states=cache.num_evicted_states,
-            steps=self._core.step_counts(),
         )
 
 

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from weft.engine import wire
 from weft.engine.gpus import devices_of_replica
 from weft.engine.launcher import ENGINE_MODULE, EngineProcess
 from weft.engine.router import NoReplicaError, Router
-from weft.engine.views import Snapshot, StepCounts
+from weft.engine.views import Snapshot
 from weft.request import RequestSpec
+from weft.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Member:
     index: int
     process: EngineProcess | None = None
     capacity: wire.Capacity | None = None
-    stats: wire.EngineStats = field(default_factory=wire.EngineStats)
+    stats: EngineStats = field(default_factory=EngineStats)
     failed: wire.Failed | None = None
     ready_at: float = 0.0
     num_restarts: int = 0
@@ -88,7 +88,7 @@ class ReplicaSet:
         self._looker = asyncio.create_task(self._look())
 
     def _start(self, member: Member) -> None:
-        member.capacity, member.failed, member.stats = None, None, wire.EngineStats()
+        member.capacity, member.failed, member.stats = None, None, EngineStats()
         member.process = EngineProcess(
             self._settings,
             lambda message: self._hear(member, message),
@@ -177,9 +177,7 @@ class ReplicaSet:
 
     def _became_ready(self, member: Member, capacity: wire.Capacity) -> None:
         member.capacity, member.ready_at = capacity, time.monotonic()
-        member.stats = wire.EngineStats(
-            num_free_pages=capacity.num_pages - 1, num_free_slots=max(0, capacity.num_slots - 1)
-        )
+        member.stats = EngineStats(num_free_pages=capacity.num_pages - 1, num_free_slots=max(0, capacity.num_slots - 1))
         self._router.max_num_seqs = capacity.max_num_seqs
         self._router.up(member.index)
         known = [m.capacity for m in self.members if m.capacity is not None]
@@ -289,16 +287,9 @@ class ReplicaSet:
                 member.process.kill()
 
 
-def merged(stats: list[wire.EngineStats]) -> wire.EngineStats:
+def merged(stats: list[EngineStats]) -> EngineStats:
     """Sums over all replicas."""
-    sums = {
-        f.name: sum(getattr(s, f.name) for s in stats)
-        for f in msgspec.structs.fields(wire.EngineStats)
-        if isinstance(getattr(stats[0], f.name), int)
-    }
-    steps = [s.steps for s in stats]
-    modes = {mode: sum(s.by_mode.get(mode, 0) for s in steps) for s in steps for mode in s.by_mode}
-    counts = StepCounts(
-        modes, *(sum(getattr(s, f.name) for s in steps) for f in msgspec.structs.fields(StepCounts)[1:])
-    )
-    return replace(wire.EngineStats(**sums), steps=counts)
+    names = [name for name in EngineStats.__struct_fields__ if name != "steps_by_mode"]
+    sums: dict[str, Any] = {name: sum(getattr(s, name) for s in stats) for name in names}
+    modes = {mode: sum(s.steps_by_mode.get(mode, 0) for s in stats) for s in stats for mode in s.steps_by_mode}
+    return EngineStats(**sums, steps_by_mode=modes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.outputs import CacheReport
+from weft.stats import EngineStats
 
 MAX_NODES = 400
 """Nodes of the tree in one snapshot, the most recently used ones."""
@@ -113,29 +114,6 @@ class PoolView(msgspec.Struct, frozen=True):
     num_evicted: int
 
 
-class StepCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Counters over all steps since the start. ``by_mode``: steps by how they ran (NONE, PIECEWISE, FULL)."""
-
-    by_mode: dict[str, int] = {}
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_padding_tokens: int = 0
-
-
-class Totals(msgspec.Struct, frozen=True):
-    """Counters since the start, and gauges (``num_waiting``, ``num_running``)."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    num_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_padding_tokens: int = 0
-    num_preemptions: int = 0
-    num_query_tokens: int = 0
-    num_hit_tokens: int = 0
-
-
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     """The engine at one moment.
 
@@ -146,7 +124,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     """
 
     now: float
-    totals: Totals
+    totals: EngineStats
     pages: PoolView
     slots: PoolView
     num_nodes: int

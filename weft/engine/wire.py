@@ -15,11 +15,12 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
-from weft.engine.views import Snapshot, StepCounts
+from weft.engine.views import Snapshot
 from weft.errors import ConfigError, WeftError
 from weft.messages import TokenLogprobs
 from weft.outputs import CacheReport
 from weft.request import FinishReason, Request, RequestSpec
+from weft.stats import EngineStats
 
 
 class FinishRequests(msgspec.Struct, frozen=True, tag="finish"):
@@ -110,23 +111,6 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
             request.cache_report = self.cache_report
         times = request.times
         times.first_scheduled, times.first_token, times.finished = self.first_scheduled, self.first_token, self.finished
-
-
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges and counters of the engine, counters since its start."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    num_free_pages: int = 0
-    num_free_slots: int = 0
-    num_preemptions: int = 0
-    num_stalls: int = 0
-    num_steps: int = 0
-    num_evictable_pages: int = 0
-    num_evictable_slots: int = 0
-    num_evicted_pages: int = 0
-    num_evicted_states: int = 0
-    steps: StepCounts = StepCounts()
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

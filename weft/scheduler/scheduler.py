@@ -29,13 +29,16 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.cache.lease import CacheStats, Lease
+from msgspec.structs import asdict
+
+from weft.cache.lease import Lease
 from weft.cache.manager import Manager
 from weft.cache.match import Match
 from weft.cache.radix_tree import Tokens, as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
+from weft.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +76,6 @@ class Launched(NamedTuple):
     running: Running
     samples: bool
     num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges and counters for metrics and progress bars; ``cache`` holds those of pages, slots and reuse.
-
-    ``num_stalls`` counts requests preempted again before any request had computed a new token: it must stay 0.
-    """
-
-    num_waiting: int
-    num_running: int
-    num_free_pages: int
-    num_free_slots: int
-    num_preemptions: int
-    num_stalls: int = 0
-    cache: CacheStats = CacheStats()
 
 
 class Scheduler:
@@ -156,11 +143,9 @@ class Scheduler:
         return SchedulerStats(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            num_free_pages=self.manager.pages.num_free,
-            num_free_slots=self.manager.slots.num_free,
             num_preemptions=self._num_preemptions,
             num_stalls=self._num_stalls,
-            cache=self.manager.stats(),
+            **asdict(self.manager.stats()),
         )
 
     def sampling_requests(self, step: int) -> list[tuple[int, Request]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.engine.wire import EngineStats
+from weft.stats import EngineStats
 
 FINE_S, RECENT_S = 1, 120
 """Length of an interval of the recent past, and how far that goes back."""
@@ -148,8 +148,8 @@ class History:
         before, self._stats = self._stats, stats
         if stats.num_steps < before.num_steps:
             before = EngineStats()
-        interval.num_prefill_tokens += stats.steps.num_prefill_tokens - before.steps.num_prefill_tokens
-        interval.num_decode_tokens += stats.steps.num_decode_tokens - before.steps.num_decode_tokens
+        interval.num_prefill_tokens += stats.num_prefill_tokens - before.num_prefill_tokens
+        interval.num_decode_tokens += stats.num_decode_tokens - before.num_decode_tokens
         interval.num_running = max(interval.num_running, stats.num_running)
         interval.num_waiting = max(interval.num_waiting, stats.num_waiting)
 

@@ -266,13 +266,13 @@ class _EngineCollector(Collector):
         yield _counter("weft:evicted_pages", "KV pages given up for new requests", stats.num_evicted_pages, labels)
         yield _counter("weft:evicted_states", "states given up for new requests", stats.num_evicted_states, labels)
         yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
-        yield _counters("weft:steps", "steps by how they ran", "mode", stats.steps.by_mode, labels)
+        yield _counters("weft:steps", "steps by how they ran", "mode", stats.steps_by_mode, labels)
         for name, values in (service.replicas or {}).items():
             yield _gauges(f"weft:replica_{name}", f"{name}, by replica", "replica", values, labels)
         tokens = {
-            "prefill": stats.steps.num_prefill_tokens,
-            "decode": stats.steps.num_decode_tokens,
-            "padding": stats.steps.num_padding_tokens,
+            "prefill": stats.num_prefill_tokens,
+            "decode": stats.num_decode_tokens,
+            "padding": stats.num_padding_tokens,
         }
         yield _counters("weft:step_tokens", "tokens computed, and padding of captured graphs", "kind", tokens, labels)
         profile = Path(service.config.graph_profile).name if service.config.graph_profile else "none"

@@ -1,0 +1,48 @@
+"""What the engine counts: each gauge and counter once, from the cache's to the whole engine's.
+
+Job: the values behind metrics, progress bars and the inspector page. Owns: their names. Does not know: who counts.
+Counters are since the start of the engine.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of the cache, in tokens, pages and slots.
+
+    ``num_evictable_*`` hold something that no running request needs. Queries and hits count every admission of a
+    request, resumed ones too.
+    """
+
+    num_free_pages: int = 0
+    num_evictable_pages: int = 0
+    num_free_slots: int = 0
+    num_evictable_slots: int = 0
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted_pages: int = 0
+    num_evicted_states: int = 0
+
+
+class SchedulerStats(CacheStats, frozen=True, kw_only=True):
+    """With those of the scheduler: requests that wait and run now, and how often one was preempted.
+
+    ``num_stalls`` counts requests preempted again before any request had computed a new token: it must stay 0.
+    """
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_preemptions: int = 0
+    num_stalls: int = 0
+
+
+class EngineStats(SchedulerStats, frozen=True, kw_only=True):
+    """With those of the steps. ``steps_by_mode``: steps by how they ran (NONE, PIECEWISE, FULL)."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_padding_tokens: int = 0
+    steps_by_mode: dict[str, int] = {}
