@@ -6,7 +6,7 @@ Stages run in processes of their own, each with a time limit; a stage that fails
 
 1. all-reduce: the fused kernel and NCCL, checked and timed over sizes;
 2. engine: cold start with an empty Triton cache, decode, first token, throughput (W2, W3, W1 of docs/performance.md),
-   with bf16 dummy weights and bf16 states; the all-reduce falls back to NCCL's if stage 1 failed;
+   with bf16 dummy weights and bf16 states; with the fused all-reduce unless stage 1 failed;
 3. tests: ``tests/multi_gpu``, but for those of stage 1;
 4. engine again, a warm start, with NCCL's all-reduce: decode.
 
@@ -127,16 +127,16 @@ class Run:
             command = [python, "-m", "benchmarks.kernels.all_reduce", "--json", str(all_reduce)]
             fused = self.stage("all_reduce", [*command, "--ranks", str(self.ranks)], 75)
             self.results["all_reduce"] = json.loads(all_reduce.read_text()) if all_reduce.exists() else {}
-        nccl = {"disable_custom_all_reduce": True} if ON_GPU else {}
+        own = {"enable_custom_all_reduce": True} if ON_GPU and fused else {}
         with tempfile.TemporaryDirectory(prefix="weft-triton-") as cache:
             if "engine_cold" in stages:
                 everything = "decode first_token throughput"
-                self.engine("engine_cold", everything, 190, cache, **({} if fused else nccl))
+                self.engine("engine_cold", everything, 190, cache, **own)
             if "tests" in stages:
                 tests = ["pytest", "-q", "-n0", "-p", "no:cacheprovider", "tests/multi_gpu", "--durations=6"]
                 self.stage("tests", [python, "-m", *tests, "-k", "generate"], 140)
             if "engine_warm_nccl" in stages:
-                self.engine("engine_warm_nccl", "decode", 90, cache, **nccl)
+                self.engine("engine_warm_nccl", "decode", 90, cache)
 
     def table(self) -> None:
         print("\nall-reduce + norm, us      fused      NCCL + norm")

@@ -93,8 +93,8 @@ class EngineConfig:
     enable_expert_parallel: bool = _option(
         "bool", False, "split a mixture of experts by whole experts, not by their width"
     )
-    disable_custom_all_reduce: bool = _option(
-        "bool", False, "leave every sum over ranks to NCCL, also those of few rows"
+    enable_custom_all_reduce: bool = _option(
+        "bool", False, "sum few rows over GPUs by a kernel of Weft's own, fused with the norm, instead of NCCL"
     )
     distributed_executor_backend: Literal["uni", "mp", "external_launcher"] = _option(
         "text", None, "who runs the ranks: uni (this process, one rank), mp (a process for each further rank) or "

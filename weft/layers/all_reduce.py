@@ -3,9 +3,9 @@
 Job: sum over the ranks in the way that is fastest for the number of rows. Owns: the memory through which ranks exchange
 few rows. Does not know: how a sum is formed.
 
-Few rows on GPUs are summed, added to the residual stream and normalised by one kernel over peer memory. Everything else
-goes through the group's own all-reduce, which is a split op, so that passes can break there where it cannot be captured
-(gloo).
+Where it is asked for, few rows on GPUs are summed, added to the residual stream and normalised by one kernel over peer
+memory. Everything else goes through the group's own all-reduce, which is a split op, so that passes can break there
+where it cannot be captured (gloo).
 """
 
 from __future__ import annotations

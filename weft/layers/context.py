@@ -40,4 +40,4 @@ class ModelContext:
     max_model_len: int
     expert_parallel: bool = False
     rotary: RotaryTables = field(default_factory=RotaryTables)
-    custom_all_reduce: bool = True
+    custom_all_reduce: bool = False
