@@ -9,6 +9,7 @@ import pytest
 
 from weft.cli.jobs import Job, jobs_from_lines, jobs_from_texts
 from weft.errors import RequestError
+from weft.sampling_params import StructuredOutputsParams
 
 
 def read(*entries: Any, chat: bool = False, **settings: Any) -> list[Job]:
@@ -35,6 +36,19 @@ def test_a_line_goes_before_the_flags() -> None:
 
 def test_token_ids_as_keys() -> None:
     assert read({"prompt": "a", "logit_bias": {"5": 2.0}})[0].params.logit_bias == {5: 2.0}
+
+
+def test_constraints_on_the_form_of_the_text() -> None:
+    good, two, unknown, callables = read(
+        {"prompt": "a", "structured_outputs": {"choice": ["x"]}, "truncate_prompt_tokens": 5},
+        {"prompt": "a", "structured_outputs": {"choice": ["x"], "regex": "y"}},
+        {"prompt": "a", "structured_outputs": {"shape": "round"}},
+        {"prompt": "a", "logits_processors": ["x"]},
+    )
+    assert good.error is None and good.params.truncate_prompt_tokens == 5
+    assert good.params.structured_outputs == StructuredOutputsParams(choice=["x"])
+    for job, message in ((two, "regex and choice"), (unknown, "unknown field `shape`"), (callables, "no callable")):
+        assert job.error is not None and message in str(job.error)
 
 
 def test_numbers_count_blank_lines() -> None:
