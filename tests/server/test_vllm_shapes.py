@@ -39,7 +39,10 @@ def test_a_message_has_its_keys_even_if_they_are_null(server: RunningServer) -> 
     assert message == {"role": "assistant", "content": TEXT, "refusal": None, "reasoning": None}
     assert server.chat(TEXT).json()["prompt_logprobs"] is None
     choice = post(server, "/v1/completions", prompt=TEXT, max_tokens=1)["choices"][0]
-    assert choice["prompt_logprobs"] is None and choice["logprobs"] is None and choice["stop_reason"] is None
+    for name in ("prompt_logprobs", "logprobs", "stop_reason", "token_ids", "prompt_token_ids"):
+        assert choice[name] is None
+    chat = server.chat(TEXT).json()
+    assert chat["prompt_token_ids"] is None and chat["choices"][0]["token_ids"] is None
     message = server.chat("<think>hm</think>ok").json()["choices"][0]["message"]
     assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("hm", "hm", "ok")
 

@@ -272,8 +272,7 @@ class ChatAnswer:
         choices = [self._choice(completion) for completion in output.outputs]
         body = self._head("chat.completion") | {"choices": choices, "usage": self._call.usage()}
         body["prompt_logprobs"] = prompt_logprobs(output) if self._request.prompt_logprobs is not None else None
-        if self._request.return_token_ids:
-            body["prompt_token_ids"] = output.prompt_token_ids
+        body["prompt_token_ids"] = output.prompt_token_ids if self._request.return_token_ids else None
         return body | {"weft": self._call.extension()}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
@@ -297,8 +296,7 @@ class ChatAnswer:
             "finish_reason": _finish_reason(completion.finish_reason, parser),
             "stop_reason": completion.stop_reason,
         }
-        if self._request.return_token_ids:
-            choice["token_ids"] = completion.token_ids
+        choice["token_ids"] = completion.token_ids if self._request.return_token_ids else None
         return choice
 
     def _logprobs(self, entries: Any) -> dict[str, Any] | None:

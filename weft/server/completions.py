@@ -136,8 +136,9 @@ class CompletionAnswer:
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if self._request.return_token_ids:
-            choice |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
+        shows_ids = self._request.return_token_ids
+        choice["token_ids"] = completion.token_ids if shows_ids else None
+        choice["prompt_token_ids"] = output.prompt_token_ids if shows_ids else None
         choice["prompt_logprobs"] = prompt_logprobs(output) if self._request.prompt_logprobs is not None else None
         return choice
 
