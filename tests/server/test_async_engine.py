@@ -51,7 +51,7 @@ class Link:
         for _ in range(steps):
             messages, self.inbox = self.inbox, []
             for message in messages:
-                self.loop._obey(message)  # type: ignore[arg-type]
+                self.loop._handle(message)  # type: ignore[arg-type]
             if self.core.has_work:
                 self.loop._step()
 

@@ -17,9 +17,9 @@ from weft.config.aliases import SERVER_FLAGS
 from weft.errors import ConfigError, RequestError
 from weft.server.admission import Admission
 from weft.server.app import POSTS, build_app, media_types
+from weft.server.authentication import AuthenticationMiddleware
 from weft.server.caller import Caller
 from weft.server.errors import ApiError, as_api_error
-from weft.server.gate import Gate
 from weft.server.openapi import openapi_document
 from weft.server.rendering import SMALL, RenderPool
 from weft.server.requestlog import Formatter
@@ -105,7 +105,7 @@ def knock(
 
     raw = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": raw, "method": method}
-    asyncio.run(Gate(app, settings, [], lambda path, status: None)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(AuthenticationMiddleware(app, settings, [], lambda path, status: None)(scope, None, send))  # type: ignore[arg-type]
     return (0, seen[0]) if seen else (statuses[0], None)
 
 
@@ -139,7 +139,11 @@ def test_two_host_headers() -> None:
         sent.append(message)
 
     scope = {"type": "http", "path": "/health", "headers": [(b"host", b"localhost")] * 2, "method": "GET"}
-    asyncio.run(Gate(lambda *given: None, ServerSettings(), [], lambda path, status: None)(scope, None, send))  # type: ignore[arg-type, return-value]
+    asyncio.run(
+        AuthenticationMiddleware(lambda *given: None, ServerSettings(), [], lambda path, status: None)(
+            scope, None, send
+        )
+    )  # type: ignore[arg-type, return-value]
     assert sent[0]["status"] == 400
 
 

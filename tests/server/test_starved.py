@@ -56,19 +56,19 @@ def test_a_process_that_computes_is_not_frozen_and_one_that_stands_still_is(
     pulse, process = locked
     wait_until(lambda: pulse.silence_s < 1, 10)
     wait_until(lambda: pulse.silence_s > 1, 10)  # the lock is held: nobody has looked, so nothing was seen
-    pulse.look(process.pid)
+    pulse.poll(process.pid)
     assert pulse.silence_s < 0.5
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(0.05)
-    pulse.look(process.pid)  # what it computed until then
+    pulse.poll(process.pid)  # what it computed until then
     stopped = time.monotonic()
     while time.monotonic() - stopped < 0.6:
-        pulse.look(process.pid)
+        pulse.poll(process.pid)
         time.sleep(0.05)
     assert pulse.silence_s > 0.5
     process.kill()
     process.wait()
-    pulse.look(process.pid)  # no such process
+    pulse.poll(process.pid)  # no such process
 
 
 def test_a_grammar_may_wait_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ class AsyncEngine:
         self._streams: dict[str, ResponseStream] = {}
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
         self._death: EngineDeadError | None = None
-        self._lookers: list[asyncio.Future[Snapshot]] = []
+        self._pending_snapshots: list[asyncio.Future[Snapshot]] = []
 
     @property
     def num_open(self) -> int:
@@ -306,23 +306,23 @@ class AsyncEngine:
         """
         if self._death is not None:
             raise self._death
-        looker: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-        self._lookers.append(looker)
+        pending: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._pending_snapshots.append(pending)
         self._link.send(wire.Inspect(tokens_per_node))
-        return await looker
+        return await pending
 
     def show(self, snapshot: Snapshot) -> None:
         """The engine has let itself be looked at; snapshots come in the order in which they were asked for."""
-        looker = self._lookers.pop(0)
-        if not looker.done():
-            looker.set_result(snapshot)
+        pending = self._pending_snapshots.pop(0)
+        if not pending.done():
+            pending.set_result(snapshot)
 
     def die(self, reason: str) -> None:
         """The engine is gone: every open stream ends with an error, and no new one starts."""
         self._death = EngineDeadError(reason)
         for stream in self._streams.values():
             stream.fail(self._death)
-        for looker in self._lookers:
-            if not looker.done():
-                looker.set_exception(self._death)
-        self._lookers.clear()
+        for pending in self._pending_snapshots:
+            if not pending.done():
+                pending.set_exception(self._death)
+        self._pending_snapshots.clear()

@@ -73,14 +73,14 @@ class ServerChannel:
             self._receiver(content)
         self._loop.call_soon(self._read)
 
-    def deaf(self) -> None:
+    def stop_reading(self) -> None:
         """Nothing more is read."""
         if self._receiver is not None:
             self._receiver = None
             self._loop.remove_reader(self._outputs.fileno())
 
     def close(self) -> None:
-        self.deaf()
+        self.stop_reading()
         self._flush()
         self._outputs.close()
         self._requests.close()
@@ -96,7 +96,7 @@ class EngineChannel:
         self._outputs = self._context.socket(zmq.PUSH)
         for socket, name in ((self._requests, "requests"), (self._outputs, "outputs")):
             socket.set_hwm(0)
-            socket.linger = 1000  # milliseconds to deliver the last words
+            socket.linger = 1000  # milliseconds to deliver the last messages
             socket.connect(_address(directory, name))
 
     def receive(self, timeout_ms: int) -> list[wire.ToEngine]:

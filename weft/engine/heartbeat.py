@@ -78,11 +78,11 @@ class Pulse:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last sign of life, a beat or what ``look`` saw; infinite before the first beat."""
+        """Seconds since the last sign of life, a beat or what ``poll`` saw; infinite before the first beat."""
         beat = self._read()[0]
         return time.monotonic() - max(beat, self._moved_at) if beat else float("inf")
 
-    def look(self, pid: int) -> None:
+    def poll(self, pid: int) -> None:
         """See whether the process moves without a beat; for a caller that looks about once a second."""
         try:
             used = processor_s(pid)

@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 ENGINE_MODULE = "weft.engine.process"
 
-_LAST_WORDS_S = 5.0
+_FAILURE_TIMEOUT_S = 5.0
 """How long the message of an engine that has failed may be on its way, on a machine that is busy."""
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Seconds between two looks at the process."""
 
 _GRACE_S = 10.0
@@ -70,7 +70,7 @@ class EngineProcess:
         self._process = self._spawn([sys.executable, "-m", module], settings, verbose, environment or {})
         self._has_failed = asyncio.Event()
         self._channel.receive(self._take)
-        self._looker = asyncio.create_task(self._look())
+        self._watchdog = asyncio.create_task(self._poll())
         self._ended = asyncio.Event()
         threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
 
@@ -102,16 +102,16 @@ class EngineProcess:
         except Exception:
             # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
             logger.exception("a message of the engine could not be handled; the engine is ended")
-            self._channel.deaf()
+            self._channel.stop_reading()
             self.kill()
-        else:
-            if isinstance(message, wire.Failed):
-                self._has_failed.set()
+            return
+        if isinstance(message, wire.Failed):
+            self._has_failed.set()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while True:
-            self.pulse.look(self.pid)
-            await asyncio.sleep(_LOOK_S)
+            self.pulse.poll(self.pid)
+            await asyncio.sleep(_POLL_S)
 
     def _watch(self) -> None:
         """In a thread: wait for the end of the process, which no message can announce."""
@@ -128,10 +128,10 @@ class EngineProcess:
     async def _settle(self, status: int) -> None:
         if status == wire.FAILED_STATUS:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_failed.wait(), _LAST_WORDS_S)
+                await asyncio.wait_for(self._has_failed.wait(), _FAILURE_TIMEOUT_S)
         else:
             await asyncio.sleep(0.05)  # what it had sent may be on its way through the socket
-        self._looker.cancel()
+        self._watchdog.cancel()
         self._channel.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._ended.set()

@@ -84,7 +84,7 @@ class EngineLoop:
             for message in self._channel.receive(0 if self._core.has_work else _IDLE_MS):
                 if isinstance(message, wire.Shutdown):
                     return
-                self._obey(message)
+                self._handle(message)
             if self._core.has_work:
                 self._step()
             if time.monotonic() >= self._prefixes_due:
@@ -100,7 +100,7 @@ class EngineLoop:
         now = time.monotonic()
         self._prefixes_due = now + max(PREFIXES_EVERY_S, 100 * (now - began))
 
-    def _obey(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
+    def _handle(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
         """What cannot be obeyed is no reason to end the requests that run."""
         try:
             self._apply(message)

@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.server import page, utility
 from weft.server.anthropic_messages import CountTokensRequest, MessagesRequest, count_tokens, messages
+from weft.server.authentication import AuthenticationMiddleware
 from weft.server.caller import Caller
 from weft.server.calls import Context
 from weft.server.chat_completions import chat_completions
 from weft.server.completions import completions
 from weft.server.errors import ApiError, as_api_error, error_response
-from weft.server.gate import Gate
 from weft.server.inspector import Inspector
 from weft.server.metrics import CONTENT_TYPE, Metrics
 from weft.server.openapi import openapi_document
@@ -119,7 +119,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
     posts = {path: _post(context, handler) for path, (handler, _) in POSTS.items()}
-    return Gate(
+    return AuthenticationMiddleware(
         Posts(posts, app),
         settings,
         [*POSTS, *GETS, "/metrics", "/openapi.json", "/inspect", "/"],

@@ -27,7 +27,7 @@ for its turn, and that is no fault of the caller's."""
 _PATIENCE_S = 30.0
 """Time by the clock after which a worker is given up, whatever it used."""
 
-_GLANCE_S = 0.05
+_POLL_S = 0.05
 _MAX_REMEMBERED = 512
 _MAX_LINE = 4 << 20
 
@@ -93,7 +93,7 @@ class GrammarChecker:
         used = processor_s(worker.pid)
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                while not (await asyncio.wait((answer,), timeout=_GLANCE_S))[0]:
+                while not (await asyncio.wait((answer,), timeout=_POLL_S))[0]:
                     if processor_s(worker.pid) - used > TIMEOUT_S:
                         raise _TooLongError
             return answer.result()

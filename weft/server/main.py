@@ -22,8 +22,8 @@ from weft import __version__
 from weft.engine.launcher import ENGINE_MODULE
 from weft.errors import ConfigError
 from weft.server.app import build_app
+from weft.server.authentication import STATE_PATHS
 from weft.server.connections import protocol_class, raise_descriptor_limit
-from weft.server.gate import STATE_PATHS
 from weft.server.requestlog import configure as configure_log
 from weft.server.service import Service, State
 from weft.server.settings import ServerSettings

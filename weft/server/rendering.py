@@ -36,7 +36,7 @@ _INLINE_S = 0.03
 LARGE = 1 << 18
 """Characters from which on an input is large."""
 
-_GLANCE_S = 0.01
+_POLL_S = 0.01
 
 
 class TemplateTimeout(BaseException):
@@ -150,14 +150,14 @@ class _Alarm:
         self._limited = limited
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._handle = self._loop.call_later(timeout_s, self._look)
+        self._handle = self._loop.call_later(timeout_s, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         left = self._timeout_s - self._limited.processor_s
         if left <= 0:
             self._limited.interrupt()
         else:
-            self._handle = self._loop.call_later(max(left, _GLANCE_S), self._look)
+            self._handle = self._loop.call_later(max(left, _POLL_S), self._check)
 
     def cancel(self) -> None:
         self._handle.cancel()

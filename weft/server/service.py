@@ -101,7 +101,7 @@ class Service:
         self._capacity: wire.Capacity | None = None
         self._tokenizer: asyncio.Task[Tokenizer | None] | None = None
         self._admission: Admission | None = None
-        self._last_words: wire.Failed | None = None
+        self._failed: wire.Failed | None = None
         self._began = time.monotonic()
         self._ready_at = 0.0
         self._restarts_in_a_row = 0
@@ -195,7 +195,7 @@ class Service:
         """Start the engine process; ``state`` becomes READY by itself."""
         self.state = State.STARTING
         self._began = time.monotonic()
-        self._last_words = None
+        self._failed = None
         many = (self._engine_settings.get("data_parallel_size") or 1) > 1
         self._process = (ReplicaSet if many else EngineProcess)(
             self._engine_settings, self._hear, self._on_exit, self._engine_module, verbose=self._verbose
@@ -220,7 +220,7 @@ class Service:
             case wire.Ready():
                 asyncio.create_task(self._become_ready(message.capacity))  # noqa: RUF006 (short, and held by the loop)
             case wire.Failed():
-                self._last_words = message
+                self._failed = message
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
         if config.skip_tokenizer_init:
@@ -236,7 +236,7 @@ class Service:
         try:
             tokenizer = await self._tokenizer
         except Exception as error:  # a WeftError from the files, or anything from the libraries
-            self._last_words = wire.failure(error)
+            self._failed = wire.failure(error)
             process.kill()
             return
         if process is not self._process or self.state is not State.STARTING:
@@ -255,7 +255,7 @@ class Service:
         was_ready = self.state is State.READY
         if self._is_closing:
             return
-        failure = self._last_words or wire.Failed(f"the engine process ended unexpectedly ({_ending(status)})")
+        failure = self._failed or wire.Failed(f"the engine process ended unexpectedly ({_ending(status)})")
         if self._engine is not None:
             self._engine.die(failure.message)
         if time.monotonic() - self._ready_at > _STABLE_AFTER_S:

@@ -25,7 +25,7 @@ PING = b": ping\n\n"
 PING_S = 5.0
 """A stream without an event for so long gets a comment."""
 
-_LAST_WORDS_S = 5.0
+_END_TIMEOUT_S = 5.0
 """How long the end of a stream may wait for a caller that does not read."""
 
 _HEADERS = [
@@ -106,10 +106,10 @@ class StreamResponse(Response):
             if not sender.started:
                 await error_response(known)(scope, receive, send)
                 return
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_END_TIMEOUT_S):
                 await sender.event(self._error_events(known))
         sender.close()
-        async with asyncio.timeout(_LAST_WORDS_S):
+        async with asyncio.timeout(_END_TIMEOUT_S):
             await send({"type": "http.response.body", "body": b""})
 
 

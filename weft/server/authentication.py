@@ -28,7 +28,7 @@ OPEN_PATHS = page.PATHS | STATE_PATHS
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
-class Gate:
+class AuthenticationMiddleware:
     """Wraps the application.
 
     Args:
