@@ -38,7 +38,8 @@ class CacheSpec:
     @classmethod
     def of(cls, config: EngineConfig) -> CacheSpec:
         """The spec of each rank of an engine."""
-        dtypes = CacheDtypes(model=config.dtype, kv=config.dtype, state=config.mamba_ssm_dtype)
+        kv = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
+        dtypes = CacheDtypes(model=config.dtype, kv=kv, state=config.mamba_ssm_dtype)
         return cls.from_model(
             config.model_config, page_size=config.page_size, dtypes=dtypes, tp_size=config.tensor_parallel_size
         )

@@ -112,6 +112,10 @@ class EngineConfig:
     num_state_slots: int | None = _option(
         "int", None, "recurrent-state slots, the reserved one included; default: what memory allows", low=2
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = _option(
+        "text", "auto", "auto: keys and values in the computing dtype; fp8: in e4m3, by the checkpoint's scales if any",
+        choices=("auto", "fp8"), synonyms={"fp8_e4m3": "fp8"},
+    )  # fmt: skip
     mamba_ssm_dtype: str = _option(
         "text", "auto", "dtype of the recurrent state; auto: the checkpoint's, else float32",
         choices=("auto", "float32", "bfloat16"),

@@ -30,6 +30,7 @@ SETTINGS = (
     "dtype",
     "backend",
     "mamba_ssm_dtype",
+    "kv_cache_dtype",
     "tensor_parallel_size",
     "page_size",
     "max_model_len",

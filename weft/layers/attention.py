@@ -1,12 +1,13 @@
 """Full attention of one decoder layer over the paged KV cache.
 
 Job: project, normalise and rotate, store this step's keys and values, attend, gate and project back. Owns: the layer's
-projections and norms. Does not know: who allocated the pages; it finds its cache by its own name in the forward
-context.
+projections and norms, and the scales of an FP8 cache. Does not know: who allocated the pages; it finds its cache by its
+own name in the forward context.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
@@ -16,12 +17,14 @@ from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
+from weft.layers.weight import Layout, WeightModule, empty_parameter, whole
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
+from weft.ops.e4m3 import E4M3
 from weft.ops.qk_norm_rope import qk_norm_rope
 
 
-class Attention(nn.Module):
+class Attention(WeightModule):
     """``hidden_states [T, hidden_size] -> [T, hidden_size]`` (rows of padding tokens are arbitrary).
 
     Args:
@@ -57,7 +60,20 @@ class Attention(nn.Module):
         if geometry.qk_norm:
             self.q_norm = RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
             self.k_norm = RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
+        self.k_scale: nn.Parameter | None = None
+        self.v_scale: nn.Parameter | None = None
+        if config.quantization is not None and config.quantization.kv_cache:
+            self.k_scale = empty_parameter(1, dtype=torch.float32, device=context.device)
+            self.v_scale = empty_parameter(1, dtype=torch.float32, device=context.device)
         context.layers.register(name, self)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        return ({name: whole(scale) for name, scale in scales.items() if scale is not None},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        """Scales of an FP8 cache: keys and values of order one use most of what e4m3 can hold."""
+        return 0.01, 0.02
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.o_proj(self.attend(self.qkv_proj(hidden_states)))
@@ -67,6 +83,7 @@ class Attention(nn.Module):
         """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
+        scaled = cache["k"].dtype is E4M3 and self.k_scale is not None
         q, gate = qk_norm_rope(
             qkv,
             self.q_norm.weight if self.q_norm is not None else None,
@@ -82,10 +99,14 @@ class Attention(nn.Module):
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=self.head_dim,
             gated=self._gated,
+            k_scale=self.k_scale if scaled else None,
+            v_scale=self.v_scale if scaled else None,
             backend=self._backend,
         )
         attended = paged_attention(q, cache["k"], cache["v"], batch, scale=self._scale, backend=self._backend)
         attended = attended.flatten(1)
+        if scaled and self.v_scale is not None:
+            attended = (attended * self.v_scale).to(qkv.dtype)
         if gate is not None:
             attended = sigmoid_mul(attended, gate, backend=self._backend)
         return attended

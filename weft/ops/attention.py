@@ -89,7 +89,7 @@ def _decode_block(
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
     slots = _slots(page_table, torch.minimum(offsets, seq_lens - 1), page_size).flatten()
     k, v = (
-        c.flatten(0, 1).index_select(0, slots).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
+        c.flatten(0, 1).index_select(0, slots).to(q.dtype).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
         for c in (k_cache, v_cache)
     )
     mask = (offsets < seq_lens)[:, None, None] if ragged else None
@@ -103,7 +103,9 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: f
     for i in range(batch.num_decodes, batch.num_seqs):
         start, end, kv_len = starts[i], starts[i + 1], seq_lens[i]
         slots = _slots(batch.page_table[i : i + 1], torch.arange(kv_len, device=q.device)[None], page_size)[0]
-        k, v = (c.flatten(0, 1).index_select(0, slots).transpose(0, 1).unsqueeze(1) for c in (k_cache, v_cache))
+        k, v = (
+            c.flatten(0, 1).index_select(0, slots).to(q.dtype).transpose(0, 1).unsqueeze(1) for c in (k_cache, v_cache)
+        )
         rows = q[start:end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, group, query, D]
         group = rows.shape[1]
         attended = F.scaled_dot_product_attention(
@@ -144,9 +146,9 @@ def paged_attention(
 
     Args:
         q: ``[T, Hq, D]``.
-        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``; Hq is a multiple of Hkv, and query head h reads key head
-            ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with one query token, earlier
-            steps wrote all keys but that token's (they are read early on the GPU).
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
+            head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
+            one query token, earlier steps wrote all keys but that token's (they are read early on the GPU).
         batch: says which tokens form which sequence and where their pages are.
         out: ``[T, Hq, D]`` to write to, optional.
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+from weft.ops.e4m3 import E4M3, E4M3_MAX
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -16,11 +19,13 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
     Args:
         k, v: ``[T, Hkv, D]``.
-        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``, contiguous.
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``, contiguous, in k's dtype or e4m3 (saturating).
         slot_mapping: ``[T]`` int64. Only slots of page 0 may occur more than once.
     """
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype is E4M3:
+            x = x.clamp(-E4M3_MAX, E4M3_MAX)
+        as_bytes(cache).flatten(0, 1).index_copy_(0, slot_mapping, as_bytes(x.to(cache.dtype)))
 
 
 def copy_pages(caches: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
@@ -32,4 +37,10 @@ def copy_pages(caches: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
     """
     src, dst = src.long(), dst.long()
     for cache in caches:
+        cache = as_bytes(cache)
         cache.index_copy_(0, dst, cache.index_select(0, src))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """e4m3 as bytes, which torch can copy by index on every device; other dtypes as they are."""
+    return x.view(torch.uint8) if x.dtype is E4M3 else x

@@ -32,6 +32,8 @@ def qk_norm_rope_reference(
     num_kv_heads: int,
     head_dim: int,
     gated: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Torch reference of ``qk_norm_rope``."""
     q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)
@@ -40,6 +42,8 @@ def qk_norm_rope_reference(
         k = rms_norm_reference(k, k_norm, eps, zero_centered=zero_centered)
         assert isinstance(q, Tensor) and isinstance(k, Tensor)
     q, k = apply_rotary(q, k, positions, cos_sin)
+    if k_scale is not None and v_scale is not None:
+        q, k, v = ((x.float() * scale).to(x.dtype) for x, scale in ((q, k_scale), (k, 1 / k_scale), (v, 1 / v_scale)))
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, gate
 
@@ -60,6 +64,8 @@ def qk_norm_rope(
     num_kv_heads: int,
     head_dim: int,
     gated: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: Backend,
 ) -> tuple[Tensor, Tensor | None]:
     """Split a merged projection, normalise and rotate queries and keys, and store keys and values in their pages.
@@ -70,9 +76,11 @@ def qk_norm_rope(
         eps, zero_centered: as for ``rms_norm``.
         cos_sin: ``[max_len, rotary_dim]`` float32 from ``rotary_table``; the first rotary_dim dimensions turn.
         positions: ``[T]`` int64.
-        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]``, written in place.
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in qkv's dtype or e4m3, written in place.
         slot_mapping: ``[T]`` int64; padding tokens name a slot of page 0.
         gated: whether ``qkv`` holds an output gate.
+        k_scale, v_scale: ``[1]`` float32, or both None: the caches get keys and values divided by these, and queries
+            are multiplied by ``k_scale``, so that scores are what they were; attention's outputs want ``v_scale``.
 
     Returns:
         ``q [T, Hq, D]`` in qkv's dtype, and the gate ``[T, Hq * D]``, a view of ``qkv`` (None unless ``gated``).
@@ -96,4 +104,6 @@ def qk_norm_rope(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         gated=gated,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )

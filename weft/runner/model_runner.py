@@ -122,6 +122,9 @@ class ModelRunner:
                 self._attach(self.plan)
             with stage("graphs"):
                 self._capture_graphs()
+        quantization = config.model_config.quantization
+        if config.kv_cache_dtype == "fp8" and not (quantization and quantization.kv_cache):
+            logger.warning("kv_cache_dtype=fp8: the checkpoint has no scales of keys and values; 1.0 is used")
         why = config.reasons.get("graph_profile" if config.graph_profile else "cuda_graph_mode", "given")
         logger.info("kernels: %s (%s)", config.backend, config.reasons.get("backend", "given"))
         logger.info("graphs: mode %s (%s), profile %s", config.cuda_graph_mode, why, config.graph_profile or "none")

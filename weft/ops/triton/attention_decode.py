@@ -117,6 +117,7 @@ def _decode_held_split(
     table = cache[2]
     _row, _seq, split, num_splits = place
     head_ids, dims, _in_group, mask = lanes
+    BLOCK_D: tl.constexpr = FIXED.block_d
     newest = kv_len - 1
     tokens = split * SPLIT + tl.arange(0, SPLIT)
     stored = tokens < newest
@@ -124,7 +125,7 @@ def _decode_held_split(
     k, v = load_keys_values(cache, page, tokens, stored, dims, FIXED, True)
     wait(EARLY)
     queries = tl.load(q_row + inside, mask=mask, other=0.0)
-    acc = tl.zeros([head_ids.shape[0], FIXED.block_d], dtype=tl.float32)
+    acc = tl.zeros([head_ids.shape[0], BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([head_ids.shape[0]], dtype=tl.float32)
     row_max = tl.full([head_ids.shape[0]], float("-inf"), dtype=tl.float32)
     if split == num_splits - 1:
@@ -247,10 +248,12 @@ def _decode_kernel(
             step = tl.num_programs(1)
         if (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
             wait(EARLY)
-            dims = tl.arange(0, FIXED.block_d)
-            heads = tl.arange(0, FIXED.rows)
+            ROWS: tl.constexpr = FIXED.rows
+            BLOCK_D: tl.constexpr = FIXED.block_d
+            dims = tl.arange(0, BLOCK_D)
+            heads = tl.arange(0, ROWS)
             offsets = (kv_head * FIXED.group + heads)[:, None] * FIXED.head_dim + dims[None, :]
-            zeros = tl.zeros([FIXED.rows, FIXED.block_d], dtype=out.dtype.element_ty)
+            zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
             mask = (heads < FIXED.group)[:, None] & (dims < FIXED.head_dim)[None, :]
             tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
         _decode_sequence(inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED, EARLY)

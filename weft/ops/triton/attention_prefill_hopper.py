@@ -307,7 +307,7 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
         _is_hopper(q.device)
-        and q.dtype == torch.bfloat16
+        and q.dtype == k_cache.dtype == torch.bfloat16
         and head_dim in (64, 128, 256)
         and 64 % (num_heads // num_kv_heads) == 0
         and page_size % 8 == 0

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.e4m3 import E4M3
+
 LOG2E = 1.4426950408889634
 
 METADATA = ["page_table", "seq_lens", "cu_seqlens_q", "counts"]
@@ -80,6 +82,7 @@ def accumulate(
     acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """One step of the online softmax. Every row has seen a visible key by the end of the first step."""
+    k, v = k.to(q.dtype), v.to(q.dtype)  # of an FP8 cache
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -93,7 +96,8 @@ def accumulate(
 
 def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
     """Caches are contiguous; rows of q and out may be strided, their heads are dense."""
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == q.dtype
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, E4M3)
     assert q.stride(2) == out.stride(2) == 1 and q.stride(1) == out.stride(1) == q.shape[2]
 
 

@@ -245,9 +245,7 @@ def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
         return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
     if average <= 24:
         return Tiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4))
-    if average <= 64:
-        return Tiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4))
-    return Tiles(Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4))
+    return Tiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4))
 
 
 def fp8_fused_moe_triton(

@@ -16,11 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.e4m3 import E4M3_MAX
 from weft.ops.qkv_split import split_qkv
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
 
 
 class Tile(NamedTuple):
@@ -56,6 +59,7 @@ class Fixed(NamedTuple):
         tokens, heads, kv_heads: that a program takes.
         q_programs: programs of a token's query heads; those after them are its key heads'.
         block_d: a power of two that holds a head.
+        scaled: the cache holds keys and values divided by a scale each; queries are multiplied by that of the keys.
     """
 
     num_heads: int
@@ -69,10 +73,19 @@ class Fixed(NamedTuple):
     kv_heads: int
     q_programs: int
     block_d: int
+    scaled: bool
 
 
 @triton.jit
-def _turn_halves(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr):
+def _store(pointers, x, mask):
+    """Round and store; what e4m3 cannot hold saturates."""
+    if pointers.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turn_halves(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED: tl.constexpr):
     """Normalise heads and turn their halves with one another.
 
     ``p_from``, ``p_to``, ``p_angles``: ``[ROWS]`` pointers to each head and to its token's cosines and sines.
@@ -92,12 +105,12 @@ def _turn_halves(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr)
         inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
         x = x * inverse * _scale(weight, columns, HALF, ZERO_CENTERED)
         y = y * inverse * _scale(weight + HALF, columns, HALF, ZERO_CENTERED)
-    tl.store(p_to, (x * cos - y * sin).to(p_to.dtype.element_ty), mask=inside)
-    tl.store(p_to + HALF, (y * cos + x * sin).to(p_to.dtype.element_ty), mask=inside)
+    _store(p_to, (x * cos - y * sin) * factor, inside)
+    _store(p_to + HALF, (y * cos + x * sin) * factor, inside)
 
 
 @triton.jit
-def _turn_part(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr):
+def _turn_part(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED: tl.constexpr):
     """``_turn_halves`` where only the first ``rotary_dim`` dimensions turn: those read their partner as well."""
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     ROTARY_DIM: tl.constexpr = FIXED.rotary_dim
@@ -117,20 +130,21 @@ def _turn_part(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr):
         x = x * inverse * _scale(weight, columns, HEAD_DIM, ZERO_CENTERED)
         y = y * inverse * _scale(weight, tl.where(columns < ROTARY_DIM, partner, 0), HEAD_DIM, ZERO_CENTERED)
     x = x * cos + y * tl.where((columns < HALF)[None, :], -sin, sin)
-    tl.store(p_to[:, None] + columns[None, :], x.to(p_to.dtype.element_ty), mask=inside)
+    _store(p_to[:, None] + columns[None, :], x * factor, inside)
 
 
 @triton.jit
-def _norm_rope(p_from, p_to, p_angles, mask, weight, eps, FIXED: tl.constexpr):
+def _norm_rope(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED: tl.constexpr):
     if FIXED.rotary_dim == FIXED.head_dim:
-        _turn_halves(p_from, p_to, p_angles, mask, weight, eps, FIXED)
+        _turn_halves(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED)
     else:
-        _turn_part(p_from, p_to, p_angles, mask, weight, eps, FIXED)
+        _turn_part(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED)
 
 
 @jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_kernel(
-    q, k, v, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, stride_qkv,
+    q, k, v, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, k_scale, v_scale, eps,
+    num_tokens, stride_qkv,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some query heads, or some key and value heads, of some tokens, as rows."""
@@ -152,7 +166,7 @@ def _qk_norm_rope_kernel(
         p_angles = cos_sin + tl.load(positions + tokens, mask=mask, other=0) * ROTARY_DIM
         _norm_rope(
             q + tokens * stride_qkv + heads * HEAD_DIM, q_out + (tokens * NUM_HEADS + heads) * HEAD_DIM, p_angles,
-            mask, q_norm, eps, FIXED,
+            mask, q_norm, eps, tl.load(k_scale) if FIXED.scaled else 1.0, FIXED,
         )  # fmt: skip
         return
     row = tl.arange(0, TOKENS * KV_HEADS)
@@ -165,8 +179,10 @@ def _qk_norm_rope_kernel(
     dims = tl.arange(0, FIXED.block_d)[None, :]
     inner = mask[:, None] & (dims < HEAD_DIM)
     values = tl.load((v + inside)[:, None] + dims, mask=inner, other=0.0)
-    _norm_rope(k + inside, k_cache + stored, p_angles, mask, k_norm, eps, FIXED)
-    tl.store((v_cache + stored)[:, None] + dims, values.to(v_cache.dtype.element_ty), mask=inner)
+    k_factor = 1.0 / tl.load(k_scale) if FIXED.scaled else 1.0
+    _norm_rope(k + inside, k_cache + stored, p_angles, mask, k_norm, eps, k_factor, FIXED)
+    v_factor = 1.0 / tl.load(v_scale) if FIXED.scaled else 1.0
+    _store((v_cache + stored)[:, None] + dims, values.to(tl.float32) * v_factor, inner)
 
 
 def qk_norm_rope_triton(
@@ -185,6 +201,8 @@ def qk_norm_rope_triton(
     num_kv_heads: int,
     head_dim: int,
     gated: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``qk_norm_rope`` of ``weft/ops/qk_norm_rope.py``. ``tile`` overrides that of ``TILES``."""
@@ -200,11 +218,12 @@ def qk_norm_rope_triton(
     q_programs = cdiv(num_heads, heads)
     fixed = Fixed(
         num_heads, num_kv_heads, head_dim, rotary_dim, q_norm is not None, zero_centered, tile.tokens, heads, kv_heads,
-        q_programs, block_d,
+        q_programs, block_d, k_scale is not None,
     )  # fmt: skip
     _qk_norm_rope_kernel[(q_programs + cdiv(num_kv_heads, kv_heads), cdiv(num_tokens, tile.tokens))](
         q, k, v, q if q_norm is None else q_norm, q if k_norm is None else k_norm,
-        cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, eps, num_tokens, qkv.stride(0),
+        cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, cos_sin if k_scale is None else k_scale,
+        cos_sin if v_scale is None else v_scale, eps, num_tokens, qkv.stride(0),
         FIXED=fixed, num_warps=tile.warps, maxnreg=tile.max_registers,
         **early_launch(qkv.device),
     )  # fmt: skip
