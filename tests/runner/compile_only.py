@@ -64,7 +64,7 @@ def main(folder: str) -> None:
         runner._attach(runner.plan)
         for _ in range(60):
             runner.launch(random_step(rng, state_slot=1))
-            runner._rows.last_token.zero_()
+            runner.steps.rows.last_token.zero_()
     print(json.dumps({"at_start": compiled[:at_start], "later": compiled[at_start:]}))
 
 

@@ -82,7 +82,7 @@ def test_rows_that_prompts_took_get_their_context_back(runner: ModelRunner) -> N
     maker.decode(3)
     runner.run(maker.prefill(40))
     runner.run(maker.decode(3))
-    assert [runner._rows.num_prompt_tokens[row] for row in range(3)] == [7] * 3
+    assert [runner.steps.rows.num_prompt_tokens[row] for row in range(3)] == [7] * 3
 
 
 def test_a_context_fits_the_longest_sequence(runner: ModelRunner) -> None:

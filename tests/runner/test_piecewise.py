@@ -199,14 +199,14 @@ def rounding(checkpoint: Path, steps: list[list[tuple[int, int, int]]], exact: l
 
 def noted_states(runner: ModelRunner) -> list[torch.Tensor]:
     """A list that receives the hidden states of every step."""
-    forward, states = runner._forward, []
+    forward, states = runner.steps.forward, []
 
     def noted(*args: Any) -> torch.Tensor:
         found = forward(*args)
         states.append(found.clone())
         return found
 
-    runner._forward = noted  # type: ignore[method-assign]
+    runner.steps.forward = noted  # type: ignore[method-assign]
     return states
 
 
@@ -217,7 +217,7 @@ def test_what_moves_is_named_in_debug_mode(tmp_path: Path, mode: str) -> None:
     settings = {"cuda_graph_mode": mode, "piecewise_cuda_graph_tokens": [1, 4], "model": str(folder)}
     runner = ModelRunner(resolve(**SETTINGS, **settings, enable_torch_compile_debug_mode=True))
     runner.run(step([(0, 0, 3)]))
-    norm, rows, buffers = runner.model.model.norm, runner._rows, runner._builder._buffers
+    norm, rows, buffers = runner.model.model.norm, runner.steps.rows, runner.steps.builder._buffers
     (layer, cache), *_ = runner.caches.items()
 
     def refused(message: str, start: int) -> None:

@@ -57,7 +57,7 @@ def test_every_step_runs(arch: str, tmp_path: Path) -> None:
     runner._walk_steps()
     assert len(ran) == (2 if "Next" in arch else 1)
     assert list(runner.model.model.layers) == layers
-    assert not torch.any(runner._rows.last_token)
+    assert not torch.any(runner.steps.rows.last_token)
 
 
 def test_a_start_tells_its_stages() -> None:

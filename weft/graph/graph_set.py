@@ -153,6 +153,10 @@ class GraphSet(Generic[T]):
         """What is replayed for a captured size."""
         return self._graphs[size][0]
 
+    def results(self, size: int) -> T:
+        """Where a replay of a captured size leaves its results."""
+        return self._graphs[size][1]
+
     def replay(self, size: int, num_rows: int) -> T:
         """Run the graph of ``size``, of which ``num_rows`` rows are real.
 

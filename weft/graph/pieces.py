@@ -227,6 +227,10 @@ class PiecewiseModel:
         """Graphs of one pass."""
         return self._source.num_breaks + 1
 
+    def results(self, size: int) -> Tensor:
+        """Where a replay of a captured size leaves the hidden states."""
+        return self._graphs.results(size)
+
     def sequence(self, size: int) -> PieceSequence:
         """The pass captured for ``size`` tokens, to look at."""
         graph = self._graphs.graph(size)

@@ -1,11 +1,7 @@
-"""Runs a step: scheduler output in, tokens out.
+"""One rank from its weights to its steps.
 
-Job: own the model, its caches and the rows; build the batch, run the forward pass (as a graph where one fits), sample.
-Owns: every tensor of one rank. Does not know: requests, why something is scheduled, whose a page is.
-
-One step, in the order that ``messages.py`` promises::
-
-    forget finished rows -> fill new rows -> copy pages, fork states -> batch -> forward -> sample -> remember tokens
+Job: load the model, compile its kernels, size the caches, capture graphs; then run steps (``step_runner.py``). Owns:
+every tensor of one rank. Does not know: requests, why something is scheduled, whose a page is.
 
 ``launch`` only queues device work and does not wait for it: the sampled tokens stay on the device for the next
 step, and ``PendingStep.result`` fetches them when the host wants to know.
@@ -19,46 +15,36 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from weft.cache.plan import CachePlan, plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
-from weft.config.graph_modes import CudaGraphMode, GraphMode
+from weft.config.graph_modes import CudaGraphMode
 from weft.config.graph_profile import read_profile
 from weft.errors import ConfigError
-from weft.forward_context import Batch, ForwardContext, LayerCache, forward_context
+from weft.forward_context import LayerCache
 from weft.graph.capture_sizes import CaptureSizes
-from weft.graph.dispatcher import Choice
 from weft.graph.graph import GraphPool, make_pool
 from weft.graph.graph_set import CaptureOptions
 from weft.graph.profile import ModeTable
 from weft.layers.context import ModelContext
-from weft.layers.sampler import LogitsProcessor, Sampler
+from weft.layers.sampler import LogitsProcessor
 from weft.layers.table import LayerTable
 from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import Backend, resolve_backend
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
-from weft.runner.batch_builder import BatchBuilder, StepShape
-from weft.runner.buffers import to_device
 from weft.runner.compilation import ModelCompiler
 from weft.runner.memory import (
     GRAPH_BYTES,
-    allocate_caches,
-    cache_tensors,
     explained_out_of_memory,
     gpu_cache_budget,
 )
-from weft.runner.moves import CacheMover
-from weft.runner.results import PendingStep, failed_prefills, pending_step, prompt_logprobs_of
-from weft.runner.rows import RowTable
-from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
-from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs, capture_graphs
-from weft.runner.step_sampler import StepSampler
+from weft.runner.step_runner import StepRunner
 from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, one_layer_of_each_kind, powers_of_two
 from weft.weights import load_weights
 
@@ -76,7 +62,7 @@ class ModelRunner:
     Attributes:
         config, spec, plan: settings; the caches' geometry; their sizes.
         compiler: prepares the model for capture.
-        graphs: what was captured.
+        steps: runs them, with the caches, rows and graphs.
         startup: where the time of the start went.
 
     Raises:
@@ -99,12 +85,9 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self._backend = resolve_backend(config.backend, self.device.type)
         self._layers = LayerTable()
-        self._sampler = Sampler(self._backend)
         profile = read_profile(Path(config.graph_profile)) if config.graph_profile else None
         self._table = ModeTable.of(profile) if profile is not None else None
         self._make_pool = pool_maker
-        self.graphs = StepGraphs()
-        self.caches: dict[str, LayerCache] = {}
         self.spec = CacheSpec.of(config)
         self.startup = StartupTimes()
         stage = self.startup.stage
@@ -160,19 +143,19 @@ class ModelRunner:
         with one_layer_of_each_kind(self.model.model):
             for scheduler_output in covering_steps(limits, state_slot=1 if self.spec.has_states else 0):
                 self.launch(scheduler_output)
-                self._rows.last_token.zero_()  # what was sampled may be no token
+                self.steps.rows.last_token.zero_()  # what was sampled may be no token
             self._walk_captured_steps()
-        self.caches = {}
+        del self.steps
 
     def _walk_captured_steps(self) -> None:
-        sizes, steps = self._capture_sizes(self.config.max_num_seqs), self._functions
+        sizes, functions = self._capture_sizes(self.config.max_num_seqs), self.steps.functions
         for size in powers_of_two(max(sizes.decode)) if sizes.decode else ():
-            steps.pad(steps.decode_shape(size))
-            steps.decode(size)
-            self._rows.last_token.zero_()
+            functions.pad(functions.decode_shape(size))
+            functions.decode(size)
+            self.steps.rows.last_token.zero_()
         for size in powers_of_two(sizes.max_tokens) if sizes.max_tokens else ():
-            steps.pad(steps.mixture_shape(size))
-            steps.forward(size)
+            functions.pad(functions.mixture_shape(size))
+            functions.forward(size)
 
     def _plan(self) -> CachePlan:
         config = self.config
@@ -226,48 +209,20 @@ class ModelRunner:
         if config.max_model_len > length:
             self.run(SchedulerOutput(1, decodes))
         peak = torch.cuda.max_memory_allocated(self.device)
-        self.caches = {}
+        del self.steps
         torch.cuda.empty_cache()
         return peak - before
 
     def _attach(self, plan: CachePlan) -> None:
         """Make caches, rows and buffers of the planned sizes."""
-        config = self.config
-        self.caches = allocate_caches(self.spec, plan, self.device)
-        self._mover = CacheMover(self.spec.layers, self.caches, self._backend, self.device)
-        self._rows = RowTable(plan.max_num_seqs, self.spec.pages_for(plan.max_model_len), self.device)
-        self._builder = BatchBuilder(
-            self._rows,
-            page_size=config.page_size,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_num_seqs=plan.max_num_seqs,
-            chunk_sizes=self.spec.chunk_sizes,
-            device=self.device,
-        )
-        self._sampling = SamplingInputs(self._rows, config.model_config.vocab_size, self.device)
-        self._sample = StepSampler(self._sampler, self._sampling, self._builder, self._rows)
-        self._functions = StepFunctions(
-            self.model,
-            self._builder,
-            self._rows,
-            self._sampler,
-            self._sampling,
-            self._context,
-            max_num_seqs=plan.max_num_seqs,
-            max_model_len=plan.max_model_len,
-            hidden=torch.zeros(
-                self._capture_sizes(plan.max_num_seqs).max_tokens,
-                config.model_config.hidden_size,
-                dtype=getattr(torch, config.dtype),
-                device=self.device,
-            ),
-        )
+        max_tokens = self._capture_sizes(plan.max_num_seqs).max_tokens
+        self.steps = StepRunner(self.model, self._layers, self.config, self.spec, plan, self._backend, max_tokens)
 
     def _capture_graphs(self) -> None:
         config, sizes = self.config, self._capture_sizes(self.plan.max_num_seqs)
         if CudaGraphMode(config.cuda_graph_mode) is CudaGraphMode.NONE:
             return
-        watched = self._read_by_graphs if config.enable_torch_compile_debug_mode else None
+        watched = self.steps.read_by_graphs if config.enable_torch_compile_debug_mode else None
         options = CaptureOptions(
             self.device,
             keep_gc=config.enable_cudagraph_gc,
@@ -276,19 +231,21 @@ class ModelRunner:
             least=self._tp.least,
         )
         pool = self._make_pool(self.device)
-        self.graphs = capture_graphs(sizes, self._functions, self.compiler, pool, options, config, self._table)
+        functions = self.steps.functions
+        self.steps.graphs = capture_graphs(sizes, functions, self.compiler, pool, options, config, self._table)
 
     def _capture_sizes(self, max_num_seqs: int) -> CaptureSizes:
         return CaptureSizes.of(self.config, max_num_seqs, self._table)
 
-    def _read_by_graphs(self) -> dict[str, Tensor]:
-        """Everything that captured graphs read and that must stay where it is, by name."""
-        stored = [*self.model.named_parameters(), *self.model.named_buffers()]
-        rows = {"page table": self._rows.device_page_table, "last tokens": self._rows.last_token}
-        steps = {"step buffers": self._builder.device_block, "hidden states": self._functions.hidden}
-        return dict(stored) | cache_tensors(self.caches) | rows | steps
+    @property
+    def caches(self) -> dict[str, LayerCache]:
+        """By layer name."""
+        return self.steps.caches
 
-    # -- a step --------------------------------------------------------------------------------------------------
+    @property
+    def graphs(self) -> StepGraphs:
+        """What was captured."""
+        return self.steps.graphs
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and wait for its results."""
@@ -299,107 +256,4 @@ class ModelRunner:
         self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor] | None = None
     ) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
-        self._update_rows(scheduler_output)
-        self._sampling.set_processors(processors or {})
-        self._move(scheduler_output)
-        sampled = [r for r in scheduler_output.requests if r.samples]
-        shape = self._builder.fill(scheduler_output)
-        choice = self.graphs.choose(shape)
-        if choice.mode is GraphMode.FULL and shape.is_decode:
-            return self._launch_decode_graph(scheduler_output, sampled, shape, choice.size)
-        return self._launch_batch(scheduler_output, sampled, shape, choice)
-
-    def _launch_decode_graph(
-        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
-    ) -> PendingStep:
-        """Replay a decode step."""
-        assert self.graphs.decode is not None
-        self._builder.pad_decodes(shape, size)
-        self._builder.send()
-        logits, replayed = self.graphs.decode.replay(size, shape.num_seqs)
-        pending = pending_step(scheduler_output, self._sample(logits, sampled, replayed))
-        pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
-        return pending
-
-    def _launch_batch(
-        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
-    ) -> PendingStep:
-        """Run any batch as chosen: its forward pass, then what it samples."""
-        sample_size = None
-        if choice.mode is not GraphMode.NONE:
-            self._builder.pad_mixture(shape, choice.size)
-            sample_size = self.graphs.sample_size(shape.num_samples) if sampled else None
-        if sample_size is not None:
-            self._builder.pad_samples(shape, sample_size)
-        self._builder.send()
-        hidden_states = self._forward(shape, choice)
-        prompt_logprobs = prompt_logprobs_of(scheduler_output, hidden_states, self.model.compute_logits, self._rows)
-        failed = failed_prefills(scheduler_output, hidden_states)
-        result = None
-        if sample_size is not None and self.graphs.samples is not None:
-            if choice.mode is not GraphMode.FULL:
-                self._functions.keep(hidden_states)
-            logits, replayed = self.graphs.samples.replay(sample_size, shape.num_samples)
-            result = self._sample(logits, sampled, replayed)
-        elif sampled:
-            indices = self._builder.sample_rows(shape.num_samples).indices
-            result = self._sample(self.model.compute_logits(hidden_states.index_select(0, indices)), sampled)
-        pending = pending_step(scheduler_output, result, prompt_logprobs, failed)
-        pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
-        return pending
-
-    @torch.inference_mode()
-    def decode_both_ways(
-        self, scheduler_output: SchedulerOutput
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """One decode step that fits a graph, run eagerly and then replayed, from the same states and last tokens.
-
-        Returns:
-            ``(logits [N, V], token_ids [N])`` of both, as copies. To verify graphs; serving has no use for it.
-        """
-        shape = self._builder.fill(scheduler_output)
-        choice = self.graphs.choose(shape)
-        graphs = self.graphs.decode
-        assert graphs is not None and choice.mode is GraphMode.FULL and shape.is_decode, "no graph fits the step"
-        count = shape.num_seqs
-        self._builder.pad_decodes(shape, choice.size)
-        self._builder.send()
-        slots = to_device(torch.tensor([r.state_slot for r in scheduler_output.requests]), self.device)
-        states = [self.caches[name][t.name] for name, spec in self.spec.layers.items() for t in spec.states]
-        before, last_token = [t.index_select(0, slots) for t in states], self._rows.last_token.clone()
-        logits, result = self._functions.decode(choice.size)
-        eager = logits[:count].clone(), result.token_ids[:count].clone()
-        for tensor, values in zip(states, before, strict=True):
-            tensor.index_copy_(0, slots, values)
-        self._rows.last_token.copy_(last_token)
-        logits, result = graphs.replay(choice.size, count)
-        return eager, (logits[:count].clone(), result.token_ids[:count].clone())
-
-    def _forward(self, shape: StepShape, choice: Choice) -> Tensor:
-        """``[num_tokens, hidden_size]``; from graphs valid until the next step."""
-        if choice.mode is GraphMode.FULL:
-            assert self.graphs.forward is not None
-            return self.graphs.forward.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
-        inputs = self._builder.materialise(shape)
-        context = self._context(inputs.batch, choice.mode)
-        if choice.mode is GraphMode.PIECEWISE:
-            assert self.graphs.pieces is not None
-            return self.graphs.pieces.run(context, inputs.input_ids, choice.size)
-        with forward_context(context):
-            return self.model(inputs.input_ids)
-
-    def _context(self, batch: Batch, mode: GraphMode) -> ForwardContext:
-        return ForwardContext(batch, self.caches, self._layers, mode=mode)
-
-    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        self._sampling.set_step_masks(scheduler_output.token_masks)
-        for row in scheduler_output.finished_rows:
-            self._sampling.forget(row)
-        for new in scheduler_output.new_requests:
-            self._rows.fill(new)
-            self._sampling.fill(new)
-
-    def _move(self, scheduler_output: SchedulerOutput) -> None:
-        """Copy partial pages and fork states, before anything reads them."""
-        self._mover.copy_pages(scheduler_output.page_copies)
-        self._mover.fork_states(scheduler_output.state_forks)
+        return self.steps.launch(scheduler_output, processors or {})

@@ -1,26 +1,45 @@
-"""Graphs against eager steps: the same decode batch both ways, for every captured size.
+"""Graphs against eager steps: the same batch both ways, for every captured size of every kind of graph.
 
-Job: bring sequences into decoding, run one step of them twice from the same states, compare logits and tokens.
-Owns: the batches. Does not know: how graphs are made, what the model computes.
+Job: make batches, run each of them twice from the same states, compare what comes out. Owns: the batches and the
+tolerances. Does not know: how graphs are made, what the model computes.
 
 A batch of size n has n - 1 real rows (one, if n is 1), so that padding takes part. The eager run is padded too: the
-shapes are the same, and so are the kernels; what differs is only that one was captured.
+shapes are the same, and so are the kernels; what differs is only that one was captured. In pieces attention is not
+captured and runs on the real rows, with kernels for their number, so there results agree to rounding only.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
+from torch import Tensor
+
+from weft.config.graph_modes import GraphMode
 from weft.errors import CapacityError
+from weft.forward_context import forward_context
+from weft.layers.sampler import SamplerOutput
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.runner.batch_builder import StepShape
+from weft.runner.buffers import to_device
+from weft.runner.measuring import StepMaker
 from weft.runner.model_runner import ModelRunner
 
 MAX_PROMPT_TOKENS = 130
 
 RELATIVE_TOLERANCE = 1e-5
-"""Largest difference of logits that counts as equal, relative to the largest logit; the kernels are the same."""
+"""Largest difference that counts as equal, relative to the largest value; the kernels are the same."""
+
+ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""The same for pieces, by the model's dtype."""
+
+Kind = Literal["decode", "forward", "sampling", "pieces"]
+
+Outcome = tuple[Tensor, Tensor | None]
+"""``[N, V]`` logits or ``[T, hidden_size]`` hidden states, and the sampled tokens if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +47,160 @@ class SizeCheck:
     """What one captured size gave.
 
     Attributes:
+        kind: of graph: a decode step, a forward pass, sampling, a forward pass in pieces.
         size, num_rows: captured size; real rows in it.
-        max_abs_diff: largest difference of two logits.
-        max_abs_logit: largest logit, to judge the difference by.
+        max_abs_diff: largest difference of two values (logits, or hidden states of a forward pass).
+        max_abs_value: largest value, to judge the difference by.
         num_different_tokens: rows whose sampled token differs.
+        tolerance: largest difference that counts as equal, relative to the largest value.
     """
 
+    kind: Kind
     size: int
     num_rows: int
     max_abs_diff: float
-    max_abs_logit: float
+    max_abs_value: float
     num_different_tokens: int
+    tolerance: float = RELATIVE_TOLERANCE
 
     @property
     def agrees(self) -> bool:
-        """False also if a logit is NaN."""
-        return self.num_different_tokens == 0 and self.max_abs_diff <= RELATIVE_TOLERANCE * self.max_abs_logit
+        """False also if a value is NaN."""
+        return self.num_different_tokens == 0 and self.max_abs_diff <= self.tolerance * self.max_abs_value
 
 
 def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
-    """Check every captured size, smallest first. The runner must be idle; its caches are overwritten.
+    """Check every captured size of every kind, smallest first. The runner must be idle; its caches are overwritten.
 
     Raises:
         CapacityError: the cache is too small for as many sequences as the largest graph takes.
     """
-    graphs = runner.graphs.decode
-    assert graphs is not None, "there are no graphs to verify"
-    rng = random.Random(seed)
-    for size in graphs.sizes:
-        sequences = _start(runner, max(1, size - 1), rng)
-        eager, replayed = runner.decode_both_ways(_decode(sequences))
-        difference = (eager[0].float() - replayed[0].float()).abs().max().item()
-        tokens = (eager[1] != replayed[1]).sum().item()
-        yield SizeCheck(size, len(sequences), difference, eager[0].float().abs().max().item(), int(tokens))
+    checks, rng = _Checks(runner), random.Random(seed)
+    graphs = runner.graphs
+    for size in graphs.decode.sizes if graphs.decode is not None else ():
+        yield checks.decode(_decode(_start(runner, max(1, size - 1), rng)), size)
+    for size in graphs.forward.sizes if graphs.forward is not None else ():
+        yield checks.forward(size)
+    for size in graphs.samples.sizes if graphs.samples is not None else ():
+        yield checks.sampling(size)
+    for size in graphs.pieces.sizes if graphs.pieces is not None else ():
+        yield checks.pieces(size)
+
+
+class _Checks:
+    """One batch both ways, for each kind of graph."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._steps = runner, runner.steps
+
+    @torch.inference_mode()
+    def decode(self, step: SchedulerOutput, size: int) -> SizeCheck:
+        steps, graphs = self._steps, self._steps.graphs.decode
+        assert graphs is not None
+        shape = steps.builder.fill(step)
+        steps.builder.pad_decodes(shape, size)
+        steps.builder.send()
+        eager, replayed = self._both(
+            step,
+            lambda: _of(steps.functions.decode(size)),
+            lambda: _of(graphs.replay(size, shape.num_seqs)),
+            graphs.results(size)[0],
+        )
+        return _check("decode", size, shape.num_seqs, eager, replayed)
+
+    @torch.inference_mode()
+    def forward(self, size: int) -> SizeCheck:
+        steps, graphs = self._steps, self._steps.graphs.forward
+        assert graphs is not None
+        step, shape = self._fill(size)
+        count = shape.num_tokens
+        eager, replayed = self._both(
+            step,
+            lambda: (steps.functions.forward(size), None),
+            lambda: (graphs.replay(size, count), None),
+            graphs.results(size),
+        )
+        return _check("forward", size, count, eager, replayed)
+
+    @torch.inference_mode()
+    def sampling(self, size: int) -> SizeCheck:
+        """Padding samples, greedily, from random hidden states."""
+        steps, graphs = self._steps, self._steps.graphs.samples
+        assert graphs is not None
+        steps.functions.pad(steps.functions.mixture_shape(size))
+        steps.functions.hidden.normal_(generator=torch.Generator(self._runner.device).manual_seed(size))
+        nothing = SchedulerOutput(0, [])
+        eager, replayed = self._both(
+            nothing,
+            lambda: _of(steps.functions.sample(size)),
+            lambda: _of(graphs.replay(size, size)),
+            graphs.results(size)[0],
+        )
+        return _check("sampling", size, size, eager, replayed)
+
+    @torch.inference_mode()
+    def pieces(self, size: int) -> SizeCheck:
+        steps, pieces = self._steps, self._steps.graphs.pieces
+        assert pieces is not None
+        step, shape = self._fill(size)
+        padded = steps.builder.materialise(steps.functions.mixture_shape(size))
+
+        def eager() -> Outcome:
+            with forward_context(steps.context(padded.batch, GraphMode.NONE)):
+                return pieces.model(input_ids=padded.input_ids), None
+
+        def replay() -> Outcome:
+            inputs = steps.builder.materialise(shape)
+            return pieces.run(steps.context(inputs.batch, GraphMode.PIECEWISE), inputs.input_ids, size), None
+
+        tolerance = ROUNDING[next(self._runner.model.parameters()).dtype]
+        outcomes = self._both(step, eager, replay, pieces.results(size))
+        return _check("pieces", size, shape.num_tokens, *outcomes, tolerance)
+
+    def _fill(self, size: int) -> tuple[SchedulerOutput, StepShape]:
+        """Prompts of one token less than ``size`` together (of one, if it is 1), in the step buffers."""
+        step = StepMaker(self._runner, context=1, seed=size).prefill(max(1, size - 1))
+        self._steps.prepare(step)
+        shape = self._steps.builder.fill(step)
+        self._steps.builder.pad_mixture(shape, size)
+        self._steps.builder.send()
+        return step, shape
+
+    def _both(
+        self, step: SchedulerOutput, eager: Callable[[], Outcome], replay: Callable[[], Outcome], results: Tensor
+    ) -> tuple[Outcome, Outcome]:
+        """What both give, as copies, from the same states and last tokens; ``results``, the replay's, are NaN before
+        it."""
+        runner, last = self._runner, self._steps.rows.last_token
+        slots = to_device(torch.tensor([r.state_slot for r in step.requests], dtype=torch.int64), runner.device)
+        states = [runner.caches[name][t.name] for name, spec in runner.spec.layers.items() for t in spec.states]
+        before, last_token = [t.index_select(0, slots) for t in states], last.clone()
+        first = _copied(eager())
+        for tensor, values in zip(states, before, strict=True):
+            tensor.index_copy_(0, slots, values)
+        last.copy_(last_token)
+        results.fill_(torch.nan)
+        return first, _copied(replay())
+
+
+def _of(sampled: tuple[Tensor, SamplerOutput]) -> Outcome:
+    return sampled[0], sampled[1].token_ids
+
+
+def _copied(outcome: Outcome) -> Outcome:
+    values, tokens = outcome
+    return values.clone(), tokens.clone() if tokens is not None else None
+
+
+def _check(
+    kind: Kind, size: int, count: int, eager: Outcome, replayed: Outcome, tolerance: float = RELATIVE_TOLERANCE
+) -> SizeCheck:
+    (ours, our_tokens), (theirs, their_tokens) = replayed, eager
+    difference = (theirs[:count].float() - ours[:count].float()).abs().max().item()
+    tokens = 0
+    if our_tokens is not None and their_tokens is not None:
+        tokens = int((our_tokens[:count] != their_tokens[:count]).sum())
+    return SizeCheck(kind, size, count, difference, theirs[:count].float().abs().max().item(), tokens, tolerance)
 
 
 @dataclass(frozen=True, slots=True)

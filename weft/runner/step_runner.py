@@ -1,0 +1,182 @@
+"""Runs steps over the caches of a plan: scheduler output in, launched device work out.
+
+Job: fill rows, copy inside the caches, build the batch, run the forward pass (as a graph where one fits), sample.
+Owns: rows, step buffers, caches and graphs. Does not know: requests, why something is scheduled, whose a page is; how
+the model was loaded or the caches were sized.
+
+One step, in the order that ``messages.py`` promises::
+
+    forget finished rows -> fill new rows -> copy pages, fork states -> batch -> forward -> sample -> remember tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.cache.plan import CachePlan
+from weft.cache.spec import CacheSpec
+from weft.config import EngineConfig
+from weft.config.graph_modes import GraphMode
+from weft.forward_context import Batch, ForwardContext, forward_context
+from weft.graph.dispatcher import Choice
+from weft.layers.sampler import LogitsProcessor, Sampler
+from weft.messages import ScheduledRequest, SchedulerOutput
+from weft.models.decoder import CausalLM
+from weft.ops.backend import Backend
+from weft.runner.batch_builder import BatchBuilder, StepShape
+from weft.runner.memory import allocate_caches, cache_tensors
+from weft.runner.moves import CacheMover
+from weft.runner.results import PendingStep, failed_prefills, pending_step, prompt_logprobs_of
+from weft.runner.rows import RowTable
+from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.step_functions import StepFunctions
+from weft.runner.step_graphs import StepGraphs
+from weft.runner.step_sampler import StepSampler
+
+
+class StepRunner:
+    """Steps of one model over newly made caches.
+
+    Args:
+        layers: the model's, by name.
+        spec, plan: of the caches.
+        max_captured_tokens: of the largest forward pass that will be captured.
+
+    Attributes:
+        caches: by layer name.
+        context: from a batch and the mode it runs in to its forward context.
+        rows, builder, mover: what a step needs.
+        functions: to capture.
+        graphs: what was captured; none at first.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        layers: Mapping[str, Any],
+        config: EngineConfig,
+        spec: CacheSpec,
+        plan: CachePlan,
+        backend: Backend,
+        max_captured_tokens: int,
+    ) -> None:
+        device, model_config = torch.device(config.device), config.model_config
+        self._model = model
+        self.graphs = StepGraphs()
+        self.caches = caches = allocate_caches(spec, plan, device)
+
+        def context(batch: Batch, mode: GraphMode) -> ForwardContext:
+            # No method: what follows would refer to this object, whose memory then waited for the garbage collector.
+            return ForwardContext(batch, caches, layers, mode=mode)
+
+        self.context = context
+        self.mover = CacheMover(spec.layers, self.caches, backend, device)
+        self.rows = RowTable(plan.max_num_seqs, spec.pages_for(plan.max_model_len), device)
+        self.builder = BatchBuilder(
+            self.rows,
+            page_size=config.page_size,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_seqs=plan.max_num_seqs,
+            chunk_sizes=spec.chunk_sizes,
+            device=device,
+        )
+        sampler = Sampler(backend)
+        self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
+        self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows)
+        dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
+        self.functions = StepFunctions(
+            model,
+            self.builder,
+            self.rows,
+            sampler,
+            self._sampling,
+            context,
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            hidden=torch.zeros(shape, dtype=dtype, device=device),
+        )
+
+    def read_by_graphs(self) -> dict[str, Tensor]:
+        """Everything that captured graphs read and that must stay where it is, by name."""
+        stored = [*self._model.named_parameters(), *self._model.named_buffers()]
+        rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
+        steps = {"step buffers": self.builder.device_block, "hidden states": self.functions.hidden}
+        return dict(stored) | cache_tensors(self.caches) | rows | steps
+
+    def prepare(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget and fill rows, copy partial pages, fork states: all that has to be there before the batch is built."""
+        self._sampling.set_step_masks(scheduler_output.token_masks)
+        for row in scheduler_output.finished_rows:
+            self._sampling.forget(row)
+        for new in scheduler_output.new_requests:
+            self.rows.fill(new)
+            self._sampling.fill(new)
+        self.mover.copy_pages(scheduler_output.page_copies)
+        self.mover.fork_states(scheduler_output.state_forks)
+
+    def launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
+        """Queue one step. ``processors``: logits processors by row, called before this returns."""
+        self.prepare(scheduler_output)
+        self._sampling.set_processors(processors)
+        sampled = [r for r in scheduler_output.requests if r.samples]
+        shape = self.builder.fill(scheduler_output)
+        choice = self.graphs.choose(shape)
+        if choice.mode is GraphMode.FULL and shape.is_decode:
+            return self._launch_decode_graph(scheduler_output, sampled, shape, choice.size)
+        return self._launch_batch(scheduler_output, sampled, shape, choice)
+
+    def _launch_decode_graph(
+        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
+    ) -> PendingStep:
+        """Replay a decode step."""
+        assert self.graphs.decode is not None
+        self.builder.pad_decodes(shape, size)
+        self.builder.send()
+        logits, replayed = self.graphs.decode.replay(size, shape.num_seqs)
+        pending = pending_step(scheduler_output, self._sample(logits, sampled, replayed))
+        pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
+        return pending
+
+    def _launch_batch(
+        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
+    ) -> PendingStep:
+        """Run any batch as chosen: its forward pass, then what it samples."""
+        sample_size = None
+        if choice.mode is not GraphMode.NONE:
+            self.builder.pad_mixture(shape, choice.size)
+            sample_size = self.graphs.sample_size(shape.num_samples) if sampled else None
+        if sample_size is not None:
+            self.builder.pad_samples(shape, sample_size)
+        self.builder.send()
+        hidden_states = self.forward(shape, choice)
+        prompt_logprobs = prompt_logprobs_of(scheduler_output, hidden_states, self._model.compute_logits, self.rows)
+        failed = failed_prefills(scheduler_output, hidden_states)
+        result = None
+        if sample_size is not None and self.graphs.samples is not None:
+            if choice.mode is not GraphMode.FULL:
+                self.functions.keep(hidden_states)
+            logits, replayed = self.graphs.samples.replay(sample_size, shape.num_samples)
+            result = self._sample(logits, sampled, replayed)
+        elif sampled:
+            indices = self.builder.sample_rows(shape.num_samples).indices
+            result = self._sample(self._model.compute_logits(hidden_states.index_select(0, indices)), sampled)
+        pending = pending_step(scheduler_output, result, prompt_logprobs, failed)
+        pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
+        return pending
+
+    def forward(self, shape: StepShape, choice: Choice) -> Tensor:
+        """``[num_tokens, hidden_size]``; from graphs valid until the next step."""
+        if choice.mode is GraphMode.FULL:
+            assert self.graphs.forward is not None
+            return self.graphs.forward.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
+        inputs = self.builder.materialise(shape)
+        context = self.context(inputs.batch, choice.mode)
+        if choice.mode is GraphMode.PIECEWISE:
+            assert self.graphs.pieces is not None
+            return self.graphs.pieces.run(context, inputs.input_ids, choice.size)
+        with forward_context(context):
+            return self._model(inputs.input_ids)
