@@ -13,6 +13,7 @@ import torch
 import transformers
 
 ARCHITECTURES = (
+    "Lfm2ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
@@ -44,6 +45,16 @@ _LINEAR = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "norm_eps": 1e-6,
+    "block_multiple_of": 8,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
 _VISION = {
@@ -55,6 +66,7 @@ _VISION = {
 }
 
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "LlamaForCausalLM": ("LlamaConfig", _BASE),
     "MistralForCausalLM": ("MistralConfig", _BASE | {"sliding_window": None}),
     "Qwen2ForCausalLM": ("Qwen2Config", _BASE),

@@ -194,15 +194,18 @@ def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) ->
     needed = {"text_config": {}} if multimodal else {"sliding_window": None} if arch == "MistralForCausalLM" else {}
     config = read(tmp_path, {"architectures": [arch], **needed})
     text = reference.text_config if multimodal else reference
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings"):
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"):
         assert getattr(config, key) == getattr(text, key), key
+    assert config.rms_norm_eps == (text.norm_eps if arch == "Lfm2ForCausalLM" else text.rms_norm_eps)
     heads = attention(config)
     assert (heads.num_heads, heads.num_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)
-    biases = {"Qwen2ForCausalLM": (True, False), "MistralForCausalLM": (False, False)}
-    assert (heads.qkv_bias, heads.output_bias) == biases.get(arch, (getattr(text, "attention_bias", None),) * 2)
+    biases = (getattr(text, "attention_bias", False),) * 2
+    assert (heads.qkv_bias, heads.output_bias) == ((True, False) if arch == "Qwen2ForCausalLM" else biases)
     head_dim = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
     assert heads.head_dim == head_dim
-    if "Moe" not in arch or "Qwen3Moe" in arch:
+    if arch == "Lfm2ForCausalLM":
+        assert config.intermediate_size == 8192  # two thirds of 12,288
+    elif "Moe" not in arch or "Qwen3Moe" in arch:
         assert config.intermediate_size == text.intermediate_size
     assert config.max_position_embeddings == text.max_position_embeddings
     assert heads.rope.theta == text.rope_parameters["rope_theta"]

@@ -83,6 +83,8 @@ def run_layer(name: str) -> Run:
         ("Qwen3ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 2}),
         ("Qwen3ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 1}),
         ("LlamaForCausalLM", "model.layers.0.mlp", {"mlp_bias": True}),
+        ("Qwen2ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 2}),
+        ("Lfm2ForCausalLM", "model.layers.0.conv", {"conv_bias": True}),
         ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
         ("Qwen3NextForCausalLM", "model.layers.3.self_attn", LINEAR | {"attention_bias": True}),
         ("Qwen3NextForCausalLM", "model.layers.0.mlp", LINEAR),

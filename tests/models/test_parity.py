@@ -15,7 +15,7 @@ from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
 LENGTHS = (1, 63, 64, 65, 130, 210)
 STEPS = 40
 TOLERANCE = 1e-4
-HYBRID = tuple(arch for arch in ARCHITECTURES if arch.startswith(("Qwen3Next", "Qwen3_5")))
+HYBRID = tuple(arch for arch in ARCHITECTURES if arch.startswith(("Qwen3Next", "Qwen3_5", "Lfm2")))
 
 
 def prompt(length: int, vocab_size: int = 211) -> list[int]:
@@ -112,7 +112,7 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
         assert_close(harness.run([(fork, 150 - position)])[0], want[position:])
 
 
-MISTRAL, QWEN2 = "MistralForCausalLM", "Qwen2ForCausalLM"
+LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
 QWEN3_5, QWEN3_5_MOE, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"
 
@@ -124,6 +124,9 @@ def rope(partial: float, **more: Any) -> dict[str, Any]:
 GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (LLAMA, {"num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     (LLAMA, {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None, "tie_word_embeddings": True}),
+    (LFM2, {"conv_L_cache": 2, "conv_bias": True, "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False}),
+    (LFM2, {"conv_L_cache": 4, "layer_types": None, "full_attn_idxs": [1, 3], "block_ffn_dim_multiplier": 1.5}),
+    (LFM2, {"num_attention_heads": 3, "num_key_value_heads": 1, "layer_types": ["conv"] * 4}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (MISTRAL, {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 512}),
     (QWEN2, {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}),

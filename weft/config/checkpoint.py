@@ -59,6 +59,7 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
     given = {key: value for key, value in text.values.items() if value is not None}
     if "num_local_experts" in given:  # the name under which newer files store it
         given.setdefault("num_experts", given["num_local_experts"])
+    given |= {shared: given[own] for own, shared in family.keys.items() if own in given}
     merged = {**family.defaults, **given}
     if text.values.get("sliding_window", 0) is None:  # null has a meaning of its own: no window
         merged.pop("sliding_window", None)
@@ -106,6 +107,8 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
 
 def _intermediate_size(text: JsonObject, family: Family) -> int:
     """Width of the dense MLP; 0 where every layer has experts and the checkpoint names none."""
+    if family.intermediate_size is not None:
+        return family.intermediate_size(text)
     if family.moe and not text.given("intermediate_size"):
         return 0
     return text.integer("intermediate_size")

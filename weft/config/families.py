@@ -15,6 +15,7 @@ from weft.config.attention import read_attention
 from weft.config.gated_delta_net import read_gated_delta_net
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
+from weft.config.short_conv import read_short_conv
 
 MixerReader = Callable[[JsonObject], MixerConfig]
 """From the (text) config to the geometry of one kind of token mixer."""
@@ -29,6 +30,23 @@ def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     """Every ``full_attention_interval``-th layer is full attention, the others are linear attention."""
     interval = text.integer("full_attention_interval")
     return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers))
+
+
+def lfm2_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """``full_attn_idxs`` are full attention (all layers, if it is not given), the others convolutions."""
+    given = text.given("full_attn_idxs")
+    attention = set(text.integers("full_attn_idxs")) if given else set(range(num_layers))
+    return tuple("full_attention" if i in attention else "conv" for i in range(num_layers))
+
+
+def lfm2_intermediate_size(text: JsonObject) -> int:
+    """Width of the MLP: two thirds of ``intermediate_size``, rounded up, unless ``block_auto_adjust_ff_dim`` is off."""
+    size = text.integer("intermediate_size")
+    if not text.boolean("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = text.integer("block_multiple_of", 256)
+    size = int(text.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return -(-size // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,8 @@ class Family:
         zero_centered_norm: see ``ModelConfig``.
         windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
         always_windows: a given ``sliding_window`` is used without ``use_sliding_window``.
+        keys: names of the family's own for keys that others share -> the shared name.
+        intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
         multimodal: the language model's numbers stand under ``text_config``.
         defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
     """
@@ -61,6 +81,8 @@ class Family:
     windows_everywhere: bool = False
     always_windows: bool = False
     multimodal: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    intermediate_size: Callable[[JsonObject], int] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -90,6 +112,11 @@ _QWEN3_5_MOE = _LINEAR | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden
                           "num_key_value_heads": 2, "head_dim": 256, "moe_intermediate_size": 512,
                           "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
                           "norm_topk_prob": True}  # fmt: skip
+
+_LFM2 = {"vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5,
+         "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True, "bos_token_id": 1,
+         "eos_token_id": 2}  # fmt: skip
 
 _PLAIN_ATTENTION = {"full_attention": {"self_attn": read_attention}}
 _UNBIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=False)}}
@@ -126,6 +153,17 @@ FAMILIES: dict[str, Family] = {
         moe=True,
         windows_everywhere=True,
         defaults=_QWEN3_MOE,
+    ),
+    "Lfm2ForCausalLM": Family(
+        "weft.models.lfm2:Lfm2ForCausalLM",
+        {
+            "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, qk_norm=True)},
+            "conv": {"conv": read_short_conv},
+        },
+        layer_types=lfm2_layer_types,
+        keys={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+        intermediate_size=lfm2_intermediate_size,
+        defaults=_LFM2,
     ),
     "Qwen3NextForCausalLM": _hybrid(
         "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=True, shared_expert=True, defaults=_QWEN3_NEXT

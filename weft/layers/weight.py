@@ -149,18 +149,21 @@ class WeightTable:
     Attributes:
         packed: module name -> checkpoint names of its parts, in order (``qkv_proj``: q_proj, k_proj, v_proj).
         renames: leading part of a tensor name in the checkpoint -> leading part of the module name.
+        modules: one component of a module's path -> what checkpoints call it (``mlp``: feed_forward).
         ignorable: patterns (``fnmatch``) of checkpoint names that belong to parts which Weft does not run.
     """
 
     packed: dict[str, tuple[str, ...]]
     renames: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
     ignorable: tuple[str, ...] = ()
 
     def checkpoint_name(self, module_name: str, part: str) -> str:
         """``model.layers.0.self_attn.qkv_proj`` and ``1.weight`` -> ``model.layers.0.self_attn.k_proj.weight``."""
-        parent, _, leaf = module_name.rpartition(".")
+        *parents, leaf = module_name.split(".")
+        parent = ".".join(self.modules.get(component, component) for component in parents)
         if leaf not in self.packed:
-            return f"{module_name}.{part}"
+            return f"{parent}.{self.modules.get(leaf, leaf)}.{part}".removeprefix(".")
         index, _, parameter = part.partition(".")
         return f"{parent}.{self.packed[leaf][int(index)]}.{parameter}"
 

@@ -7,6 +7,7 @@ Job: ``y_t = silu(bias + sum_j weight[:, j] * x_{t - (W - 1) + j})``. Owns: the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,14 @@ from weft.ops.device_work import device_reference, device_work
 
 
 def causal_conv1d_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, batch: Batch, *, chunk_size: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    batch: Batch,
+    *,
+    chunk_size: int,
+    silu: bool = True,
 ) -> Tensor:
     """Torch reference of ``causal_conv1d``.
 
@@ -28,7 +36,8 @@ def causal_conv1d_reference(
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         inputs = (x, weight) if bias is None else (x, weight, bias)
-        device_work("causal_conv1d", batch, inputs, (out, conv_state), chunk_size=chunk_size)
+        name = "causal_conv1d_silu" if silu else "causal_conv1d"
+        device_work(name, batch, inputs, (out, conv_state), chunk_size=chunk_size)
         return out
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
@@ -51,22 +60,25 @@ def causal_conv1d_reference(
     buffer = x.new_empty(end - begin + count * history, x.shape[1])
     buffer[rows] = x[begin:end]
     buffer[bases[:, None] + before] = initial.to(x.dtype)
-    out[begin:end] = _convolve(buffer, weight, bias)[rows - history]
+    out[begin:end] = _convolve(buffer, weight, bias, silu)[rows - history]
     conv_state.index_copy_(0, slots, _states(buffer, bases + query_lens, before, conv_state))
     _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch, batch.chunks[chunk_size])
     return out
 
 
-@device_reference("causal_conv1d")
-def _convolution_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def _convolution_work(silu: bool, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     x, weight, *bias = inputs
     out, conv_state = outputs
     (chunk_size,) = batch.chunks
-    y = causal_conv1d_reference(x, weight, bias[0] if bias else None, conv_state, batch, chunk_size=chunk_size)
-    out.copy_(y)
+    offset = bias[0] if bias else None
+    out.copy_(causal_conv1d_reference(x, weight, offset, conv_state, batch, chunk_size=chunk_size, silu=silu))
 
 
-def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+device_reference("causal_conv1d_silu")(partial(_convolution_work, True))
+device_reference("causal_conv1d")(partial(_convolution_work, False))
+
+
+def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """``[L, C]`` -> ``[L - (W - 1), C]``: row i of the result sees rows i to i + W - 1 of the buffer."""
     taps = weight.float().unbind(1)
     length = buffer.shape[0] - len(taps) + 1
@@ -75,7 +87,7 @@ def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y.addcmul_(buffer[j : j + length], tap)
     if bias is not None:
         y += bias.float()
-    return F.silu(y).to(buffer.dtype)
+    return (F.silu(y) if silu else y).to(buffer.dtype)
 
 
 def _states(buffer: Tensor, ends: Tensor, before: Tensor, conv_state: Tensor) -> Tensor:
@@ -103,6 +115,7 @@ def causal_conv1d(
     batch: Batch,
     *,
     chunk_size: int,
+    silu: bool = True,
     backend: Backend,
 ) -> Tensor:
     """Convolve the sequences from ``batch.num_decodes`` on; read and update their states.
@@ -114,26 +127,39 @@ def causal_conv1d(
         conv_state: ``[num_slots, C, W - 1]``. The initial state is that of ``batch.state_slots`` (zero for a sequence
             that starts here); the final state is written back there, and the state after every chunk with a
             ``checkpoint_slot`` into that slot.
+        silu: whether SiLU follows the convolution.
         chunk_size: of the layer: which chunk table of the batch holds for it.
 
     Returns:
         ``[T, C]`` in x's dtype; rows outside those sequences are zero.
     """
     if backend is Backend.TORCH:
-        return causal_conv1d_reference(x, weight, bias, conv_state, batch, chunk_size=chunk_size)
+        return causal_conv1d_reference(x, weight, bias, conv_state, batch, chunk_size=chunk_size, silu=silu)
     from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 
-    return causal_conv1d_triton(x, weight, bias, conv_state, batch, chunk_size=chunk_size)
+    return causal_conv1d_triton(x, weight, bias, conv_state, batch, chunk_size=chunk_size, silu=silu)
 
 
-def causal_conv1d_update_reference(x: Tensor, weight: Tensor, conv_state: Tensor, state_slots: Tensor) -> Tensor:
-    """One step for N rows that continue a state, as torch operations; states advance in place. Part of ``gdn_decode``.
+def causal_conv1d_update_reference(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    state_slots: Tensor,
+    *,
+    bias: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor:
+    """One step for N rows that continue a state, as torch operations; states advance in place.
+
+    Part of ``gdn_decode`` and ``short_conv_decode``.
 
     Args:
         x: ``[N, C]``.
         weight: ``[C, W]``, W at least 2.
         conv_state: ``[num_slots, C, W - 1]``.
         state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
+        bias: ``[C]`` or None.
+        silu: whether SiLU follows the convolution.
 
     Returns:
         ``[N, C]`` in x's dtype.
@@ -146,7 +172,9 @@ def causal_conv1d_update_reference(x: Tensor, weight: Tensor, conv_state: Tensor
     # One copy to tap-major order: sums over a last dimension of two or three would cost far more.
     for inputs, tap in zip(old.permute(2, 0, 1).to(y.dtype).contiguous(), early, strict=True):
         y.addcmul_(inputs, tap)
-    return F.silu(y).to(x.dtype)
+    if bias is not None:
+        y = y + bias.float()
+    return (F.silu(y) if silu else y).to(x.dtype)
 
 
 def _shifted(old: Tensor, x: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class Fixed(NamedTuple):
         block_c, tokens, step: see ``Tile``.
         chunk: longest chunk of the chunk table.
         has_bias: whether there is a bias.
+        silu: whether SiLU follows.
     """
 
     channels: int
@@ -71,6 +72,7 @@ class Fixed(NamedTuple):
     step: int
     chunk: int
     has_bias: bool
+    silu: bool
 
 
 @triton.jit
@@ -109,7 +111,8 @@ def _convolve(rows, taps, bias, out, token, low, high, channels, mask, FIXED: tl
             total += rows[i + j].to(tl.float32) * taps[j]
         if FIXED.has_bias:
             total += offset
-        total *= sigmoid(total)
+        if FIXED.silu:
+            total *= sigmoid(total)
         inside = (token + i >= low) & (token + i < high)
         tl.store(out + (token + i) * FIXED.channels + channels, total.to(out.dtype.element_ty), mask=mask & inside)
 
@@ -255,6 +258,7 @@ def causal_conv1d_triton(
     batch: Batch,
     *,
     chunk_size: int,
+    silu: bool = True,
     tile: Tile | None = None,
 ) -> Tensor:
     """Triton kernel of ``causal_conv1d``. The chunk table says which tokens form which sequence.
@@ -272,7 +276,7 @@ def causal_conv1d_triton(
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
-        FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, chunk_size, bias is not None),
+        FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, chunk_size, bias is not None, silu),
         num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip
     return out

@@ -1,0 +1,48 @@
+"""Short convolution (LFM2) as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+from weft.config.sharding import divide
+
+CHUNK_SIZE = 64
+"""Tokens between the states that a prefill can store without an extra boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Geometry of a double-gated short convolution, of the whole model.
+
+    Attributes:
+        num_channels: of the convolution, as many as the hidden size.
+        kernel: inputs that one output sees.
+        bias: of both projections and of the convolution.
+    """
+
+    num_channels: int
+    kernel: int
+    bias: bool
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """``conv [num_channels, kernel - 1]``, the last inputs of the convolution."""
+        state = CacheTensor("conv", (self.num_channels, self.kernel - 1), dtypes.model, sharded_dim=0)
+        return LayerSpec(
+            states=(state,),
+            chunk_size=CHUNK_SIZE,
+            num_weights=4 * hidden_size * self.num_channels + self.num_channels * self.kernel,
+            flops_per_token=2.0 * self.num_channels,  # the two gates
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """Channels are split."""
+        divide(self.num_channels, tp_size, "hidden_size")
+
+
+def read_short_conv(text: JsonObject) -> ShortConvConfig:
+    """Read ``conv_L_cache`` and ``conv_bias``."""
+    return ShortConvConfig(
+        text.integer("hidden_size"), text.integer("conv_L_cache", low=2), text.boolean("conv_bias", False)
+    )
