@@ -47,7 +47,7 @@ _LINEAR = {
 }
 _LFM2 = {
     "num_hidden_layers": 4,
-    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "layer_types": ["conv", "conv", "conv", "full_attention"],
     "norm_eps": 1e-6,
     "block_multiple_of": 8,
     "tie_word_embeddings": False,
