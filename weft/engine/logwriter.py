@@ -87,14 +87,14 @@ class LogHandler(logging.Handler):
     def __init__(self, writer: LogWriter, formatter: logging.Formatter) -> None:
         super().__init__()
         self.setFormatter(formatter)
-        self._writer = writer
+        self.writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
         except Exception as error:  # a broken log call must not break what it tells of
             line = f"a log line of {record.name} could not be formatted: {error}"
-        self._writer.put(line)
+        self.writer.put(line)
 
 
 _stderr: LogWriter | None = None

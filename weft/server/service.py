@@ -66,6 +66,7 @@ class Service:
 
     Attributes:
         state: see the module.
+        keeps_states: the engine caches recurrent states; see ``EngineConfig.keeps_states``.
         ended: set when the service is over; ``failure`` then says why, or is None.
         history: what it did in the last hour, restarts of the engine included.
         token_times: hear when tokens come.
@@ -97,7 +98,7 @@ class Service:
         self._process: EngineProcess | ReplicaSet | None = None
         self._engine: AsyncEngine | None = None
         self._config: EngineConfig | None = None
-        self._keeps_states = False
+        self.keeps_states = False
         self._capacity: wire.Capacity | None = None
         self._tokenizer: asyncio.Task[Tokenizer | None] | None = None
         self._admission: Admission | None = None
@@ -161,10 +162,6 @@ class Service:
         return self.config.served_model_name
 
     @property
-    def keeps_states(self) -> bool:
-        return self.config.keeps_states
-
-    @property
     def is_restarting(self) -> bool:
         """True while another engine starts in place of one that has died."""
         return self.state is State.STARTING and self.num_restarts > 0
@@ -212,7 +209,7 @@ class Service:
                 self._engine.show(message)
             case wire.Configured():
                 self._config = message.config
-                self._keeps_states = message.config.enable_prefix_caching and message.config.model_config.is_hybrid
+                self.keeps_states = message.config.keeps_states
                 if self._tokenizer is None:
                     self._tokenizer = asyncio.create_task(self._load_tokenizer(message.config))
             case wire.Stage():
