@@ -143,15 +143,23 @@ def main() -> int:
     try:
         run_rank(start, rank, store, tell)
     except EOFError:
-        shutil.rmtree(Path(path).parent, ignore_errors=True)  # rank 0 has gone: nobody is left to do it
-        return 1
+        return _leave_nothing(path)
     except Exception as error:
+        text = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+        try:
+            tell(Report("failed", text, user_error=isinstance(error, ConfigError)))
+        except BrokenPipeError:  # the error is that rank 0 has gone in the middle of a step
+            return _leave_nothing(path)
         if not isinstance(error, WeftError):
             logger.exception("rank %d ends", rank)
-        text = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-        tell(Report("failed", text, user_error=isinstance(error, ConfigError)))
         return FAILED_STATUS
     return 0
+
+
+def _leave_nothing(store: str) -> int:
+    """Rank 0 has gone: nobody is left to remove the folder in which the ranks met."""
+    shutil.rmtree(Path(store).parent, ignore_errors=True)
+    return 1
 
 
 if __name__ == "__main__":
