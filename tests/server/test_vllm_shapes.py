@@ -145,8 +145,8 @@ def test_all_wrong_keys_of_a_logit_bias_are_told(server: RunningServer) -> None:
     assert "2049; the vocabulary has 2048 ids" in server.chat(TEXT, logit_bias={"2049": 1}).json()["error"]["message"]
 
 
-def test_usage_in_every_event_if_the_operator_wants_it() -> None:
-    running = RunningServer("--enable-force-include-usage")
+def test_usage_in_every_event_and_tokens_by_id_if_the_operator_wants_it() -> None:
+    running = RunningServer("--enable-force-include-usage", "--return-tokens-as-token-ids")
     try:
         running.wait_ready()
         bodies = {
@@ -158,6 +158,11 @@ def test_usage_in_every_event_if_the_operator_wants_it() -> None:
             events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
             assert len(events) > 1 and all(event["usage"]["prompt_tokens"] > 0 for event in events)
             assert events[-1]["choices"] == []
+        for wanted in (None, False, True):
+            body = {"prompt": TEXT, "max_tokens": 1, "logprobs": 1, "return_tokens_as_token_ids": wanted}
+            shown = post(running, "/v1/completions", **body)["choices"][0]["logprobs"]
+            assert shown["tokens"][0].startswith("token_id:") is (wanted is not False)
+            assert next(iter(shown["top_logprobs"][0])) == shown["tokens"][0], "the chosen token goes first"
     finally:
         running.close()
 

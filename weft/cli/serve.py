@@ -67,6 +67,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "dest": "enable_force_include_usage", "action": "store_true",
         "help": "usage in every event of a stream, asked for or not",
     },
+    "--return-tokens-as-token-ids": {
+        "dest": "return_tokens_as_token_ids", "action": "store_true",
+        "help": "log probabilities name tokens token_id:N where a request does not say",
+    },
     "--restart-engine": {
         "dest": "restart_engine", "action": "store_true", "help": "start a new engine when it dies, instead of leaving",
     },

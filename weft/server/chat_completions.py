@@ -25,7 +25,7 @@ from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, opens_reasoning, tool_schemas
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatCompletionRequest, StreamOptions
-from weft.server.sampling import chat_params
+from weft.server.sampling import chat_params, names_ids
 from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
 from weft.server.structured import constraint_of, forced_calls
 
@@ -161,7 +161,7 @@ async def start_chat(
     )
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     hides_reasoning = request.include_reasoning is False
-    return Chat(call, tools, params.n, top_logprobs, bool(request.return_tokens_as_token_ids), hides_reasoning)
+    return Chat(call, tools, params.n, top_logprobs, names_ids(request, context.settings), hides_reasoning)
 
 
 async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:

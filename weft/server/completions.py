@@ -18,7 +18,7 @@ from weft.server.calls import Call, Context, check_model, open_call
 from weft.server.chat import need_tokenizer
 from weft.server.logprobs import completion_logprobs, prompt_logprobs
 from weft.server.protocol import CompletionRequest, StreamOptions
-from weft.server.sampling import completion_params
+from weft.server.sampling import completion_params, names_ids
 from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
 from weft.server.structured import constraint_of
 
@@ -94,7 +94,7 @@ class CompletionAnswer:
         self._request = request
         self._n = n
         self._hides_output = request.max_tokens == 0
-        self._names_ids = bool(request.return_tokens_as_token_ids)
+        self._names_ids = names_ids(request, call.context.settings)
         self._offsets: dict[int, int] = {}
         self._has_begun: set[int] = set()
         forced = self._call.context.settings.enable_force_include_usage

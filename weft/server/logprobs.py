@@ -65,7 +65,8 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
 def completion_logprobs(
     entries: Sequence[LogprobsDict | None], top: int, offset: int = 0, *, as_ids: bool
 ) -> tuple[dict[str, list[Any]], int]:
-    """``choices[].logprobs`` of a completion, and the text offset behind its last token; arguments as above.
+    """``choices[].logprobs`` of a completion, and the text offset behind its last token; arguments as above. The chosen
+    token is the first of its alternatives.
 
     The first token of a prompt has no log probability: its entry is None, as in the OpenAI API.
     """
@@ -77,8 +78,7 @@ def completion_logprobs(
         else:
             chosen = next(iter(entry))
             name, logprob = _name(chosen, entry[chosen], as_ids), clamped(entry[chosen])
-            best = _likeliest(entry, top)
-            shown = best if chosen in best else [*best, chosen]
+            shown = [chosen, *(token for token in _likeliest(entry, top) if token != chosen)]
             alternatives = {_name(token, entry[token], as_ids): clamped(entry[token]) for token in shown}
             offset += len(entry[chosen].decoded_token or "")
         result["tokens"].append(name)

@@ -108,6 +108,12 @@ def _check_size(name: str, value: int | None) -> None:
         raise RequestError(f"{name}={str(value)[:30]} is out of range; allowed are 32-bit integers", name)
 
 
+def names_ids(request: SamplingFields, settings: ServerSettings) -> bool:
+    """True if log probabilities name tokens by their ids."""
+    wanted = request.return_tokens_as_token_ids
+    return settings.return_tokens_as_token_ids if wanted is None else wanted
+
+
 def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
     """JSON has texts as keys. All that are no token ids are told, as far as there is room."""
     wrong = [key for key in logit_bias if not (key.isascii() and key.isdigit() and len(key) < 12)]

@@ -29,6 +29,7 @@ class ServerSettings:
             may not start anything.
         strict: refuse request fields that are not known, instead of ignoring them with a warning.
         enable_force_include_usage: every event of every completion and chat stream has the usage, asked for or not.
+        return_tokens_as_token_ids: log probabilities name tokens ``token_id:N`` where a request does not say.
         restart_engine: start a new engine when it dies, instead of leaving.
         max_queue_size: completions that may wait beyond those that run; more get 429.
         request_timeout_s: longest life of one request, its streaming included.
@@ -54,6 +55,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     strict: bool = False
     enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
     restart_engine: bool = False
     max_queue_size: int = 1024
     request_timeout_s: float = 600.0
