@@ -76,3 +76,30 @@ def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[d
     assert count > 1000
     assert same > 0.99
     assert divergence < 1e-3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64, 300]},
+        {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1, 4], "piecewise_cuda_graph_tokens": [64, 300]},
+        {"enable_prefix_caching": False},
+        {"enable_overlap": False, "max_num_seqs": 3, "state_checkpoint_policy": "aligned"},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=lambda settings: next(iter(map(str, settings.items()))),
+)
+def test_texts_do_not_depend_on_how_they_are_computed(
+    float32: LLM, problems: list[dict[str, Any]], settings: dict[str, Any]
+) -> None:
+    """Equal texts in float32 under every graph mode, with the cache and without, on one rank and on two; and the second
+    time, when the cache knows the prompts."""
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    messages = [p["messages"] for p in problems[::5]]
+    expected = [o.outputs[0].text for o in float32.chat(messages, params, use_tqdm=False)]
+    with LLM(device="cpu", dtype="float32", **({"max_num_seqs": 4, "max_num_batched_tokens": 300} | settings)) as llm:
+        for _ in range(2):
+            outputs = llm.chat(messages, params, use_tqdm=False)
+            assert [o.outputs[0].text for o in outputs] == expected
+        cached = [o.num_cached_tokens or 0 for o in outputs]
+        assert all(cached) if settings.get("enable_prefix_caching", True) else not any(cached)

@@ -37,7 +37,7 @@ MUTANTS = (
     # -- found to survive by an audit ------------------------------------------------------------------------------
     _mutant(
         "llm-drops-turn-boundaries", "chat prompts carry where the next prompts leave them", "weft/engine/llm.py",
-        '({"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {})', "{}",
+        "turn_boundaries=self.config.keeps_states,", "turn_boundaries=False,",
         "tests/engine/test_chat_prompts.py::test_chat_prompts_carry_their_turn_boundaries",
     ),
     _mutant(
@@ -65,8 +65,8 @@ MUTANTS = (
     ),
     _mutant(
         "old-snapshot-kept", "a decoding request keeps one snapshot", "weft/cache/manager.py",
-        "                self._drop_snapshot(lease)\n                lease.snapshot = orders[0]",
-        "                lease.snapshot = orders[0]",
+        "                self._drop_snapshot(lease)\n                states.snapshot = orders[0]",
+        "                states.snapshot = orders[0]",
         "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
@@ -117,5 +117,164 @@ MUTANTS = (
         "explains-the-wrong-state", "a miss names the latest state that was lost", "weft/cache/match.py",
         "position = max(lost)", "position = min(lost)",
         "tests/cache/test_manager.py",
+    ),
+    # -- cache -----------------------------------------------------------------------------------------------------
+    _mutant(
+        "match-leaves-nothing", "at least one token of a prompt is computed", "weft/cache/manager.py",
+        "limit = min(prefix.num_tokens, len(tokens) - 1)", "limit = prefix.num_tokens", "tests/cache/test_manager.py",
+    ),
+    _mutant(
+        "salt-ignored", "what is stored under one salt is found under no other", "weft/cache/manager.py",
+        "prefix = self.tree.match(tokens, salt)", "prefix = self.tree.match(tokens)", "tests/cache/test_manager.py",
+    ),
+    _mutant(
+        "in-flight-salt-ignored", "a request waits for no prefill under another salt", "weft/cache/manager.py",
+        "lease.salt != match.salt or ", "", "tests/scheduler/test_prefix_reuse.py",
+    ),
+    _mutant(
+        "reserve-ignored", "an admission leaves the running requests what they need", "weft/cache/manager.py",
+        "fits = needed + reserve_pages <=", "fits = needed <=", "tests/scheduler/test_progress.py",
+    ),
+    _mutant(
+        "tail-of-shared-pages-written", "the tree's pages are never written", "weft/cache/manager.py",
+        "write_start=max(match.num_tokens, num_shared * self.spec.page_size)", "write_start=match.num_tokens",
+        "tests/cache/test_manager.py", "tests/cache/test_manager_fuzz.py",
+    ),
+    _mutant(
+        "fork-source-not-pinned", "a state that is to be copied is not evicted before", "weft/cache/manager.py",
+        "        if source is not None and is_fork:\n            self.tree.pin(source)\n", "",
+        "tests/cache/test_manager.py",
+    ),
+    _mutant(
+        "alone-and-stuck", "a request alone finds pages for its whole context", "weft/cache/manager.py",
+        "if pages is None and len(self._leases) == 1 and", "if False and", "tests/scheduler/test_progress.py",
+    ),
+    _mutant(
+        "locks-what-others-brought", "a request locks only the pages that it reads", "weft/cache/insertion.py",
+        "            break\n        node = each", "            pass\n        node = each",
+        "tests/scheduler/test_progress.py",
+    ),
+    _mutant(
+        "failed-is-remembered", "what a failing request stored is forgotten", "weft/cache/manager.py",
+        "if not keep and cached:", "if False:", "tests/scheduler/test_prefix_reuse.py",
+    ),
+    _mutant(
+        "tail-goes-past-a-state", "KV is evicted back to the last state, no further than is needed",
+        "weft/cache/eviction.py", "self._tree.trim(leaf, max(inner, by_pages))", "self._tree.trim(leaf, inner)",
+        "tests/cache/test_manager.py", "tests/cache/test_policy.py",
+    ),
+    _mutant(
+        "split-page-not-pinned", "a page that two nodes list is pinned for both", "weft/cache/radix_tree.py",
+        "            if node.locks:\n                self._pages.pin(kept[:1])\n", "",
+        "tests/cache/test_manager_fuzz.py",
+    ),
+    _mutant(
+        "boundaries-dropped", "states are stored at turn boundaries", "weft/cache/checkpoints.py",
+        "wanted += latest_first[1:]", "wanted += []", "tests/cache/test_policy.py",
+    ),
+    # -- scheduler -------------------------------------------------------------------------------------------------
+    _mutant(
+        "launched-past-its-length", "no step is launched past the last token", "weft/scheduler/scheduler.py",
+        "request.status is not RequestStatus.RUNNING or request.will_be_full or",
+        "request.status is not RequestStatus.RUNNING or",
+        "tests/scheduler/test_scheduler.py",
+    ),
+    _mutant(
+        "oldest-never-first", "lpm lets the oldest go first every so often", "weft/scheduler/scheduler.py",
+        "oldest_first = self._step % LPM_WINDOW == 0", "oldest_first = False",
+        "tests/scheduler/test_prefix_reuse.py", "tests/scheduler/test_scheduler.py",
+    ),
+    _mutant(
+        "prompt-logprobs-twice", "a preempted request gives its prompt log probabilities once",
+        "weft/scheduler/scheduler.py", "        request.prompt_logprobs.clear()\n", "",
+        "tests/engine/test_logprobs.py", "tests/scheduler/test_scheduler.py",
+    ),
+    _mutant(
+        "first-is-preempted", "the last running request in policy order is preempted", "weft/scheduler/scheduler.py",
+        "victim = self._running[-1]", "victim = self._running[0]", "tests/scheduler/test_prefix_reuse.py",
+    ),
+    _mutant(
+        "promises-one-page", "what is known of running requests has pages before others come",
+        "weft/scheduler/scheduler.py", "return max(0, missing) + 1", "return 1", "tests/scheduler/test_progress.py",
+    ),
+    _mutant(
+        "stalls-unnoticed", "a preemption without progress is counted", "weft/scheduler/scheduler.py",
+        "if request.progress_when_preempted == self._num_new_tokens:", "if False:", "tests/scheduler/test_progress.py",
+    ),
+    _mutant(
+        "failed-row-confirmed", "nothing of a failing step is inserted", "weft/scheduler/scheduler.py",
+        "            if running.row in output.failed_rows:\n                running.failed = True\n            elif",
+        "            if",
+        "tests/scheduler/test_prefix_reuse.py",
+    ),
+    # -- runner and sampling ---------------------------------------------------------------------------------------
+    _mutant(
+        "row-keeps-pages", "a row starts with an empty page table", "weft/runner/rows.py",
+        "        self._num_pages[row] = 0\n", "", "tests/runner/test_batch_builder.py",
+    ),
+    _mutant(
+        "prefill-nan-unseen", "a prefill chunk that computed NaN fails", "weft/runner/results.py",
+        ".isfinite().all(-1).logical_not()", ".isinf().any(-1)",
+        "tests/engine/test_llm.py::test_what_a_failing_step_stored_is_matched_by_nobody",
+    ),
+    _mutant(
+        "alternatives-of-others", "a request gets as many alternatives as it asked for", "weft/runner/results.py",
+        "entry.token_ids[: top_n + 1], entry.logprobs[: top_n + 1]", "entry.token_ids, entry.logprobs",
+        "tests/engine/test_logprobs.py",
+    ),
+    _mutant(
+        "min-tokens-one-more", "an end is allowed after min_tokens", "weft/runner/sampling_inputs.py",
+        "if count < p.min_tokens and", "if count <= p.min_tokens and", "tests/engine/test_sampling.py",
+    ),
+    _mutant(
+        "penalties-forget-the-past", "a resumed request is penalised for what it generated before",
+        "weft/runner/sampling_inputs.py", "output = new.token_ids[new.num_prompt_tokens :]", "output: list[int] = []",
+        "tests/runner/test_sampling_inputs.py", "tests/engine/test_sampling.py",
+    ),
+    _mutant(
+        "bad-words-forget", "bad words are looked for in what was generated", "weft/runner/sampling_inputs.py",
+        "torch.cat([words.recent[1:], token_ids[i : i + 1]])", "words.recent", "tests/engine/test_sampling.py",
+    ),
+    _mutant(
+        "top-k-one-more", "top-k keeps k", "weft/ops/sampling.py",
+        "within_k = (rank < top_k[:, None]) | ~has_k", "within_k = (rank <= top_k[:, None]) | ~has_k",
+        "tests/ops/test_sampling.py",
+    ),
+    _mutant(
+        "penalty-counts-the-prompt", "frequency counts what was generated", "weft/ops/sampling.py",
+        "return logits.sub_(presence[:, None] * generated)",
+        "return logits.sub_(presence[:, None] * (generated | prompt_mask))", "tests/ops/test_sampling.py",
+    ),
+    _mutant(
+        "completions-share-a-seed", "each of n completions has a seed of its own", "weft/engine/inputs.py",
+        "return seed if index == 0 else derive_seed(seed, index)", "return seed", "tests/engine/test_sampling.py",
+    ),
+    # -- server ----------------------------------------------------------------------------------------------------
+    _mutant(
+        "queue-one-short", "the queue takes as many as it says", "weft/server/admission.py",
+        "if self.num_open + count > self.limit:", "if self.num_open + count >= self.limit:",
+        "tests/server/test_parts.py", "tests/server/test_api.py",
+    ),
+    _mutant(
+        "left-twice", "a response that ends twice leaves once", "weft/server/admission.py",
+        "            if not left:", "            if True:", "tests/server/test_parts.py",
+    ),
+    _mutant(
+        "infinite-logprob", "no log probability is minus infinity, which JSON lacks", "weft/server/logprobs.py",
+        "return max(value.logprob, LOWEST)", "return value.logprob", "tests/server/test_api.py",
+    ),
+    _mutant(
+        "offsets-count-tokens", "text offsets count characters", "weft/server/logprobs.py",
+        'offset += len(entry[chosen].decoded_token or "")', "offset += 1", "tests/server/test_api.py",
+    ),
+    _mutant(
+        "cached-tokens-untold", "usage says how much of a prompt came from the cache", "weft/server/calls.py",
+        '"prompt_tokens_details": {"cached_tokens": cached}', '"prompt_tokens_details": {"cached_tokens": 0}',
+        "tests/server/test_model.py::test_it_answers_and_the_second_time_from_the_cache",
+    ),
+    _mutant(
+        "markup-keeps-its-space", "whitespace beside markup belongs to it", "weft/server/answers.py",
+        "text, self._buffer = self._buffer[:at].rstrip(),", "text, self._buffer = self._buffer[:at],",
+        "tests/server/test_answers.py",
     ),
 )  # fmt: skip
