@@ -79,6 +79,14 @@ def test_conversation_goes_on_after_every_kind_of_end(depth: int) -> None:
     assert_idle(rig)
 
 
+def test_nobody_waits_for_a_prefill_under_another_salt() -> None:
+    rig = make_rig(budget=512)
+    requests = [make_request(f"r{i}", prompt(210), 4, i) for i in range(2)]
+    requests[1].cache_salt = "other"
+    run(rig, *requests)
+    assert [r.num_cached_tokens for r in requests] == [0, 0] and rig.max_step_tokens == 420
+
+
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_identical_prompts_that_arrive_together_are_computed_once(hybrid: bool, depth: int) -> None:

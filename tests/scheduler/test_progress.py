@@ -114,6 +114,21 @@ def test_random_branches_in_a_pool_of_one_context(seed: int) -> None:
     assert_idle(rig)
 
 
+def test_nobody_is_admitted_to_the_page_that_a_running_request_needs_next() -> None:
+    rig = small_rig(budget=64)
+    first, second = make_request("first", prompt(4 * PAGE), 6), make_request("second", prompt(12 * PAGE, 1), 2, 1)
+    rig.scheduler.add(first)
+    rig.step()
+    rig.scheduler.add(second)
+    rig.step()
+    assert rig.manager.pages.num_free + rig.manager.pages.num_evictable < 12
+    assert second.num_computed_tokens == 0, "the last free page is the first request's"
+    rig.run()
+    expect(first)
+    expect(second)
+    assert not first.num_preemptions and not second.num_preemptions
+
+
 def test_a_request_locks_only_what_it_reads() -> None:
     """Tokens that the tree has already, computed again: the tree's pages may be evicted while the request runs."""
     rig = small_rig()

@@ -12,8 +12,8 @@ One step is filled in this order:
 A running request that finds no page preempts the *last* running request in policy order (what that holds moves to the
 cache, from where it can be evicted; it waits again and resumes from what is left then), until there is room or it is
 itself the last. Nothing is admitted in a step in which something was preempted, and a request is admitted only if all
-its known tokens fit, those of every running request too, and each can still grow by a page: otherwise it would soon be
-preempted again. The first running request is never preempted: alone it always finds pages.
+its known tokens fit and every running request can still grow by a page: otherwise it would soon be preempted again.
+The first running request is never preempted: alone it always finds pages.
 
 A waiting request that shares a long prefix with a prefill in flight lets others pass until that is done, and then
 reuses it (``MIN_IN_FLIGHT_MATCH``): prompts that arrive together are computed once.
@@ -220,8 +220,8 @@ class Scheduler:
     def _watch_progress(self, request: Request) -> None:
         """Raise the alarm if nothing new was computed since ``request`` was preempted before: nobody gets any further.
 
-        Pages are promised to what is known of every running request before another is admitted, so only tokens that
-        were never computed before can lead to a preemption.
+        What is known of the running requests has its pages before another is admitted, so only tokens that were never
+        computed before can lead to a preemption.
         """
         if request.progress_when_preempted == self._num_new_tokens:
             self._num_stalls += 1
@@ -247,7 +247,7 @@ class Scheduler:
             lease = self.manager.lease(
                 match,
                 request.num_tokens,
-                reserve_pages=sum(map(self._pages_to_come, self._running)),
+                reserve_pages=len(self._running),
                 num_prompt_tokens=request.num_prompt_tokens,
                 boundaries=request.checkpoint_positions,
             )
@@ -261,11 +261,6 @@ class Scheduler:
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
             planned.append((running, num_tokens))
-
-    def _pages_to_come(self, running: Running) -> int:
-        """Pages that a running request needs for the tokens known of it, and one to grow by."""
-        missing = self.manager.spec.pages_for(running.request.num_tokens) - len(running.lease.pages)
-        return max(0, missing) + 1
 
     def _candidates(self) -> list[Request]:
         """Waiting requests in the order in which they are tried."""
