@@ -50,7 +50,7 @@ def test_prefill(run_weft: RunWeft, tmp_path: Path) -> None:
 
 def test_distance_from_the_roofline(run_weft: RunWeft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ceilings of a device that moves a megabyte per second, every benchmark of speed tells its share of them."""
-    slow = Ceilings(1e6, 1e18, "made up")
+    slow = Ceilings(1e6, 1e18, 1e18, "made up")
     for module in ("latency", "prefill", "throughput"):
         monkeypatch.setattr(f"weft.bench.{module}.ceilings_of", lambda device: slow)
     weights = MODEL_DIR.joinpath("model.safetensors").stat().st_size * 2  # bfloat16 on disk, float32 here

@@ -65,8 +65,10 @@ def test_capacity_of_a_gpu_is_measured_at_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weft.config.resolution.cuda_available", lambda: True)
+    monkeypatch.setattr("weft.cli.config.gpu_bytes", lambda: 2**30)
     assert main(["config", "--json", "--device", "cuda"]) == 0
     shown = json.loads(capsys.readouterr().out)["capacity"]
+    assert shown["free_bytes"] == int(0.9 * 2**30) - shown["weight_bytes"]
     assert shown["kv_page_bytes"] == 16_384 and "num_kv_pages" not in shown
     assert "measured" in shown["reasons"]["num_kv_pages"]
 

@@ -15,36 +15,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.cache.spec import CacheSpec
+from weft.cache.spec import CacheSpec, cache_dtypes
 from weft.config import EngineConfig
 from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
 from weft.config.model import ModelConfig
+from weft.config.weights import linear_weight_bytes, router_weights
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device reaches at best: bytes per second (read plus written) and FLOPs per second; ``source`` says how."""
+    """What a device reaches at best: bytes per second (read plus written), and FLOPs per second in bfloat16 and FP8;
+    ``source`` says how."""
 
     bytes_per_s: float
     flops_per_s: float
+    fp8_flops_per_s: float
     source: str
 
 
-H200 = Ceilings(4.25e12, 785e12, "measured on an NVIDIA H200: device copy (read + write), bfloat16 matrix product")
+H200 = Ceilings(
+    4.25e12,
+    785e12,
+    1520e12,
+    "measured on an NVIDIA H200: device copy (read + write), matrix products in bfloat16 and FP8",
+)
 
 _KNOWN = {"NVIDIA H200": H200}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes that must be moved and floating-point operations that must be done."""
+    """Bytes that must be moved and floating-point operations that must be done; ``fp8_flops`` of them in FP8."""
 
     num_bytes: float
     flops: float
+    fp8_flops: float = 0.0
 
     def floor_s(self, ceilings: Ceilings) -> float:
         """Seconds at the ceilings: the slower of the two."""
-        return max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+        arithmetic = (self.flops - self.fp8_flops) / ceilings.flops_per_s + self.fp8_flops / ceilings.fp8_flops_per_s
+        return max(self.num_bytes / ceilings.bytes_per_s, arithmetic)
 
 
 class Roofline:
@@ -52,40 +62,42 @@ class Roofline:
 
     Args:
         model: the geometry.
-        dtype: of weights, activations, keys and values.
-        state_dtype: of the recurrent state.
+        dtypes: of activations and unquantised weights, of keys and values, of the recurrent state.
     """
 
-    def __init__(self, model: ModelConfig, dtype: str, state_dtype: str) -> None:
+    def __init__(self, model: ModelConfig, dtypes: CacheDtypes) -> None:
         self._model = model
-        dtypes = CacheDtypes(model=dtype, kv=dtype, state=state_dtype)
         self._spec = CacheSpec.from_model(model, page_size=1, dtypes=dtypes)
-        self._weight_bytes = DTYPE_BYTES[dtype]
+        self._plain_bytes = DTYPE_BYTES[dtypes.model]
+        self._linear_bytes = linear_weight_bytes(model, dtypes.model)
+        self._router_weights = router_weights(model)
         self._head_weights = model.hidden_size * model.vocab_size
         expert_weights, chosen = self._expert_weights(), 0
         if model.moe is not None:
             chosen = model.moe.num_experts_per_tok * len(model.moe.sparse_layers)
         # What one token meets, less its experts, is met by every token.
         self._common_weights = self._spec.weights_per_token - chosen * expert_weights
+        # Of one token's FLOPs, those with quantised weights.
+        self._fp8_flops = 2.0 * (self._spec.weights_per_token - self._router_weights) if model.quantization else 0.0
 
     @classmethod
     def of(cls, config: EngineConfig) -> Roofline:
-        return cls(config.model_config, config.dtype, config.mamba_ssm_dtype)
+        return cls(config.model_config, cache_dtypes(config))
 
     def decode(self, batch_size: int, context_len: float) -> Work:
         """A decode step of ``batch_size`` sequences that are ``context_len`` tokens long on average."""
         spec = self._spec
         caches = context_len * spec.kv_bytes_per_token + 2 * spec.slot_bytes
         per_row = spec.flops_per_token + spec.flops_per_pair * context_len + 2.0 * self._head_weights
-        return Work(self._weights_read(batch_size) + batch_size * caches, batch_size * per_row)
+        num_bytes = self._weights_read(batch_size) + batch_size * caches
+        return Work(num_bytes, batch_size * per_row, batch_size * self._fp8_flops)
 
     def prefill(self, num_tokens: int) -> Work:
         """A prompt of ``num_tokens`` from an empty cache to its first sampled token."""
         spec = self._spec
         written = num_tokens * spec.kv_bytes_per_token + spec.slot_bytes
-        return Work(
-            self._weights_read(num_tokens) + written, spec.prefill_flops(0, num_tokens) + 2.0 * self._head_weights
-        )
+        flops = spec.prefill_flops(0, num_tokens) + 2.0 * self._head_weights
+        return Work(self._weights_read(num_tokens) + written, flops, num_tokens * self._fp8_flops)
 
     def queue_s(self, prompt_lens: Sequence[int], output_lens: Sequence[int], ceilings: Ceilings) -> float:
         """Seconds for a queue of requests that all run at once.
@@ -97,7 +109,7 @@ class Roofline:
         total = sum(prompt_lens)
         flops = sum(spec.prefill_flops(0, n) for n in prompt_lens) + 2.0 * self._head_weights * len(prompt_lens)
         written = total * spec.kv_bytes_per_token + len(prompt_lens) * spec.slot_bytes
-        seconds = Work(self._weights_read(total) + written, flops).floor_s(ceilings)
+        seconds = Work(self._weights_read(total) + written, flops, total * self._fp8_flops).floor_s(ceilings)
         for step in range(1, max(output_lens)):
             running = [n for n, wanted in zip(prompt_lens, output_lens, strict=True) if wanted > step]
             context = sum(running) / len(running) + step
@@ -107,7 +119,8 @@ class Roofline:
     def _weights_read(self, num_tokens: int) -> float:
         """Bytes of the weights that ``num_tokens`` tokens touch, the output head included."""
         experts = self._experts_hit(num_tokens) * self._expert_weights()
-        return self._weight_bytes * (self._common_weights + experts + self._head_weights)
+        plain = self._router_weights + self._head_weights
+        return self._linear_bytes * (self._common_weights - self._router_weights + experts) + self._plain_bytes * plain
 
     def _experts_hit(self, num_tokens: int) -> float:
         """Distinct experts that ``num_tokens`` tokens hit on average, over all layers."""
@@ -132,7 +145,8 @@ def ceilings_of(device: str) -> Ceilings | None:
 
 
 def _measured() -> Ceilings:
-    """A copy of 1 GiB and a bfloat16 product of 8192-square matrices, the best of ten each."""
+    """A copy of 1 GiB, a bfloat16 product of 8192-square matrices, and one in FP8 where the device has it; the best of
+    ten each."""
     import torch
 
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
@@ -141,7 +155,12 @@ def _measured() -> Ceilings:
     out = torch.empty_like(a)
     copy_s = min(_gpu_seconds(lambda: target.copy_(source)) for _ in range(10))
     product_s = min(_gpu_seconds(lambda: torch.mm(a, a, out=out)) for _ in range(10))
-    return Ceilings(2 * 2**30 / copy_s, 2 * 8192**3 / product_s, "measured here: copy of 1 GiB, bfloat16 product")
+    fp8_s = product_s
+    if torch.cuda.get_device_capability() >= (8, 9):
+        b, one = a.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
+        fp8_s = min(_gpu_seconds(lambda: torch._scaled_mm(b, b.t(), one, one, out=out)) for _ in range(10))
+    flops = 2 * 8192**3
+    return Ceilings(2 * 2**30 / copy_s, flops / product_s, flops / fp8_s, "measured here: copy of 1 GiB, products")
 
 
 def _gpu_seconds(run: Any) -> float:

@@ -38,10 +38,11 @@ class CacheSpec:
     @classmethod
     def of(cls, config: EngineConfig) -> CacheSpec:
         """The spec of each rank of an engine."""
-        kv = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
-        dtypes = CacheDtypes(model=config.dtype, kv=kv, state=config.mamba_ssm_dtype)
         return cls.from_model(
-            config.model_config, page_size=config.page_size, dtypes=dtypes, tp_size=config.tensor_parallel_size
+            config.model_config,
+            page_size=config.page_size,
+            dtypes=cache_dtypes(config),
+            tp_size=config.tensor_parallel_size,
         )
 
     @classmethod
@@ -95,6 +96,12 @@ class CacheSpec:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
+
+
+def cache_dtypes(config: EngineConfig) -> CacheDtypes:
+    """Dtype names of an engine's caches."""
+    kv = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
+    return CacheDtypes(model=config.dtype, kv=kv, state=config.mamba_ssm_dtype)
 
 
 def _mlp_weights(model: ModelConfig) -> int:

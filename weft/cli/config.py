@@ -19,6 +19,7 @@ from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
+from weft.config.weights import weight_bytes
 from weft.errors import CapacityError
 
 MEASURED = "measured when the engine starts: what the GPU has left beside weights, the largest step and graphs"
@@ -64,15 +65,20 @@ def config_json(config: EngineConfig) -> dict[str, Any]:
 def capacity(config: EngineConfig) -> dict[str, Any]:
     """What the caches of a rank will hold, in bytes, tokens and requests; on a GPU only what each page and slot costs.
 
-    ``reasons`` says why a number is what it is; ``error`` why nothing fits.
+    Beside them the bytes of the weights and, on a GPU, what these leave. ``reasons`` says why a number is what it is;
+    ``error`` why nothing fits.
     """
     from weft.cache.plan import plan_caches
     from weft.cache.spec import CacheSpec
 
     spec = CacheSpec.of(config)
-    costs: dict[str, Any] = {"kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes}
+    weights = weight_bytes(config.model_config, config.dtype) // config.tensor_parallel_size
+    costs: dict[str, Any] = {
+        "weight_bytes": weights, "kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes,
+    }  # fmt: skip
     if config.device != "cpu":
-        return costs | {"reasons": {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}}
+        measured = {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}
+        return costs | on_gpu(weights, config.gpu_memory_utilization, gpu_bytes()) | {"reasons": measured}
     try:
         plan = plan_caches(
             spec,
@@ -95,6 +101,25 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
         "full_contexts": plan.num_full_contexts(spec.page_size),
         "reasons": plan.reasons,
     }
+
+
+def on_gpu(weights: int, utilization: float, total: int) -> dict[str, Any]:
+    """What the weights leave of a GPU of ``total`` bytes; ``error`` if that is nothing."""
+    left = int(utilization * total) - weights
+    if left > 0:
+        return {"free_bytes": left}
+    return {
+        "error": f"the weights take {weights / 2**30:.1f} GiB, and gpu_memory_utilization={utilization} of this GPU is "
+        f"{utilization * total / 2**30:.1f} GiB; use more GPUs (tensor_parallel_size), an FP8 checkpoint, or "
+        "quantization=fp8"
+    }
+
+
+def gpu_bytes() -> int:
+    """Memory of the GPU."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[1])
 
 
 def _plain(value: Any) -> Any:
@@ -133,12 +158,14 @@ def _print_tables(config: EngineConfig, given: dict[str, Any]) -> None:
 def _capacity_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     reasons: dict[str, str] = found.get("reasons", {})
     rows = [
+        ("bytes of the weights", f"{found['weight_bytes']:,}", "linear layers, experts, embedding and head"),
         ("bytes of a KV page", f"{found['kv_page_bytes']:,}", ""),
         ("bytes of a state slot", f"{found['state_slot_bytes']:,}", ""),
     ]
     if "error" in found:
         return [*rows, ("nothing fits", "", found["error"])]
     names = {
+        "free_bytes": "bytes beside the weights",
         "num_kv_pages": "KV pages",
         "num_state_slots": "state slots",
         "cache_bytes": "bytes in all",

@@ -1,0 +1,37 @@
+"""Bytes of weights from the geometry equal those of a model that was built."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.fp8_checkpoints import GEOMETRY
+from tests.harness import model_context
+from tests.tiny import ARCHITECTURES, make_checkpoint
+from weft.cli.config import on_gpu
+from weft.config.checkpoint import read_checkpoint_config
+from weft.config.quantization import ONLINE
+from weft.config.weights import weight_bytes
+from weft.models.registry import create_model
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_bytes_of_a_model(arch: str, quantized: bool, tmp_path: Path) -> None:
+    """But for what is left out: norms, convolutions, scales."""
+    folder = make_checkpoint(arch, tmp_path, **GEOMETRY)
+    config = dataclasses.replace(read_checkpoint_config(folder), quantization=ONLINE if quantized else None)
+    model = create_model(config, model_context())
+    kept = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert weight_bytes(config, "float32") == pytest.approx(kept, rel=0.05)
+
+
+def test_the_published_model_fits_in_fp8_alone() -> None:
+    configs = Path(__file__).parent.parent.parent / "benchmarks" / "configs"
+    card = 139 << 30
+    sizes = [weight_bytes(read_checkpoint_config(configs / f"qwen3-next-48l{s}"), "bfloat16") for s in ("", "-fp8")]
+    assert 145 << 30 < sizes[0] < 155 << 30 and 72 << 30 < sizes[1] < 80 << 30
+    assert "use more GPUs" in on_gpu(sizes[0], 0.9, card)["error"]
+    assert on_gpu(sizes[1], 0.9, card)["free_bytes"] > 40 << 30

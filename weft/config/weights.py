@@ -1,0 +1,38 @@
+"""How many bytes the weights of a model take, from its geometry alone.
+
+Job: counts for ``weft config`` and the roofline, before anything is loaded. Norms, convolutions, biases and scales are
+left out: less than a hundredth. Does not know: tensors, devices.
+"""
+
+from __future__ import annotations
+
+from weft.config.layer_spec import DTYPE_BYTES, CacheDtypes
+from weft.config.model import ModelConfig
+
+
+def linear_weight_bytes(model: ModelConfig, dtype: str) -> int:
+    """Bytes of one weight of a linear layer or an expert; ``dtype`` is the computing dtype."""
+    return 1 if model.quantization is not None else DTYPE_BYTES[dtype]
+
+
+def router_weights(model: ModelConfig) -> int:
+    """Weights of all routers, which are never quantised."""
+    return 0 if model.moe is None else len(model.moe.sparse_layers) * model.hidden_size * model.moe.num_experts
+
+
+def weight_bytes(model: ModelConfig, dtype: str) -> int:
+    """Bytes of all weights, over all ranks."""
+    mixers = sum(spec.num_weights for spec in model.layer_specs(CacheDtypes()).values())
+    tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
+    plain = (tables + router_weights(model)) * DTYPE_BYTES[dtype]
+    return plain + (mixers + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
+
+
+def _mlp_weights(model: ModelConfig) -> int:
+    """Weights of the dense MLPs, of all experts and of the shared ones."""
+    if model.moe is None:
+        return 3 * model.hidden_size * model.intermediate_size * model.num_hidden_layers
+    moe, num_sparse = model.moe, len(model.moe.sparse_layers)
+    width = moe.num_experts * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
+    dense = (model.num_hidden_layers - num_sparse) * model.intermediate_size
+    return 3 * model.hidden_size * (num_sparse * width + dense)
