@@ -3,7 +3,7 @@
 The kind is a moving average: of channels with a learned decay (state ``fast [C]``), and of the same channels in groups
 with a decay that depends on the token (state ``slow [G, C / G]``). A model that mixes it with Gated DeltaNet and full
 attention must keep every promise of the engine although nothing but this file knows the kind. docs/adding-a-model.md
-tells the steps in the same order.
+tells the steps in the same order. One of the model's layers has the new kind and attention side by side.
 """
 
 from __future__ import annotations
@@ -180,10 +180,12 @@ class AveragedForCausalLM(Qwen3NextForCausalLM):
     )
 
 
+NEXT = FAMILIES["Qwen3NextForCausalLM"]
+AVERAGE = {"average": read_moving_average}
 FAMILY = dataclasses.replace(
-    FAMILIES["Qwen3NextForCausalLM"],
+    NEXT,
     model=f"{__name__}:AveragedForCausalLM",
-    mixers={**FAMILIES["Qwen3NextForCausalLM"].mixers, "moving_average": {"average": read_moving_average}},
+    mixers={**NEXT.mixers, "moving_average": AVERAGE, "parallel": {**NEXT.mixers["full_attention"], **AVERAGE}},
 )
 
 
@@ -196,7 +198,8 @@ def _registered() -> Iterator[None]:
 
 # -- 5. tests ---------------------------------------------------------------------------------------------------------
 
-KINDS = ["moving_average", "linear_attention", "full_attention", "moving_average"]
+KINDS = ["moving_average", "linear_attention", "full_attention", "parallel"]
+"""A layer of kind ``parallel`` has attention and a moving average side by side; what they give is added."""
 CHANNELS, GROUPS = 24, 3
 
 
@@ -221,27 +224,44 @@ class Oracle(nn.Module):
         return self.out_proj(torch.stack(out))[None]
 
 
+class ParallelOracle(nn.Module):
+    """Attention and a moving average of the same input, in the place of a layer's attention."""
+
+    def __init__(self, attention: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.attention, self.average = attention, Oracle(hidden_size)
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        attended, _ = self.attention(hidden_states=hidden_states, **arguments)
+        return attended + self.average(hidden_states), None
+
+
 def make_reference(folder: Path) -> matrix.Reference:
-    """A tiny Qwen3-Next two of whose layers are moving averages, saved as a checkpoint of the new architecture."""
-    types = ["linear_attention" if kind == "moving_average" else kind for kind in KINDS]
+    """A tiny Qwen3-Next with moving averages in two layers, saved as a checkpoint of the new architecture."""
+    theirs = {"moving_average": "linear_attention", "parallel": "full_attention"}
+    types = [theirs.get(kind, kind) for kind in KINDS]
     model = make_model("Qwen3NextForCausalLM", max_position_embeddings=1100, layer_types=types)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         for layer, kind in zip(model.model.layers, KINDS, strict=True):
             if kind == "moving_average":
                 layer.linear_attn = Oracle(model.config.hidden_size)
+            elif kind == "parallel":
+                layer.self_attn = ParallelOracle(layer.self_attn, model.config.hidden_size)
     model.save_pretrained(folder)
-    ours = [f"model.layers.{i}." for i, kind in enumerate(KINDS) if kind == "moving_average"]
-    tensors = {
-        name.replace("linear_attn", "average") if name.startswith(tuple(ours)) else name: tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    save_file(tensors, folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({published(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": [ARCH], "layer_types": KINDS}
     config |= {"average_channels": CHANNELS, "average_groups": GROUPS}
     (folder / "config.json").write_text(json.dumps(config))
     return matrix.Reference(model, folder)
+
+
+def published(name: str) -> str:
+    """The new architecture's name of one of the reference's tensors."""
+    name = name.replace("layers.0.linear_attn", "layers.0.average")
+    return name.replace("self_attn.attention", "self_attn").replace("self_attn.average", "average")
 
 
 @pytest.fixture(scope="module")
@@ -274,13 +294,14 @@ def test_plan_and_checkpoints_know_the_kind(references: dict[str, matrix.Referen
         "model.layers.0.average",
         "model.layers.1.linear_attn",
         "model.layers.2.self_attn",
+        "model.layers.3.self_attn",
         "model.layers.3.average",
     ]
     assert (spec.chunk_sizes, spec.alignment) == ((24, 64), 192)
     plain = dataclasses.replace(harness.config, layer_types=tuple(KINDS[1:3]))
     without = CacheSpec.from_model(plain, page_size=spec.page_size, dtypes=CacheDtypes())
     assert spec.slot_bytes == without.slot_bytes + 2 * 2 * CHANNELS * 4
-    assert spec.kv_bytes_per_token == without.kv_bytes_per_token
+    assert spec.kv_bytes_per_token == 2 * without.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("position", [1, 23, 24, 25, 64, 71, 100])
