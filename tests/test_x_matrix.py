@@ -179,7 +179,7 @@ def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["NONE", "PIECEWISE", "FULL"])
+@pytest.fixture(scope="module", params=["PIECEWISE", "FULL"])
 def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     """On two ranks. The second one's padding page and slot are NaN whenever a step starts."""
     with fork_ranks(poisoned=True):
