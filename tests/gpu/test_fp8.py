@@ -1,0 +1,60 @@
+"""FP8 on a GPU: every tuned configuration against float64 of the dequantised operands, and a model against torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fp8_checkpoints import SCHEMES, make_fp8_checkpoint
+from tests.harness import Harness
+from tests.ops.test_triton_fp8 import assert_near, check_moe, fp8_matrix, inputs, product
+from weft.ops.backend import Backend
+from weft.ops.triton import fp8_linear, fp8_moe
+from weft.ops.triton.fp8_quantize import quantize_inputs_triton
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [(key, limit) for key, configs in fp8_linear.load_table().items() for limit in configs]
+
+
+@pytest.mark.parametrize(("key", "limit"), ROWS, ids=str)
+def test_every_configuration_of_the_linear_table(key: tuple[int, int, bool, int], limit: int) -> None:
+    """With as many tokens as it is for, and with padding; into a poisoned slice."""
+    rows, inner, silu_mul, block = key
+    weight, scale = fp8_matrix(rows, inner, block)
+    for tokens in sorted({limit, limit // 2 + 1}):
+        x, _ = inputs(tokens, inner, torch.bfloat16, "block" if block else "token")
+        values, scales = quantize_inputs_triton(x, None, block=block)
+        width = rows // 2 if silu_mul else rows
+        out = torch.full((tokens, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+        config = fp8_linear.load_table()[key][limit]
+        fp8_linear.fp8_product_triton(
+            values, scales, weight, scale, None, out, block=block, silu_mul=silu_mul, config=config
+        )
+        want = product(values, scales, weight, scale, block)
+        if silu_mul:
+            gate, up = want.chunk(2, dim=-1)
+            want = torch.nn.functional.silu(gate) * up
+        assert_near(out, want, 5e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 33, 130])
+def test_experts_of_the_published_widths(num_tokens: int) -> None:
+    """With the tiles that the rule has for this many tokens of Qwen3-Next; fewer experts fit the time."""
+    tiles = fp8_moe.fp8_moe_tiles(num_tokens * 10, 512)
+    check_moe((num_tokens, 16, 4, 2048, 512), "block", torch.bfloat16, min(1, num_tokens - 1), tiles)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_equals_its_reference(scheme: str, tmp_path: Path) -> None:
+    """Kernels in float32 beside torch: rows are equal until a rounding falls to the other side."""
+    folder = make_fp8_checkpoint("Qwen3NextForCausalLM", scheme, tmp_path)
+    logits = []
+    for device, backend in (("cpu", Backend.TORCH), ("cuda", Backend.TRITON)):
+        harness = Harness(folder, device=device, backend=backend)
+        sequences = [harness.sequence(list(range(n))) for n in (1, 65, 130)]
+        logits.append(torch.cat(harness.run([(s, len(s.tokens)) for s in sequences], pad_tokens=3, pad_seqs=1)))
+    error = (logits[1] - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1)
+    assert error.quantile(0.2) < 1e-3 and error.median() < 0.05, error
