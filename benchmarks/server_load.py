@@ -203,7 +203,8 @@ def main() -> int:
         return serve()
     with tempfile.TemporaryDirectory() as folder:
         figures = run(args, Path(folder) / "steps.json")
-    figures = {"processor": cpu_name(), "processors": os.cpu_count()} | report.origin() | figures
+    machine = {"processor": cpu_name(), "processors": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    figures = machine | report.origin() | figures
     print(json.dumps(figures, indent=2))
     if args.json:
         report.write_json(report.open_json(args.json), figures)
