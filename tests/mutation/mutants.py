@@ -166,7 +166,7 @@ MUTANTS = (
     _mutant(
         "split-page-not-pinned", "a page that two nodes list is pinned for both", "weft/cache/radix_tree.py",
         "            if node.locks:\n                self._pages.pin(kept[:1])\n", "",
-        "tests/cache/test_manager_fuzz.py",
+        "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
         "boundaries-dropped", "states are stored at turn boundaries", "weft/cache/checkpoints.py",
@@ -182,12 +182,12 @@ MUTANTS = (
     _mutant(
         "oldest-never-first", "lpm lets the oldest go first every so often", "weft/scheduler/scheduler.py",
         "oldest_first = self._step % LPM_WINDOW == 0", "oldest_first = False",
-        "tests/scheduler/test_prefix_reuse.py", "tests/scheduler/test_scheduler.py",
+        "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
         "prompt-logprobs-twice", "a preempted request gives its prompt log probabilities once",
         "weft/scheduler/scheduler.py", "        request.prompt_logprobs.clear()\n", "",
-        "tests/engine/test_logprobs.py", "tests/scheduler/test_scheduler.py",
+        "tests/engine/test_preemption.py",
     ),
     _mutant(
         "first-is-preempted", "the last running request in policy order is preempted", "weft/scheduler/scheduler.py",
@@ -225,7 +225,7 @@ MUTANTS = (
     _mutant(
         "penalties-forget-the-past", "a resumed request is penalised for what it generated before",
         "weft/runner/sampling_inputs.py", "output = new.token_ids[new.num_prompt_tokens :]", "output: list[int] = []",
-        "tests/runner/test_sampling_inputs.py", "tests/engine/test_sampling.py",
+        "tests/engine/test_preemption.py",
     ),
     _mutant(
         "bad-words-forget", "bad words are looked for in what was generated", "weft/runner/sampling_inputs.py",
@@ -249,7 +249,7 @@ MUTANTS = (
     _mutant(
         "queue-one-short", "the queue takes as many as it says", "weft/server/admission.py",
         "if self.num_open + count > self.limit:", "if self.num_open + count >= self.limit:",
-        "tests/server/test_parts.py", "tests/server/test_api.py",
+        "tests/server/test_parts.py",
     ),
     _mutant(
         "left-twice", "a response that ends twice leaves once", "weft/server/admission.py",

@@ -220,6 +220,21 @@ def test_longest_match_goes_first() -> None:
     assert rig.order_of_first_tokens[-2:] == ["known", "new"]
 
 
+def test_a_stream_of_better_matches_keeps_nobody_waiting_for_ever() -> None:
+    """``lpm``: whoever came first goes first every so often."""
+    rig = make_rig(seqs=1, policy="lpm")
+    run(rig, make_request("seen", prompt(100), 3))
+    oldest = make_request("oldest", prompt(90, 5), 2, 1)
+    rig.scheduler.add(oldest)
+    for i in range(200):
+        if oldest.is_finished:
+            break
+        rig.scheduler.add(make_request(f"known {i}", prompt(100), 2, 2 + i))
+        rig.step()
+    assert oldest.is_finished
+    rig.run()
+
+
 def test_failed_steps_leave_nothing_behind() -> None:
     rig = make_rig()
     request = make_request("bad", prompt(100), 3)
