@@ -42,15 +42,12 @@ MUTANTS = (
     ),
     _mutant(
         "server-drops-turn-boundaries", "chat requests carry where the next prompts leave them",
-        "weft/server/chat_completions.py",
-        "positions = {*chat.turn_boundaries, *(request.checkpoint_positions or ())}",
-        "positions = {*(request.checkpoint_positions or ())}",
+        "weft/engine/inputs.py", "sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries", "own",
         "tests/server/test_model.py::test_another_question_reuses_the_system_block",
     ),
     _mutant(
-        "server-drops-positions", "checkpoint_positions of a chat request count", "weft/server/chat_completions.py",
-        "positions = {*chat.turn_boundaries, *(request.checkpoint_positions or ())}",
-        "positions = {*chat.turn_boundaries}",
+        "server-drops-positions", "checkpoint_positions of a chat request count", "weft/engine/inputs.py",
+        "sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries", "chat.turn_boundaries",
         "tests/server/test_model.py::test_states_are_kept_where_a_request_says",
     ),
     _mutant(

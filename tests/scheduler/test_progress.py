@@ -116,13 +116,13 @@ def test_random_branches_in_a_pool_of_one_context(seed: int) -> None:
 
 def test_nobody_is_admitted_to_the_page_that_a_running_request_needs_next() -> None:
     rig = small_rig(budget=64)
-    first, second = make_request("first", prompt(4 * PAGE), 6), make_request("second", prompt(12 * PAGE, 1), 2, 1)
+    first, second = make_request("first", prompt(3 * PAGE + 1), 12), make_request("second", prompt(12 * PAGE, 1), 1, 1)
     rig.scheduler.add(first)
     rig.step()
     rig.scheduler.add(second)
     rig.step()
-    assert rig.manager.pages.num_free + rig.manager.pages.num_evictable < 12
-    assert second.num_computed_tokens == 0, "the last free page is the first request's"
+    assert rig.manager.pages.num_free + rig.manager.pages.num_evictable == 12, "as many as the second needs"
+    assert second.num_computed_tokens == 0, "the last one is the first request's, which needs it soon"
     rig.run()
     expect(first)
     expect(second)
