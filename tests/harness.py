@@ -6,6 +6,7 @@ and prefill chunks, with padding rows and NaN-filled caches.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from weft.cache.spec import CacheSpec
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
+from weft.config.quantization import QuantizationConfig
 from weft.forward_context import Batch, ChunkTable, ForwardContext, LayerCache, forward_context
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear
@@ -80,8 +82,11 @@ class Harness:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         backend: Backend = Backend.TORCH,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
         self.config: ModelConfig = read_checkpoint_config(folder)
+        if quantization is not None:
+            self.config = dataclasses.replace(self.config, quantization=quantization)
         self.context = model_context(self.config.max_position_embeddings, tp, dtype, device, backend)
         self.model: CausalLM = create_model(self.config, self.context)
         poison(self.model)
