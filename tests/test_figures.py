@@ -27,6 +27,12 @@ FROM_ELSEWHERE: dict[str, dict[str, str]] = {
         "5.0": "11.14 ms / 2.224 ms, the rows above it",
         "6.2": "6.549 ms / 1.050 ms, the rows above it",
         "1.06": "9.862 ms / 9.336 ms, the rows above it",
+        "4.25": "TB/s, what floors are counted with",
+    },
+    "quantization.md": {
+        "0.0137": "from the test that is named beside it",
+        "97.6": "from the test that is named beside it",
+        "0.99": "of the unquantised model, weft-eval-cpu.json",
     },
 }
 """By document: figures that no file holds, and why they stand there."""

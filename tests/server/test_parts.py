@@ -84,8 +84,11 @@ def test_admission_counts_until_the_response_has_ended() -> None:
     assert refused.value.status == 429 and refused.value.retry_after_s == 1
     with pytest.raises(RequestError, match="6 completions"):
         admission.enter(6)
+    last = admission.enter(1)
+    assert admission.num_open == 5, "all that there is room for"
     leave()
     leave()
+    last()
     assert admission.num_open == 0
 
 
