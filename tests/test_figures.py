@@ -32,7 +32,6 @@ FROM_ELSEWHERE: dict[str, dict[str, str]] = {
     "quantization.md": {
         "0.0137": "from the test that is named beside it",
         "97.6": "from the test that is named beside it",
-        "0.99": "of the unquantised model, weft-eval-cpu.json",
     },
 }
 """By document: figures that no file holds, and why they stand there."""
