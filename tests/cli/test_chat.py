@@ -50,7 +50,7 @@ def test_reset_help_exit(run_weft: RunWeft, conversations: list[list[dict[str, A
 
 def test_a_refused_turn_leaves_the_conversation(run_weft: RunWeft, conversations: list[list[dict[str, Any]]]) -> None:
     out = chat(run_weft, "1 " * 5000, "Hi")
-    assert "error: the prompt has" in out
+    assert "error: This model's maximum context length is" in out
     assert [m["content"] for m in conversations[1]] == ["Hi"]
 
 

@@ -40,12 +40,12 @@ class Churn:
         self._launch = executor.launch
         executor.launch = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, orders: SchedulerOutput) -> Any:
+    def __call__(self, scheduler_output: SchedulerOutput, processors: Any = None) -> Any:
         size = self._rng.choice((1 << 9, 1 << 14, 1 << 20, 3 << 20))
         self._held.append(torch.full((size // 4,), torch.nan, device="cuda"))
         if len(self._held) > 8:
             del self._held[self._rng.randrange(len(self._held))]
-        return self._launch(orders)
+        return self._launch(scheduler_output, processors)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])

@@ -37,7 +37,7 @@ VERBS = {
     "inspect": Verb("weft.cli.inspect", "say what the prefix cache reuses, and why not more"),
     "eval": Verb("weft.cli.evaluate", "measure accuracy on the bundled word problems"),
     "bench": Verb("weft.cli.bench", "measure speed"),
-    "verify": Verb("weft.cli.verify", "compare decode graphs with eager steps"),
+    "verify": Verb("weft.cli.verify", "compare captured graphs with eager steps"),
     "tune": Verb("weft.cli.tune", "measure which batches gain by which graphs, for the next start"),
     "graph": Verb("weft.cli.graph", "show the pieces that prefill runs in"),
     "doctor": Verb("weft.cli.doctor", "check this machine and say what is missing"),
