@@ -120,7 +120,7 @@ def numbers(rng: random.Random) -> Case:
 
 
 LIMITS: list[tuple[str, dict[str, Any], str, str]] = [
-    (COMPLETIONS, {"n": 129}, "n", "128"),
+    (COMPLETIONS, {"n": 65}, "n", "64"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs", "20"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     (COMPLETIONS, {"stop": ["a"] * 17}, "stop", "16"),
