@@ -55,7 +55,7 @@ class FakeMemory:
         lease, start = running.lease, running.fed
         if self.manager.allocate(lease, start + num_tokens) is None:
             return False
-        orders = self.manager.order_checkpoints(lease, start, num_tokens)
+        orders = self.manager.allocate_checkpoints(lease, start, num_tokens)
         if not running.started:
             self.start(running)
         self.manager.commit(lease, start + num_tokens)

@@ -62,8 +62,8 @@ MUTANTS = (
     ),
     _mutant(
         "old-snapshot-kept", "a decoding request keeps one snapshot", "weft/cache/manager.py",
-        "                self._drop_snapshot(lease)\n                states.snapshot = orders[0]",
-        "                states.snapshot = orders[0]",
+        "                self._drop_snapshot(lease)\n                states.snapshot = checkpoints[0]",
+        "                states.snapshot = checkpoints[0]",
         "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(

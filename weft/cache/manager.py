@@ -4,15 +4,15 @@ Job: match a sequence against what is cached, lease pages and a state slot to a 
 computed into the tree, take it back. Owns: the pools, the prefix tree and every live lease.
 Does not know: tensors, batches, or why a request starts or stops. ::
 
-    match(tokens)        pure: how much could be reused
-    lease(match, …)      pin what was matched; a working slot; the copies to make: state fork, partial last page
-    allocate(…)          grow the lease's pages, evicting what is least useful
-    order_checkpoints(…) slots for the states that the next step has to store
-    commit(…)            a step is launched: so many tokens will be in pages and state
-    confirm(…)           a step is done and went well: what it computed is inserted into the tree
-    release(…)           the request has ended     } pages and the working slot move to the tree or go back;
-    preempt(…)           the request will return   } only after its last launched step
-    check()              every page and slot is accounted for
+    match(tokens)            pure: how much could be reused
+    lease(match, …)          pin what was matched; a working slot; the copies to make: state fork, partial last page
+    allocate(…)              grow the lease's pages, evicting what is least useful
+    allocate_checkpoints(…)  slots for the states that the next step has to store
+    commit(…)                a step is launched: so many tokens will be in pages and state
+    confirm(…)               a step is done and went well: what it computed is inserted into the tree
+    release(…)               the request has ended     } pages and the working slot move to the tree or go back;
+    preempt(…)               the request will return   } only after its last launched step
+    check()                  every page and slot is accounted for
 
 Who owns a page or slot::
 
@@ -319,26 +319,26 @@ class Manager:
         self.pages.pin(pages)
         return pages
 
-    def order_checkpoints(self, lease: Lease, start: int, num_tokens: int) -> list[tuple[int, int]]:
+    def allocate_checkpoints(self, lease: Lease, start: int, num_tokens: int) -> list[tuple[int, int]]:
         """``(position, slot)`` of the states that a step of ``num_tokens`` tokens from ``start`` stores.
 
         Call it once, when the step is launched. Positions for which no slot can be had are skipped.
         """
         end, states = start + num_tokens, lease.checkpoints
-        orders: list[tuple[int, int]] = []
+        checkpoints: list[tuple[int, int]] = []
         if states.positions and (due := states.take_due(start, end)):
             for position in due:
                 slot = self.evictor.take_slot()
                 if slot is not None:
-                    orders.append((position, slot))
-            states.stored.extend(orders)
+                    checkpoints.append((position, slot))
+            states.stored.extend(checkpoints)
         elif start >= len(lease.tokens) and self._takes_snapshot(end):
             slot = self.evictor.take_slot()
             if slot is not None:
-                orders = [(end, slot)]
+                checkpoints = [(end, slot)]
                 self._drop_snapshot(lease)
-                states.snapshot = orders[0]
-        return orders
+                states.snapshot = checkpoints[0]
+        return checkpoints
 
     def _takes_snapshot(self, position: int) -> bool:
         wanted = self._needs_state and self.enable_prefix_caching

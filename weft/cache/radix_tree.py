@@ -59,7 +59,7 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 class Checkpoint:
     """A recurrent state in ``slot``: that of the path's first ``position`` tokens.
 
-    ``pins`` counts orders that read the slot and are not launched yet; ``last_used`` is in ticks of the cache's clock.
+    ``pins`` counts state forks that read the slot and are not launched yet; ``last_used`` is in ticks of the cache.
     ``kind``, ``lineage`` (reuses on the way to this state) and ``num_uses`` are what its prospects are judged by.
     """
 

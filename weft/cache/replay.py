@@ -44,7 +44,7 @@ def replay_request(
     reused = lease.num_cached_tokens
     for start, end in ((reused, len(prompt)), (len(prompt), len(tokens))):
         if end > start and manager.allocate(lease, end) is not None:
-            manager.order_checkpoints(lease, start, end - start)
+            manager.allocate_checkpoints(lease, start, end - start)
             manager.commit(lease, end)
             manager.confirm(lease, end)
     manager.release(lease, tokens[: lease.num_committed_tokens])

@@ -29,7 +29,7 @@ def visible_gpus() -> list[str]:
 
 
 def devices_of_replica(settings: Mapping[str, Any]) -> Callable[[int], dict[str, str]]:
-    """From a replica's number to its environment. On the CPU there is nothing to deal out.
+    """From a replica's number to its environment. On the CPU there is nothing to assign.
 
     Raises:
         ConfigError: there are too few GPUs.

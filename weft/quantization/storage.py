@@ -45,7 +45,7 @@ class Storage(ABC):
             name: of the part, for errors.
 
         Raises:
-            ConfigError: the part's rows or columns do not fall on the borders of blocks.
+            ConfigError: the part's rows or columns do not fall on block boundaries.
         """
 
 

@@ -311,14 +311,14 @@ class Scheduler:
         """Turn the plan into a scheduler output and count its tokens as fed."""
         self._step += 1
         starting = [running for running, _ in planned if not running.announced]
-        orders = [(running, self._order(running, num_tokens)) for running, num_tokens in planned]
-        if not all(order.is_decode for _, order in orders):
-            orders.sort(key=lambda entry: not entry[1].is_decode)
-        self._launched[self._step] = [Launched(r, order.samples, order.start + order.num_tokens) for r, order in orders]
+        scheduled = [(running, self._schedule(running, num_tokens)) for running, num_tokens in planned]
+        if not all(entry.is_decode for _, entry in scheduled):
+            scheduled.sort(key=lambda pair: not pair[1].is_decode)
+        self._launched[self._step] = [Launched(r, e.samples, e.start + e.num_tokens) for r, e in scheduled]
         finished_rows, self._finished_rows = self._finished_rows, []
         return SchedulerOutput(
             self._step,
-            [order for _, order in orders],
+            [entry for _, entry in scheduled],
             [self._announce(running) for running in starting],
             finished_rows,
             state_forks=[running.lease.state_fork for running in starting if running.lease.state_fork],
@@ -330,7 +330,7 @@ class Scheduler:
         request = running.request
         return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling)
 
-    def _order(self, running: Running, num_tokens: int) -> ScheduledRequest:
+    def _schedule(self, running: Running, num_tokens: int) -> ScheduledRequest:
         request, lease = running.request, running.lease
         start = request.num_computed_tokens
         samples = start + num_tokens == request.num_tokens
@@ -342,7 +342,7 @@ class Scheduler:
             self._num_new_tokens += end - request.max_computed_tokens
             request.max_computed_tokens = end
         request.num_pending += samples
-        checkpoints = self.manager.order_checkpoints(lease, start, num_tokens)
+        checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens)
         self.manager.commit(lease, request.num_computed_tokens)
         return ScheduledRequest(
             running.row, start, num_tokens, new_pages, lease.state_slot, samples, checkpoints, lease.write_start

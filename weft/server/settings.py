@@ -82,7 +82,7 @@ class ServerSettings:
             return False
 
     def check(self) -> None:
-        """Raises ConfigError for values out of range and for an open door."""
+        """Raises ConfigError for values out of range, and for a server open to other machines without an API key."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is out of range; allowed: 0 (any free one) to 65535")
         for name in ("request_timeout_s", "drain_timeout_s", "template_timeout_s"):

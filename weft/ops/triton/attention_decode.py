@@ -223,7 +223,7 @@ def _decode_kernel(
     results = (out, partial, partial_lse, max_splits, stride_out)
     if FIXED.mixture:
         wait(EARLY)
-        # The programs are dealt out to as many sequences as decode; prefills and padding rows are the other kernel's.
+        # The programs are distributed over the sequences that decode; prefills and padding rows are the other kernel's.
         num_decodes = tl.load(counts + 2)
         if num_decodes > 0:
             step = tl.maximum(1, tl.num_programs(1) // num_decodes)
