@@ -54,8 +54,8 @@ def test_experts_of_the_published_widths(num_tokens: int) -> None:
 def test_a_model_rounds_no_more_than_its_reference(scheme: str, tmp_path: Path) -> None:
     """KL divergence from the model without rounded inputs at most 1.1 times the reference's, over three checkpoints.
 
-    Logits cannot be compared one by one: products of e4m3 on Hopper's tensor cores keep fewer bits of their sums than
-    float32, and an input that lies near the middle of two e4m3 numbers then rounds to the other one.
+    Logits are not compared one by one: Hopper's tensor cores keep fewer bits of a sum of e4m3 products than float32
+    has, and an input near the middle of two e4m3 numbers then rounds to the other one.
     """
     exact, reference, ours = (torch.cat(parts) for parts in zip(*three_logits(scheme, tmp_path), strict=True))
     (our_kl, _), (reference_kl, _) = divergence(exact, ours), divergence(exact, reference)
