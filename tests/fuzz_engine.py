@@ -115,6 +115,8 @@ class Episode:
         }
         if not settings["enable_prefix_caching"]:
             del settings["state_checkpoint_policy"], settings["eviction_policy"]
+            if settings["schedule_policy"] == "lpm":  # refused without a cache
+                settings["schedule_policy"] = "fcfs"
         if "FULL" in mode:
             settings["cuda_graph_bs"] = [1, 2, 4]
         if mode in ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"):
