@@ -14,9 +14,11 @@ import transformers
 
 ARCHITECTURES = (
     "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
@@ -67,9 +69,11 @@ _VISION = {
 
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
+    "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
     "LlamaForCausalLM": ("LlamaConfig", _BASE),
     "MistralForCausalLM": ("MistralConfig", _BASE | {"sliding_window": None}),
     "Qwen2ForCausalLM": ("Qwen2Config", _BASE),
+    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", _BASE | _MOE | _SHARED | {"mlp_only_layers": [1]}),
     "Qwen3ForCausalLM": ("Qwen3Config", _BASE),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", _BASE | _MOE | {"norm_topk_prob": True}),
     "Qwen3NextForCausalLM": ("Qwen3NextConfig", _BASE | _LINEAR | _MOE | _SHARED),
@@ -108,6 +112,9 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "layernorm.weight", "dt_bias", ".bias")):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith(("expert_bias", "correction_bias")):
+                buffer.uniform_(-0.3, 0.3, generator=generator)
     return model
 
 

@@ -112,6 +112,7 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
         assert_close(harness.run([(fork, 150 - position)])[0], want[position:])
 
 
+LFM2_MOE, QWEN2_MOE = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM"
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
 QWEN3_5, QWEN3_5_MOE, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"
@@ -127,10 +128,14 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (LFM2, {"conv_L_cache": 2, "conv_bias": True, "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False}),
     (LFM2, {"conv_L_cache": 4, "layer_types": None, "full_attn_idxs": [1, 3], "block_ffn_dim_multiplier": 1.5}),
     (LFM2, {"num_attention_heads": 3, "num_key_value_heads": 1, "layer_types": ["conv"] * 4}),
+    (LFM2_MOE, {"num_experts": 7, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "num_dense_layers": 0}),
+    (LFM2_MOE, {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "num_dense_layers": 3}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (MISTRAL, {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 512}),
     (QWEN2, {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}),
     (QWEN2, {"num_key_value_heads": 4, "hidden_size": 52, "use_sliding_window": True, "max_window_layers": 2}),
+    (QWEN2_MOE, {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": []}),
+    (QWEN2_MOE, {"qkv_bias": False, "decoder_sparse_step": 2, "tie_word_embeddings": True}),
     (QWEN3, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (QWEN3, {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32, "vocab_size": 67}),
     (MOE, {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 17}),

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.moe import topk_router_reference
+from weft.ops.moe import sigmoid_router_reference, topk_router_reference
 from weft.ops.triton import moe_sum
 from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
-from weft.ops.triton.router import topk_router_triton
+from weft.ops.triton.router import sigmoid_router_triton, topk_router_triton
 
 ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -101,6 +101,8 @@ def test_shared_expert_is_gated_and_added() -> None:
     plain = fused_moe_triton(x, gate_up, down, weights, ids)
     out = fused_moe_triton(x, gate_up, down, weights, ids, shared=shared, shared_gate=logits[:, 8:])
     torch.testing.assert_close(out, plain + torch.sigmoid(logits[:, 8:]) * shared)
+    out = fused_moe_triton(x, gate_up, down, weights, ids, shared=shared)
+    torch.testing.assert_close(out, plain + shared)
 
 
 @pytest.mark.parametrize("tile", [*moe_sum.TILES.values(), moe_sum.Tile(32, 1, None)])
@@ -152,3 +154,30 @@ def test_router_takes_the_lower_id_of_equals() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]], device=DEVICE)
     _, ids = topk_router_triton(logits, 4, renormalize=True, num_tokens=1)
     assert ids.tolist() == [[1, 2, 4, 0]]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "groups", "biased"),
+    [(5, 2, (1, 1), True), (12, 3, (4, 2), True), (12, 4, (6, 3), False), (7, 7, (1, 1), False), (4, 2, (4, 2), True)],
+)
+def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], biased: bool) -> None:
+    num_groups, top_groups = groups
+    logits = torch.randn(9, num_experts + 3, device=DEVICE)[:, :num_experts]
+    bias = torch.randn(num_experts, device=DEVICE) if biased else None
+    count = torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    settings = {"epsilon": 1e-3, "scale": 2.5, "num_groups": num_groups, "top_groups": top_groups}
+    for renormalize, num_tokens, local in ((True, 7, {}), (False, count, {"first_expert": 1, "num_experts": 2})):
+        options = {**settings, **local, "renormalize": renormalize, "num_tokens": num_tokens}
+        want = sigmoid_router_reference(logits, bias, top_k, **options)
+        got = sigmoid_router_triton(logits, bias, top_k, **options)
+        assert torch.equal(got[1], want[1])
+        torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=2e-6)
+
+
+def test_sigmoid_router_keeps_to_the_best_groups() -> None:
+    """The best expert of all stands in a group whose second is poor."""
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.2]], device=DEVICE)
+    settings = {"renormalize": False, "epsilon": 0.0, "scale": 1.0, "num_groups": 3, "top_groups": 1, "num_tokens": 1}
+    for router in (sigmoid_router_reference, sigmoid_router_triton):
+        _, ids = router(scores.logit(), None, 2, **settings)
+        assert ids.tolist() == [[2, 3]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.config.families import FAMILIES, Family
 from weft.config.json_object import JsonObject
-from weft.config.model import Mixers, ModelConfig, MoeConfig
+from weft.config.model import Mixers, ModelConfig
 from weft.config.quantization import read_quantization
 from weft.errors import ConfigError, UnsupportedModelError
 
@@ -96,7 +96,7 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         tie_word_embeddings=top.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False)),
         mlp_bias=text.boolean("mlp_bias", False) and family.mlp_bias,
         zero_centered_norm=family.zero_centered_norm,
-        moe=_moe(text, family, len(layer_types)) if family.moe else None,
+        moe=family.moe(text, len(layer_types)) if family.moe is not None else None,
         dtype=_dtype(top, text),
         state_dtype=_state_dtype(text),
         eos_token_ids=text.integers("eos_token_id") or top.integers("eos_token_id"),
@@ -109,7 +109,7 @@ def _intermediate_size(text: JsonObject, family: Family) -> int:
     """Width of the dense MLP; 0 where every layer has experts and the checkpoint names none."""
     if family.intermediate_size is not None:
         return family.intermediate_size(text)
-    if family.moe and not text.given("intermediate_size"):
+    if family.moe is not None and not text.given("intermediate_size"):
         return 0
     return text.integer("intermediate_size")
 
@@ -152,31 +152,6 @@ def _refuse_sliding_window(text: JsonObject, family: Family, num_layers: int) ->
             f"{text.where}: use_sliding_window=true with sliding_window={text.raw('sliding_window')} from layer "
             f"{first} on is not supported; set use_sliding_window to false to attend to the whole context"
         )
-
-
-def _moe(text: JsonObject, family: Family, num_layers: int) -> MoeConfig:
-    num_experts, top_k = text.integer("num_experts"), text.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise ConfigError(f"{text.where}: num_experts_per_tok={top_k} is greater than num_experts={num_experts}")
-    renormalise = text.boolean("norm_topk_prob", True)
-    if family.always_renormalise and not renormalise:
-        raise UnsupportedModelError(
-            f"{text.where}: norm_topk_prob=false is not supported for this architecture, which always renormalises; "
-            "leave it out"
-        )
-    shared = text.integer("shared_expert_intermediate_size") if family.shared_expert else None
-    sparse = frozenset(range(num_layers)) if family.always_renormalise else _sparse_layers(text, num_layers)
-    return MoeConfig(num_experts, top_k, text.integer("moe_intermediate_size"), renormalise, shared, sparse)
-
-
-def _sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:
-    dense, step = set(text.integers("mlp_only_layers")), text.integer("decoder_sparse_step", 1)
-    if any(layer >= num_layers for layer in dense):
-        raise text.wrong("mlp_only_layers", f"layer indices below num_hidden_layers={num_layers}")
-    sparse = frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-    if len(sparse) < num_layers and not text.given("intermediate_size"):
-        raise ConfigError(f"{text.where}: required key 'intermediate_size' is missing (layers without experts need it)")
-    return sparse
 
 
 def _dtype(top: JsonObject, text: JsonObject) -> str:

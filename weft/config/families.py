@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from weft.config.attention import read_attention
+from weft.config.attention import AttentionConfig, read_attention
 from weft.config.gated_delta_net import read_gated_delta_net
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
+from weft.config.moe import MoeConfig, read_lfm2_moe, read_moe
 from weft.config.short_conv import read_short_conv
 
 MixerReader = Callable[[JsonObject], MixerConfig]
 """From the (text) config to the geometry of one kind of token mixer."""
+
+
+MoeReader = Callable[[JsonObject, int], MoeConfig]
 
 
 def uniform_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -39,6 +43,11 @@ def lfm2_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     return tuple("full_attention" if i in attention else "conv" for i in range(num_layers))
 
 
+def read_qwen2_moe_attention(text: JsonObject) -> AttentionConfig:
+    """As in Qwen2, but ``qkv_bias`` may say that there is no bias."""
+    return read_attention(text, qkv_bias=text.boolean("qkv_bias", True))
+
+
 def lfm2_intermediate_size(text: JsonObject) -> int:
     """Width of the MLP: two thirds of ``intermediate_size``, rounded up, unless ``block_auto_adjust_ff_dim`` is off."""
     size = text.integer("intermediate_size")
@@ -57,9 +66,7 @@ class Family:
         model: ``module:class`` of the model, imported when one is built.
         mixers: layer type -> module in the decoder layer -> reader of its geometry. Other layer types are refused.
         layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
-        moe, shared_expert: layers may have experts; one of them sees every token.
-        always_renormalise: the chosen experts' weights are renormalised and every layer has experts, whatever the
-            config says.
+        moe: reads the mixture of experts, from the (text) config and the number of layers; None: layers have none.
         mlp_bias: ``mlp_bias`` is read (other architectures have none).
         zero_centered_norm: see ``ModelConfig``.
         windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
@@ -73,9 +80,7 @@ class Family:
     model: str
     mixers: Mapping[str, Mapping[str, MixerReader]]
     layer_types: Callable[[JsonObject, int], tuple[str, ...]] = uniform_layer_types
-    moe: bool = False
-    shared_expert: bool = False
-    always_renormalise: bool = False
+    moe: MoeReader | None = None
     mlp_bias: bool = False
     zero_centered_norm: bool = False
     windows_everywhere: bool = False
@@ -94,6 +99,10 @@ _MISTRAL = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336
 _QWEN2 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
           "num_attention_heads": 32, "num_key_value_heads": 32,
           "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
+_QWEN2_MOE = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+              "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408,
+              "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
+              "norm_topk_prob": False, "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
 _QWEN3 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
           "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
           "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
@@ -118,6 +127,16 @@ _LFM2 = {"vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "
          "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True, "bos_token_id": 1,
          "eos_token_id": 2}  # fmt: skip
 
+_LFM2_MOE = {"vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+             "rms_norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True, "num_experts": 32,
+             "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_LFM2_KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+_LFM2_MIXERS: Mapping[str, Mapping[str, MixerReader]] = {
+    "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, qk_norm=True)},
+    "conv": {"conv": read_short_conv},
+}
+
 _PLAIN_ATTENTION = {"full_attention": {"self_attn": read_attention}}
 _UNBIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=False)}}
 _BIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=True)}}
@@ -134,7 +153,8 @@ _hybrid = partial(
     zero_centered_norm=True,
 )
 _qwen3_5 = partial(_hybrid, "weft.models.qwen3_5:Qwen3_5ForCausalLM", defaults=_QWEN3_5)
-_qwen3_5_moe = partial(_qwen3_5, moe=True, shared_expert=True, always_renormalise=True, defaults=_QWEN3_5_MOE)
+_QWEN3_5_EXPERTS = partial(read_moe, shared_expert=True, always_renormalise=True)
+_qwen3_5_moe = partial(_qwen3_5, moe=_QWEN3_5_EXPERTS, defaults=_QWEN3_5_MOE)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("weft.models.llama:LlamaForCausalLM", _PLAIN_ATTENTION, mlp_bias=True, defaults=_LLAMA),
@@ -146,27 +166,39 @@ FAMILIES: dict[str, Family] = {
         defaults=_MISTRAL,
     ),
     "Qwen2ForCausalLM": Family("weft.models.llama:LlamaForCausalLM", _BIASED_ATTENTION, defaults=_QWEN2),
+    "Qwen2MoeForCausalLM": Family(
+        "weft.models.qwen2_moe:Qwen2MoeForCausalLM",
+        {"full_attention": {"self_attn": read_qwen2_moe_attention}},
+        moe=partial(read_moe, shared_expert=True),
+        windows_everywhere=True,
+        defaults=_QWEN2_MOE,
+    ),
     "Qwen3ForCausalLM": Family("weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, defaults=_QWEN3),
     "Qwen3MoeForCausalLM": Family(
         "weft.models.qwen3_moe:Qwen3MoeForCausalLM",
         _QK_NORM_ATTENTION,
-        moe=True,
+        moe=read_moe,
         windows_everywhere=True,
         defaults=_QWEN3_MOE,
     ),
     "Lfm2ForCausalLM": Family(
         "weft.models.lfm2:Lfm2ForCausalLM",
-        {
-            "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, qk_norm=True)},
-            "conv": {"conv": read_short_conv},
-        },
+        _LFM2_MIXERS,
         layer_types=lfm2_layer_types,
-        keys={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+        keys=_LFM2_KEYS | {"block_ff_dim": "intermediate_size"},
         intermediate_size=lfm2_intermediate_size,
         defaults=_LFM2,
     ),
+    "Lfm2MoeForCausalLM": Family(
+        "weft.models.lfm2:Lfm2ForCausalLM",
+        _LFM2_MIXERS,
+        layer_types=lfm2_layer_types,
+        moe=read_lfm2_moe,
+        keys=_LFM2_KEYS,
+        defaults=_LFM2_MOE,
+    ),
     "Qwen3NextForCausalLM": _hybrid(
-        "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=True, shared_expert=True, defaults=_QWEN3_NEXT
+        "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=partial(read_moe, shared_expert=True), defaults=_QWEN3_NEXT
     ),
     "Qwen3_5ForCausalLM": _qwen3_5(),
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe(),

@@ -11,19 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
+from weft.config.moe import MoeConfig
 from weft.config.quantization import QuantizationConfig
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Mixture of experts. ``sparse_layers`` are the layers that have experts; the others have a dense MLP."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    shared_expert_intermediate_size: int | None
-    sparse_layers: frozenset[int]
 
 
 class Mixers(Mapping[str, Mapping[str, MixerConfig]]):

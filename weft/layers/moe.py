@@ -1,12 +1,13 @@
-"""Mixture of experts with an optional shared expert (Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE).
+"""Mixture of experts with an optional shared expert (arXiv 1701.06538, 2401.06066).
 
-Job: route each token to its experts, run them, add the gated shared expert. Owns: how the experts are
+Job: route each token to its experts, run them, add the shared expert. Owns: how the experts are
 sharded, by their width or one by one. Does not know: which layers are sparse, how weights are stored
 (``quant_method``).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
@@ -16,8 +17,8 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear
 from weft.layers.mlp import MLP
 from weft.layers.quant_method import ExpertsMethod
-from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule
-from weft.ops.moe import topk_router
+from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, empty_parameter, whole
+from weft.ops.moe import sigmoid_router, topk_router
 
 
 class Experts(WeightModule):
@@ -65,7 +66,7 @@ class Experts(WeightModule):
         return self.quant_method.initial_range(self, name)
 
 
-class SparseMoe(nn.Module):
+class SparseMoe(WeightModule):
     """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum. Padding rows meet no routed expert.
 
     The router's rows and the shared expert's gate are one small matrix, so that both come from one product.
@@ -75,12 +76,14 @@ class SparseMoe(nn.Module):
         super().__init__()
         moe = config.moe
         assert moe is not None, "a sparse layer needs the model config's moe"
-        self._backend = context.backend
-        self._num_experts, self._top_k = moe.num_experts, moe.num_experts_per_tok
-        self._renormalize = moe.norm_topk_prob
+        self._moe, self._backend = moe, context.backend
         shared_size = moe.shared_expert_intermediate_size
-        outputs = [moe.num_experts] if shared_size is None else [moe.num_experts, 1]
+        self._shared_gate = shared_size is not None and moe.shared_expert_gate
+        outputs = [moe.num_experts, 1] if self._shared_gate else [moe.num_experts]
         self.router = MergedReplicatedLinear(config.hidden_size, outputs, context=context)
+        self.correction_bias: nn.Parameter | None = None
+        if moe.sigmoid is not None and moe.sigmoid.correction_bias:
+            self.correction_bias = empty_parameter(moe.num_experts, dtype=torch.float32, device=context.device)
         self.experts = Experts(moe.num_experts, config.hidden_size, moe.intermediate_size, context)
         self.shared_expert = None
         if shared_size is not None:
@@ -88,21 +91,47 @@ class SparseMoe(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
-        batch = get_forward_context().batch
-        weights, ids = topk_router(
-            logits[:, : self._num_experts],
-            self._top_k,
-            renormalize=self._renormalize,
-            num_tokens=batch.num_tokens if batch.token_count is None else batch.token_count,
-            first_expert=self.experts.local_experts.start,
-            num_experts=len(self.experts.local_experts),
+        weights, ids = self._route(logits[:, : self._moe.num_experts])
+        shared = self.shared_expert(x) if self.shared_expert is not None else None
+        gate = logits[:, self._moe.num_experts : self._moe.num_experts + 1] if self._shared_gate else None
+        return self.experts(x, weights, ids, shared=shared, shared_gate=gate)
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T, E]`` -> the weights and local ids of each token's experts, ``[T, top_k]``."""
+        moe, batch, local = self._moe, get_forward_context().batch, self.experts.local_experts
+        num_tokens = batch.num_tokens if batch.token_count is None else batch.token_count
+        if moe.sigmoid is None:
+            return topk_router(
+                logits,
+                moe.num_experts_per_tok,
+                renormalize=moe.norm_topk_prob,
+                num_tokens=num_tokens,
+                first_expert=local.start,
+                num_experts=len(local),
+                backend=self._backend,
+            )
+        return sigmoid_router(
+            logits,
+            self.correction_bias,
+            moe.num_experts_per_tok,
+            renormalize=moe.norm_topk_prob,
+            epsilon=moe.sigmoid.epsilon,
+            scale=moe.sigmoid.scale,
+            num_groups=moe.sigmoid.num_groups,
+            top_groups=moe.sigmoid.top_groups,
+            num_tokens=num_tokens,
+            first_expert=local.start,
+            num_experts=len(local),
             backend=self._backend,
         )
-        gate = logits[:, self._num_experts : self._num_experts + 1]
-        return self.experts(
-            x,
-            weights,
-            ids,
-            shared=self.shared_expert(x) if self.shared_expert is not None else None,
-            shared_gate=gate if self.shared_expert is not None else None,
-        )
+
+    def layouts(self) -> tuple[Layout, ...]:
+        """The correction bias stands in the block (LFM2) or in the router (DeepSeek-V3)."""
+        if self.correction_bias is None:
+            return ({},)
+        piece = whole(self.correction_bias)
+        return {"expert_bias": piece}, {"gate.e_score_correction_bias": piece}
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        """Biases that change some choices: scores lie between 0 and 1."""
+        return -0.1, 0.1

@@ -149,7 +149,8 @@ class WeightTable:
     Attributes:
         packed: module name -> checkpoint names of its parts, in order (``qkv_proj``: q_proj, k_proj, v_proj).
         renames: leading part of a tensor name in the checkpoint -> leading part of the module name.
-        modules: one component of a module's path -> what checkpoints call it (``mlp``: feed_forward).
+        modules: one component of a module's path, or of the name of an expert's part, -> what checkpoints call it
+            (``mlp``: feed_forward).
         ignorable: patterns (``fnmatch``) of checkpoint names that belong to parts which Weft does not run.
     """
 
@@ -163,7 +164,8 @@ class WeightTable:
         *parents, leaf = module_name.split(".")
         parent = ".".join(self.modules.get(component, component) for component in parents)
         if leaf not in self.packed:
-            return f"{parent}.{self.modules.get(leaf, leaf)}.{part}".removeprefix(".")
+            inside = ".".join(self.modules.get(component, component) for component in part.split("."))
+            return f"{parent}.{self.modules.get(leaf, leaf)}.{inside}".removeprefix(".")
         index, _, parameter = part.partition(".")
         return f"{parent}.{self.packed[leaf][int(index)]}.{parameter}"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.backend import Backend
 from weft.ops.fp8 import fp8_linear_reference
-from weft.ops.moe import sum_over_experts
+from weft.ops.moe import add_shared, sum_over_experts
 from weft.ops.traced import traced_op
 
 
@@ -35,9 +35,7 @@ def fp8_fused_moe_reference(
     out = torch.ops.weft.fp8_experts_reference(
         x, gate_up, gate_up_scale, down, down_scale, weights, ids, gate_up_input_scale, down_input_scale, block
     )
-    if shared is not None and shared_gate is not None:
-        out = torch.addcmul(out, torch.sigmoid(shared_gate), shared)
-    return out
+    return add_shared(out, shared, shared_gate)
 
 
 def _experts(
@@ -99,7 +97,7 @@ def fp8_fused_moe(
         gate_up_input_scale, down_input_scale: ``[1]`` float32: the scale of all inputs of a product; None: found for
             each token (and group).
         shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
-        shared_gate: ``[T, 1]``; given if and only if ``shared`` is.
+        shared_gate: ``[T, 1]``, or None: the shared expert is added as it is.
         block: 128, or 0 for scales by row and token.
 
     Returns:

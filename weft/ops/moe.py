@@ -1,7 +1,7 @@
 """Mixture of experts: choosing experts, and running each token through its own.
 
-Job: softmax routing and the expert MLPs (SwiGLU). Owns: the meaning of id -1 (no expert: padding). Does not know: the
-router's projection, shared experts, or how experts are sharded.
+Job: softmax and sigmoid routing, and the expert MLPs (SwiGLU). Owns: the meaning of id -1 (no expert: padding). Does
+not know: the router's projection, shared experts, or how experts are sharded.
 """
 
 from __future__ import annotations
@@ -30,16 +30,7 @@ def topk_router_reference(
     weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
-    ids = ids.int() - first_expert
-    if num_experts is not None:
-        ids.masked_fill_((ids < 0) | (ids >= num_experts), -1)
-    if isinstance(num_tokens, Tensor):
-        padding = (torch.arange(logits.shape[0], device=logits.device) >= num_tokens)[:, None]
-        return weights.masked_fill_(padding, 0.0), ids.masked_fill_(padding, -1)
-    if num_tokens < logits.shape[0]:
-        weights[num_tokens:] = 0.0
-        ids[num_tokens:] = -1
-    return weights, ids
+    return _mask_experts(weights, ids, num_tokens, first_expert, num_experts)
 
 
 @traced_op(topk_router_reference)
@@ -78,6 +69,101 @@ def topk_router(
         first_expert=first_expert,
         num_experts=num_experts,
     )
+
+
+def sigmoid_router_reference(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    renormalize: bool,
+    epsilon: float,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Torch reference of ``sigmoid_router``."""
+    scores = logits.float().sigmoid()
+    choice = scores if bias is None else scores + bias
+    if top_groups < num_groups:
+        groups = choice.unflatten(1, (num_groups, -1))
+        best = groups.topk(min(2, groups.shape[2]), dim=2)[0].sum(2).topk(top_groups, dim=1)[1]
+        taken = torch.zeros_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = groups.masked_fill(~taken[:, :, None], -torch.inf).flatten(1)
+    ids = choice.topk(top_k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+    return _mask_experts(weights * scale, ids, num_tokens, first_expert, num_experts)
+
+
+@traced_op(sigmoid_router_reference)
+def sigmoid_router(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    renormalize: bool,
+    epsilon: float,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` experts of each token with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone
+    (DeepSeek-V3, arXiv 2412.19437).
+
+    Args:
+        logits: ``[T, E]``.
+        bias: ``[E]`` float32, or None.
+        renormalize: divide the chosen weights by their sum plus ``epsilon``.
+        scale: factor of the weights, after that.
+        num_groups, top_groups: experts stand in so many equal groups; only those of the ``top_groups`` groups whose two
+            best experts have the highest sum can be chosen.
+        top_k, num_tokens, first_expert, num_experts: as for ``topk_router``.
+
+    Returns:
+        ``(weights [T, top_k] float32, ids [T, top_k] int32)``; padding rows have weight 0 and id -1.
+    """
+    if backend is Backend.TORCH:
+        function = sigmoid_router_reference
+    else:
+        from weft.ops.triton.router import sigmoid_router_triton as function
+    return function(
+        logits,
+        bias,
+        top_k,
+        renormalize=renormalize,
+        epsilon=epsilon,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        num_tokens=num_tokens,
+        first_expert=first_expert,
+        num_experts=num_experts,
+    )
+
+
+def _mask_experts(
+    weights: Tensor, ids: Tensor, num_tokens: int | Tensor, first_expert: int, num_experts: int | None
+) -> tuple[Tensor, Tensor]:
+    """Ids from the first expert that is here; none (-1) for experts that are elsewhere and for padding rows."""
+    ids = ids.int() - first_expert
+    if num_experts is not None:
+        ids.masked_fill_((ids < 0) | (ids >= num_experts), -1)
+    if isinstance(num_tokens, Tensor):
+        padding = (torch.arange(ids.shape[0], device=ids.device) >= num_tokens)[:, None]
+        return weights.masked_fill_(padding, 0.0), ids.masked_fill_(padding, -1)
+    if num_tokens < ids.shape[0]:
+        weights[num_tokens:] = 0.0
+        ids[num_tokens:] = -1
+    return weights, ids
 
 
 def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -133,6 +219,13 @@ def _many_tokens(
     return out.to(x.dtype)
 
 
+def add_shared(out: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> Tensor:
+    """``out + sigmoid(shared_gate) * shared``, of which the gate, or both, may be missing."""
+    if shared is None:
+        return out
+    return out + shared if shared_gate is None else torch.addcmul(out, torch.sigmoid(shared_gate), shared)
+
+
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define("fused_moe_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids) -> Tensor")
 _LIBRARY.impl("fused_moe_reference", _experts, "CompositeExplicitAutograd")
@@ -159,16 +252,14 @@ def fused_moe(
         weights: ``[T, k]``.
         ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.
         shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
-        shared_gate: ``[T, 1]``; given if and only if ``shared`` is.
+        shared_gate: ``[T, 1]``, or None: the shared expert is added as it is.
 
     Returns:
         ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
     """
     if backend is Backend.TORCH:
         out = fused_moe_reference(x, gate_up, down, weights, ids)
-        if shared is not None and shared_gate is not None:
-            out = torch.addcmul(out, torch.sigmoid(shared_gate), shared)
-        return out
+        return add_shared(out, shared, shared_gate)
     from weft.ops.triton.moe import fused_moe_triton
 
     return fused_moe_triton(x, gate_up, down, weights, ids, shared=shared, shared_gate=shared_gate)

@@ -37,7 +37,8 @@ TILES = {64: Tile(256, 1, None), 1 << 30: Tile(1024, 4, 96)}
 @jit
 def _sum_kernel(
     partial, weights, ids, shared, shared_gate, out, stride_shared, stride_gate, stride_out,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one token. Pairs without an expert (id -1) have no output: theirs is never read."""
     enter(EARLY)
@@ -53,8 +54,10 @@ def _sum_kernel(
         value = tl.load(partial + pair * HIDDEN + columns, mask=inside & routed[place], other=0.0).to(tl.float32)
         acc += value * tl.where(routed[place], tl.load(weights + pair).to(tl.float32), 0.0)
     if SHARED:
-        gate = sigmoid(tl.load(shared_gate + token * stride_gate).to(tl.float32))
-        acc += gate * tl.load(shared + token * stride_shared + columns, mask=inside, other=0.0).to(tl.float32)
+        extra = tl.load(shared + token * stride_shared + columns, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            extra *= sigmoid(tl.load(shared_gate + token * stride_gate).to(tl.float32))
+        acc += extra
     tl.store(out + token * stride_out + columns, acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -72,10 +75,10 @@ def sum_experts(
     Args:
         partial: ``[T * top_k, H]``, the experts' outputs; rows of pairs without an expert are not read.
         weights, ids: ``[T, top_k]``; id -1 is no expert.
-        shared, shared_gate: ``[T, H]`` and ``[T, 1]``, or both None.
+        shared: ``[T, H]``, or None.
+        shared_gate: ``[T, 1]``, or None: no factor.
         tile: overrides the choice by ``TILES`` (tests and measurements).
     """
-    assert (shared is None) == (shared_gate is None), "a shared expert comes with its gate"
     (num_tokens, top_k), hidden_size = ids.shape, partial.shape[1]
     out = torch.empty((num_tokens, hidden_size), dtype=partial.dtype, device=partial.device)
     tile = tile or choose_tile(TILES, num_tokens)
@@ -83,7 +86,7 @@ def sum_experts(
     extra, gate = partial if shared is None else shared, partial if shared_gate is None else shared_gate
     _sum_kernel[(cdiv(hidden_size, block), num_tokens)](
         partial, weights, ids, extra, gate, out, extra.stride(0), gate.stride(0), out.stride(0),
-        HIDDEN=hidden_size, TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
+        HIDDEN=hidden_size, TOP_K=top_k, SHARED=shared is not None, GATED=shared_gate is not None, BLOCK=block,
         num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(partial.device),
     )  # fmt: skip
     return out

@@ -1,15 +1,18 @@
-"""Top-k router kernel: softmax, selection and renormalisation of one token's experts in one launch.
+"""Top-k router kernels: scores, selection and weights of one token's experts in one launch.
 
-Job: ``topk_router`` on the GPU. Owns: the order among equal logits (the lower expert id first). Does not know: experts.
+Job: ``topk_router`` and ``sigmoid_router`` on the GPU. Owns: the order among equal scores (the lower expert id first).
+Does not know: experts.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
@@ -47,6 +50,95 @@ def _router_kernel(
     tl.store(weights + row * TOP_K + places, chosen, mask=places < TOP_K)
     local = chosen_ids - FIRST
     tl.store(ids + row * TOP_K + places, tl.where((local >= 0) & (local < COUNT), local, -1), mask=places < TOP_K)
+
+
+@triton.jit
+def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """``choice`` with minus infinity where an expert's group is not one of the best."""
+    taken = tl.full(choice.shape, 0, tl.int1)
+    left = tl.full(choice.shape, 1, tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        best_score = float("-inf")
+        best_group = 0
+        for group in tl.static_range(NUM_GROUPS):
+            scores = tl.where((experts // GROUP_SIZE == group) & left, choice, float("-inf"))
+            first = tl.max(scores, 0)
+            second = tl.max(tl.where(experts == tl.argmax(scores, 0), float("-inf"), scores), 0)
+            score = first + second if GROUP_SIZE > 1 else first
+            best_group = tl.where(score > best_score, group, best_group)
+            best_score = tl.maximum(score, best_score)
+        taken = taken | (experts // GROUP_SIZE == best_group)
+        left = left & (experts // GROUP_SIZE != best_group)
+    return tl.where(taken, choice, float("-inf"))
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _sigmoid_router_kernel(
+    logits, bias, weights, ids, num_tokens_ptr, num_tokens, stride_logits, epsilon, scale,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
+    COUNT_ON_DEVICE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK_E)
+    places = tl.arange(0, BLOCK_K)
+    if COUNT_ON_DEVICE:
+        num_tokens = tl.load(num_tokens_ptr)
+    chosen_ids = tl.full([BLOCK_K], -1, dtype=tl.int32)
+    chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
+    if row < num_tokens:
+        inside = experts < NUM_EXPERTS
+        scores = sigmoid(tl.load(logits + row * stride_logits + experts, mask=inside, other=0.0).to(tl.float32))
+        choice = scores
+        if BIASED:
+            choice += tl.load(bias + experts, mask=inside, other=0.0)
+        choice = tl.where(inside, choice, float("-inf"))
+        if TOP_GROUPS < NUM_GROUPS:
+            choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, NUM_EXPERTS // NUM_GROUPS)
+        for place in tl.static_range(TOP_K):
+            best = tl.argmax(choice, 0)
+            chosen_ids = tl.where(places == place, best, chosen_ids)
+            chosen = tl.where(places == place, tl.sum(tl.where(experts == best, scores, 0.0), 0), chosen)
+            choice = tl.where(experts == best, float("-inf"), choice)
+        if RENORMALIZE:
+            chosen = chosen / (tl.sum(chosen, 0) + epsilon)
+        chosen *= scale
+    tl.store(weights + row * TOP_K + places, chosen, mask=places < TOP_K)
+    local = chosen_ids - FIRST
+    tl.store(ids + row * TOP_K + places, tl.where((local >= 0) & (local < COUNT), local, -1), mask=places < TOP_K)
+
+
+def sigmoid_router_triton(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    renormalize: bool,
+    epsilon: float,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    num_tokens: int | Tensor,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``sigmoid_router`` of ``weft/ops/moe.py``."""
+    num_rows, all_experts = logits.shape
+    assert logits.stride(1) == 1 and top_k <= all_experts // num_groups * top_groups
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
+    on_device = isinstance(num_tokens, Tensor)
+    _sigmoid_router_kernel[(num_rows,)](
+        logits, weights if bias is None else bias, weights, ids, num_tokens if on_device else ids,
+        0 if on_device else num_tokens, logits.stride(0), epsilon, scale,
+        FIRST=first_expert, COUNT=all_experts - first_expert if num_experts is None else num_experts,
+        NUM_EXPERTS=all_experts, TOP_K=top_k, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, BIASED=bias is not None,
+        RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
+        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(top_k), num_warps=1,
+        **early_launch(logits.device),
+    )  # fmt: skip
+    return weights, ids
 
 
 def topk_router_triton(

@@ -1,0 +1,109 @@
+"""Mixture of experts: its geometry, how tokens choose among experts, and how ``config.json`` names both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.json_object import JsonObject
+from weft.errors import ConfigError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidRouting:
+    """Experts score with a sigmoid each, not with a softmax over all (DeepSeek-V3, arXiv 2412.19437).
+
+    Attributes:
+        correction_bias: a learned bias takes part in the choice, not in the weights.
+        num_groups, top_groups: experts stand in so many equal groups, of which so many take part: those whose two best
+            experts score best together.
+        scale: the weights' factor (``routed_scaling_factor``).
+        epsilon: added to the sum that weights are divided by.
+    """
+
+    correction_bias: bool
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    epsilon: float = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixture of experts.
+
+    Attributes:
+        norm_topk_prob: the weights of the chosen experts are divided by their sum.
+        shared_expert_intermediate_size: width of an expert that sees every token; None: there is none.
+        sparse_layers: the layers that have experts; the others have a dense MLP.
+        shared_expert_gate: a sigmoid gate per token weighs the shared expert.
+        sigmoid: None: scores are a softmax over all experts.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    shared_expert_intermediate_size: int | None
+    sparse_layers: frozenset[int]
+    shared_expert_gate: bool = True
+    sigmoid: SigmoidRouting | None = None
+
+
+def read_moe(
+    text: JsonObject, num_layers: int, *, shared_expert: bool = False, always_renormalise: bool = False
+) -> MoeConfig:
+    """Qwen's mixtures of experts.
+
+    Args:
+        shared_expert: the architecture has a gated one.
+        always_renormalise: the chosen experts' weights are renormalised and every layer has experts, whatever the
+            config says.
+
+    Raises:
+        ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
+    """
+    num_experts, top_k = _experts(text)
+    renormalise = text.boolean("norm_topk_prob", True)
+    if always_renormalise and not renormalise:
+        raise UnsupportedModelError(
+            f"{text.where}: norm_topk_prob=false is not supported for this architecture, which always renormalises; "
+            "leave it out"
+        )
+    shared = text.integer("shared_expert_intermediate_size") if shared_expert else None
+    sparse = frozenset(range(num_layers)) if always_renormalise else _sparse_layers(text, num_layers)
+    return MoeConfig(num_experts, top_k, text.integer("moe_intermediate_size"), renormalise, shared, sparse)
+
+
+def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
+    """LFM2-MoE: the first ``num_dense_layers`` layers are dense."""
+    num_experts, top_k = _experts(text)
+    return MoeConfig(
+        num_experts,
+        top_k,
+        text.integer("moe_intermediate_size"),
+        text.boolean("norm_topk_prob", True),
+        shared_expert_intermediate_size=None,
+        sparse_layers=frozenset(range(text.integer("num_dense_layers", 2, low=0), num_layers)),
+        sigmoid=SigmoidRouting(
+            correction_bias=text.boolean("use_expert_bias", True),
+            scale=text.number("routed_scaling_factor", 1.0),
+            epsilon=1e-6,
+        ),
+    )
+
+
+def _experts(text: JsonObject) -> tuple[int, int]:
+    num_experts, top_k = text.integer("num_experts"), text.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise ConfigError(f"{text.where}: num_experts_per_tok={top_k} is greater than num_experts={num_experts}")
+    return num_experts, top_k
+
+
+def _sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:
+    dense, step = set(text.integers("mlp_only_layers")), text.integer("decoder_sparse_step", 1)
+    if any(layer >= num_layers for layer in dense):
+        raise text.wrong("mlp_only_layers", f"layer indices below num_hidden_layers={num_layers}")
+    sparse = frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    if len(sparse) < num_layers and not text.given("intermediate_size"):
+        raise ConfigError(f"{text.where}: required key 'intermediate_size' is missing (layers without experts need it)")
+    return sparse
