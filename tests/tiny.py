@@ -17,6 +17,7 @@ ARCHITECTURES = (
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "OlmoHybridForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
@@ -72,6 +73,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
     "LlamaForCausalLM": ("LlamaConfig", _BASE),
     "MistralForCausalLM": ("MistralConfig", _BASE | {"sliding_window": None}),
+    "OlmoHybridForCausalLM": ("OlmoHybridConfig", _BASE | _LINEAR | {"pad_token_id": None, "eos_token_id": None}),
     "Qwen2ForCausalLM": ("Qwen2Config", _BASE),
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", _BASE | _MOE | _SHARED | {"mlp_only_layers": [1]}),
     "Qwen3ForCausalLM": ("Qwen3Config", _BASE),
@@ -130,6 +132,8 @@ def make_checkpoint(
         overrides: keys of the (text) config, and ``save_options`` for ``save_pretrained``.
     """
     save_options = overrides.pop("save_options", {})
+    if arch == "OlmoHybridForCausalLM":  # transformers cuts the convolutions in equal parts when it saves them
+        save_options = {"save_original_format": False} | save_options
     if with_tokenizer:
         from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_sentencepiece_tokenizer, save_tokenizer
 

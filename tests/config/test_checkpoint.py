@@ -215,12 +215,14 @@ def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) ->
     assert config.eos_token_ids == (() if eos is None else (eos,)) and config.bos_token_id == text.bos_token_id
     if config.is_hybrid and text.layer_types is not None:
         assert list(config.layer_types) == text.layer_types
+        olmo = {"negative_eigenvalues": True, "norm_eps": 1e-5} if arch == "OlmoHybridForCausalLM" else {}
         assert config.mixers["linear_attention"]["linear_attn"] == GatedDeltaNetConfig(
             text.linear_num_key_heads,
             text.linear_num_value_heads,
             text.linear_key_head_dim,
             text.linear_value_head_dim,
             text.linear_conv_kernel_dim,
+            **olmo,
         )
     if config.moe is not None:
         assert config.moe.num_experts == text.num_experts

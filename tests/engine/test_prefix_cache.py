@@ -18,6 +18,7 @@ ARCHITECTURES = [
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Lfm2ForCausalLM",
+    "OlmoHybridForCausalLM",
 ]
 PROMPT = [(7 * i + i // 5) % 200 for i in range(210)]
 
@@ -69,7 +70,10 @@ def test_identical_and_continued_prompts(pair: tuple[LLM, LLM], length: int) -> 
 
 
 @pytest.mark.parametrize("policy", ["exact", "aligned", "finish_only"])
-@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3ForCausalLM", "Lfm2ForCausalLM"])
+@pytest.mark.parametrize(
+    "arch",
+    ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3ForCausalLM", "Lfm2ForCausalLM", "OlmoHybridForCausalLM"],
+)
 def test_random_branching_workload(arch: str, policy: str, folder_of: Callable[[str], Path]) -> None:
     """Branching prompts, several at a time, in chunks, on pools so small that states and KV are always evicted."""
     rng = random.Random(arch + policy)

@@ -86,6 +86,7 @@ def run_layer(name: str) -> Run:
         ("Qwen2ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 2}),
         ("Lfm2ForCausalLM", "model.layers.0.conv", {"conv_bias": True}),
         ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
+        ("Lfm2MoeForCausalLM", "model.layers.2.mlp", {}),
         ("Qwen3NextForCausalLM", "model.layers.3.self_attn", LINEAR | {"attention_bias": True}),
         ("Qwen3NextForCausalLM", "model.layers.0.mlp", LINEAR),
         (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.harness import Harness, Sequence
@@ -15,7 +16,7 @@ from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
 LENGTHS = (1, 63, 64, 65, 130, 210)
 STEPS = 40
 TOLERANCE = 1e-4
-HYBRID = tuple(arch for arch in ARCHITECTURES if arch.startswith(("Qwen3Next", "Qwen3_5", "Lfm2")))
+HYBRID = tuple(arch for arch in ARCHITECTURES if arch.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid")))
 
 
 def prompt(length: int, vocab_size: int = 211) -> list[int]:
@@ -112,7 +113,8 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
         assert_close(harness.run([(fork, 150 - position)])[0], want[position:])
 
 
-LFM2_MOE, QWEN2_MOE = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM"
+LFM2_MOE, QWEN2_MOE, OLMO = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM", "OlmoHybridForCausalLM"
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
 QWEN3_5, QWEN3_5_MOE, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"
@@ -132,6 +134,9 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (LFM2_MOE, {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "num_dense_layers": 3}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (MISTRAL, {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 512}),
+    (OLMO, {"linear_allow_neg_eigval": False, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 51}),
+    (OLMO, {"rope_parameters": NO_ROPE, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
+    (OLMO, {"attention_bias": True, "layer_types": ["full_attention"] * 2 + ["linear_attention", "full_attention"]}),
     (QWEN2, {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}),
     (QWEN2, {"num_key_value_heads": 4, "hidden_size": 52, "use_sliding_window": True, "max_window_layers": 2}),
     (QWEN2_MOE, {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": []}),
@@ -184,6 +189,26 @@ def check_geometry(arch: str, overrides: dict[str, Any], path: Path) -> None:
 @pytest.mark.parametrize(("arch", "overrides"), GEOMETRIES)
 def test_awkward_geometries(arch: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     check_geometry(arch, overrides, tmp_path)
+
+
+def test_published_names_of_olmo_hybrid(tmp_path: Path) -> None:
+    """Three convolutions, and other names of the norms in layers of Gated DeltaNet."""
+    folder = make_checkpoint(OLMO, tmp_path)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith("linear_attn.conv1d.weight"):
+            parts = zip("qkv", tensor.split([16, 16, 64]), strict=True)
+            tensors |= {name.replace("conv1d", f"{part}_conv1d"): value.clone() for part, value in parts}
+            continue
+        if ".3." not in name:
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = tensor
+    assert len(tensors) > 40
+    save_file(tensors, folder / "model.safetensors")
+    harness = Harness(folder)
+    sequence = harness.sequence(prompt(70))
+    assert_close(harness.run([(sequence, 70)])[0], reference_logits(make_model(OLMO), sequence.tokens))
 
 
 @pytest.mark.parametrize("arch", [LLAMA, QWEN3])

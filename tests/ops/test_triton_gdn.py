@@ -150,7 +150,7 @@ def test_decode_step(
     conv, recurrent = torch.randn(9, channels, kernel - 1, device=DEVICE), torch.randn(9, hv, dk, dv, device=DEVICE)
     conv, recurrent = conv.to(dtype), recurrent.to(state_dtype)
     slots = torch.tensor([3, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    geometry = GatedDeltaNetConfig(hk, hv, dk, dv, kernel)
+    geometry = GatedDeltaNetConfig(hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2)
     results = {}
     for backend in (TORCH, TRITON):
         states = conv.clone(), recurrent.clone()
@@ -255,6 +255,8 @@ def test_gates(num_tokens: int, heads: int, dtype: torch.dtype) -> None:
     a_log, dt_bias = torch.linspace(-5, 2, heads, device=DEVICE), torch.linspace(-4, 1, heads, device=DEVICE)
     x = a.double() + dt_bias.double()
     want = -a_log.double().exp() * torch.logaddexp(x, torch.zeros_like(x)), b.double().sigmoid()
+    doubled = gdn_gates(a, b, a_log, dt_bias, negative_eigenvalues=True, backend=TRITON)[1]
+    torch.testing.assert_close(doubled.double(), 2.0 * want[1], rtol=5e-6, atol=1e-30)
     for got, expected in zip(gdn_gates(a, b, a_log, dt_bias, backend=TRITON), want, strict=True):
         assert got.dtype is torch.float32 and got.is_contiguous()
         torch.testing.assert_close(got.double(), expected, rtol=5e-6, atol=1e-30)

@@ -18,6 +18,7 @@ class AttentionConfig:
     Attributes:
         qkv_bias, output_bias: of the three input projections and of the output projection.
         qk_norm: RMSNorm on each query and key head.
+        qk_norm_spans_heads: that norm is one over all query heads, and one over all key heads (OLMo 2).
         output_gate: the output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
     """
 
@@ -29,6 +30,7 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
+    qk_norm_spans_heads: bool = False
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
         """``k`` and ``v``, one entry per token; heads are split over ranks, or replicated where there are fewer."""
@@ -42,7 +44,13 @@ class AttentionConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Query heads are split; key and value heads are split, or replicated where there are fewer than ranks."""
+        """Query heads are split; key and value heads are split, or replicated where there are fewer than ranks. Norms
+        over all heads are not split."""
+        if self.qk_norm_spans_heads and tp_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={tp_size} is not supported for this architecture, whose query and key norms "
+                "span all heads; use tensor_parallel_size=1"
+            )
         divide(self.num_heads, tp_size, "num_attention_heads")
         head_range(self.num_kv_heads, 0, tp_size, "num_key_value_heads")
 
@@ -52,6 +60,7 @@ def read_attention(
     *,
     qkv_bias: bool | None = None,
     qk_norm: bool = False,
+    qk_norm_spans_heads: bool = False,
     output_gate: bool = False,
     partial_rotary_factor: float | None = None,
 ) -> AttentionConfig:
@@ -60,7 +69,7 @@ def read_attention(
     Args:
         qkv_bias: whether the architecture always has a bias on its input projections, and none on the output; None:
             ``attention_bias`` says so for all four.
-        qk_norm, output_gate: as the architecture always has them.
+        qk_norm, qk_norm_spans_heads, output_gate: as the architecture always has them.
         partial_rotary_factor: share of each head that is rotated if the checkpoint is silent; None: always whole heads.
 
     Raises:
@@ -77,6 +86,7 @@ def read_attention(
         qkv_bias=bias if qkv_bias is None else qkv_bias,
         output_bias=bias and qkv_bias is None,
         qk_norm=qk_norm,
+        qk_norm_spans_heads=qk_norm_spans_heads,
         output_gate=_output_gate(text, output_gate),
     )
 

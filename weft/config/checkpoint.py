@@ -96,6 +96,7 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         tie_word_embeddings=top.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False)),
         mlp_bias=text.boolean("mlp_bias", False) and family.mlp_bias,
         zero_centered_norm=family.zero_centered_norm,
+        norm_placement=dict(family.norm_placement),
         moe=family.moe(text, len(layer_types)) if family.moe is not None else None,
         dtype=_dtype(top, text),
         state_dtype=_state_dtype(text),

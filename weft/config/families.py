@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from weft.config.attention import AttentionConfig, read_attention
-from weft.config.gated_delta_net import read_gated_delta_net
+from weft.config.gated_delta_net import read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
 from weft.config.moe import MoeConfig, read_lfm2_moe, read_moe
@@ -34,6 +34,14 @@ def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     """Every ``full_attention_interval``-th layer is full attention, the others are linear attention."""
     interval = text.integer("full_attention_interval")
     return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers))
+
+
+def olmo_hybrid_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every fourth layer, and the last if there are fewer, is full attention."""
+    types = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]
+    if num_layers < 4:
+        types[-1] = "full_attention"
+    return tuple(types)
 
 
 def lfm2_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -69,6 +77,7 @@ class Family:
         moe: reads the mixture of experts, from the (text) config and the number of layers; None: layers have none.
         mlp_bias: ``mlp_bias`` is read (other architectures have none).
         zero_centered_norm: see ``ModelConfig``.
+        norm_placement: see ``ModelConfig``.
         windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
         always_windows: a given ``sliding_window`` is used without ``use_sliding_window``.
         keys: names of the family's own for keys that others share -> the shared name.
@@ -83,6 +92,7 @@ class Family:
     moe: MoeReader | None = None
     mlp_bias: bool = False
     zero_centered_norm: bool = False
+    norm_placement: Mapping[str, str] = field(default_factory=dict)
     windows_everywhere: bool = False
     always_windows: bool = False
     multimodal: bool = False
@@ -136,6 +146,10 @@ _LFM2_MIXERS: Mapping[str, Mapping[str, MixerReader]] = {
     "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, qk_norm=True)},
     "conv": {"conv": read_short_conv},
 }
+
+_OLMO_HYBRID = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
+                "num_attention_heads": 30, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4,
+                "eos_token_id": 100257}  # fmt: skip
 
 _PLAIN_ATTENTION = {"full_attention": {"self_attn": read_attention}}
 _UNBIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=False)}}
@@ -196,6 +210,16 @@ FAMILIES: dict[str, Family] = {
         moe=read_lfm2_moe,
         keys=_LFM2_KEYS,
         defaults=_LFM2_MOE,
+    ),
+    "OlmoHybridForCausalLM": Family(
+        "weft.models.olmo_hybrid:OlmoHybridForCausalLM",
+        {
+            "full_attention": {"self_attn": partial(read_attention, qk_norm=True, qk_norm_spans_heads=True)},
+            "linear_attention": {"linear_attn": read_olmo_hybrid_gated_delta_net},
+        },
+        layer_types=olmo_hybrid_layer_types,
+        norm_placement={"full_attention": "post"},
+        defaults=_OLMO_HYBRID,
     ),
     "Qwen3NextForCausalLM": _hybrid(
         "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=partial(read_moe, shared_expert=True), defaults=_QWEN3_NEXT

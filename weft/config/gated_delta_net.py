@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
@@ -15,13 +15,21 @@ CHUNK_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetConfig:
-    """Geometry, of the whole model: HV value heads share HK key heads in groups."""
+    """Geometry, of the whole model: HV value heads share HK key heads in groups.
+
+    Attributes:
+        negative_eigenvalues: the write strength is twice the sigmoid, so that a state can change its sign along a key
+            (arXiv 2411.12537).
+        norm_eps: of the output norm; None: the model's.
+    """
 
     num_k_heads: int
     num_v_heads: int
     head_k_dim: int
     head_v_dim: int
     conv_kernel: int
+    negative_eigenvalues: bool = False
+    norm_eps: float | None = None
 
     @property
     def key_dim(self) -> int:
@@ -75,3 +83,18 @@ def read_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
             f"linear_num_key_heads={config.num_k_heads}"
         )
     return config
+
+
+def read_olmo_hybrid_gated_delta_net(text: JsonObject) -> GatedDeltaNetConfig:
+    """OLMo-Hybrid: numbers that are not given follow from the attention heads and the hidden size."""
+    heads, hidden_size = text.integer("num_attention_heads"), text.integer("hidden_size")
+    k_heads, v_heads = (text.integer(f"linear_num_{kind}_heads", heads) for kind in ("key", "value"))
+    k_dim = text.integer("linear_key_head_dim", int(0.75 * hidden_size / k_heads))
+    numbers = {
+        "linear_num_key_heads": k_heads,
+        "linear_num_value_heads": v_heads,
+        "linear_key_head_dim": k_dim,
+        "linear_value_head_dim": text.integer("linear_value_head_dim", 2 * k_dim),
+    }
+    config = read_gated_delta_net(JsonObject({**text.values, **numbers}, text.where))
+    return replace(config, negative_eigenvalues=text.boolean("linear_allow_neg_eigval", True), norm_eps=1e-5)

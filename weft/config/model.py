@@ -7,7 +7,7 @@ Does not know: checkpoints (``config/checkpoint.py`` fills it from ``config.json
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
@@ -47,6 +47,8 @@ class ModelConfig:
         layer_types: one entry per layer, as the checkpoint names them (``full_attention``, ``linear_attention``, ...).
         mixers: the token mixers of every layer type that occurs. A layer with several side by side has several modules.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
+        norm_placement: layer type -> where its block's norms stand, if not before mixer and MLP (``pre``): after them
+            (``post``), or on both sides (``sandwich``).
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
         quantization: how the linear layers' weights are stored; None: in ``dtype``.
@@ -66,6 +68,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     zero_centered_norm: bool = False
+    norm_placement: dict[str, str] = field(default_factory=dict)
     moe: MoeConfig | None = None
     dtype: str = "float32"
     state_dtype: str | None = None

@@ -12,6 +12,9 @@ from weft.config.json_object import JsonObject
 from weft.errors import UnsupportedModelError
 
 SUPPORTED_SCALINGS = ("default", "linear", "llama3", "yarn")
+NO_ROPE_SCALING = "none"
+"""Of an attention without rotary embedding, which turns its first two dimensions by nothing."""
+
 _DEFAULT_THETA = 10_000.0
 
 
@@ -20,8 +23,8 @@ class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv 2104.09864).
 
     ``rotary_dim`` leading dimensions of each head are rotated (``head_dim * partial_rotary_factor``).
-    ``scaling`` is ``"default"``, ``"linear"``, ``"yarn"`` or ``"llama3"``; ``parameters`` are the checkpoint's numbers
-    for it, under its names.
+    ``scaling`` is ``"default"``, ``"linear"``, ``"yarn"``, ``"llama3"`` or ``"none"``; ``parameters`` are the
+    checkpoint's numbers for it, under its names.
     """
 
     theta: float
@@ -46,6 +49,8 @@ def read_rope(
     """
     settings = config.object("rope_scaling") or config.object("rope_parameters") or JsonObject({}, config.where)
     scaling = _scaling(settings)
+    if "rope_theta" in settings.values and settings.raw("rope_theta") is None:
+        return RopeConfig(1.0, 2, NO_ROPE_SCALING)
     theta = settings.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
     rotary_dim = _rotary_dim(config, settings, head_dim, partial_default)
     if scaling == "default":

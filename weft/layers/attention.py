@@ -56,10 +56,15 @@ class Attention(WeightModule):
             context=context,
             what="num_attention_heads * head_dim",
         )
-        self.q_norm, self.k_norm = None, None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self._norm_spans_heads = geometry.qk_norm_spans_heads
         if geometry.qk_norm:
-            self.q_norm = RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
-            self.k_norm = RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
+            heads = (geometry.num_heads, geometry.num_kv_heads) if geometry.qk_norm_spans_heads else (1, 1)
+            self.q_norm, self.k_norm = (
+                RMSNorm(count * geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
+                for count in heads
+            )
         self.k_scale: nn.Parameter | None = None
         self.v_scale: nn.Parameter | None = None
         if config.quantization is not None and config.quantization.kv_cache:
@@ -84,10 +89,14 @@ class Attention(WeightModule):
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
         scaled = cache["k"].dtype is E4M3 and self.k_scale is not None
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self._norm_spans_heads and q_norm is not None and k_norm is not None:
+            qkv = self._normalize_whole(qkv, q_norm, k_norm)
+            q_norm, k_norm = None, None
         q, gate = qk_norm_rope(
             qkv,
-            self.q_norm.weight if self.q_norm is not None else None,
-            self.k_norm.weight if self.k_norm is not None else None,
+            q_norm.weight if q_norm is not None else None,
+            k_norm.weight if k_norm is not None else None,
             self._eps,
             self._zero_centered,
             self._cos_sin,
@@ -110,3 +119,8 @@ class Attention(WeightModule):
         if gate is not None:
             attended = sigmoid_mul(attended, gate, backend=self._backend)
         return attended
+
+    def _normalize_whole(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """The projection with all query heads normalised together, and all key heads."""
+        q, *gate, k, v = qkv.split(self.qkv_proj.split_sizes, dim=-1)
+        return torch.cat([q_norm(q), *gate, k_norm(k), v], dim=-1)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet, the recurrent token mixer of Qwen3-Next and Qwen3.5 (arXiv 2412.06464).
+"""Gated DeltaNet, the recurrent token mixer of Qwen3-Next, Qwen3.5 and OLMo-Hybrid (arXiv 2412.06464).
 
 Job: one merged input projection, short convolution, gated delta rule (one step for decoding rows, chunks for the rest),
 gated norm, output projection. Owns: the layer's weights, sharded by head, and the order of the merged projection,
@@ -9,6 +9,7 @@ forward context.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from enum import StrEnum
 
 import torch
@@ -34,21 +35,20 @@ class InProjLayout(StrEnum):
 
     ``GROUPED`` (Qwen3-Next): two tensors, ``qkvz`` and ``ba``, whose rows are grouped by key head: that head's q, k,
     then v and z (or b and a) of the value heads that it serves. ``SEPARATE`` (Qwen3.5): four tensors, ``qkv``, ``z``,
-    ``b``, ``a``.
+    ``b``, ``a``. ``SINGLE`` (OLMo-Hybrid): ``q``, ``k``, ``v``, ``z``, ``b``, ``a``.
     """
 
     GROUPED = "grouped"
     SEPARATE = "separate"
+    SINGLE = "single"
 
 
 def one_rank(geometry: GatedDeltaNetConfig, tp: TensorParallel) -> GatedDeltaNetConfig:
     """One rank's geometry: heads are split, a key head stays with the value heads that it serves."""
-    return GatedDeltaNetConfig(
-        divide(geometry.num_k_heads, tp.size, "linear_num_key_heads"),
-        divide(geometry.num_v_heads, tp.size, "linear_num_value_heads"),
-        geometry.head_k_dim,
-        geometry.head_v_dim,
-        geometry.conv_kernel,
+    return replace(
+        geometry,
+        num_k_heads=divide(geometry.num_k_heads, tp.size, "linear_num_key_heads"),
+        num_v_heads=divide(geometry.num_v_heads, tp.size, "linear_num_value_heads"),
     )
 
 
@@ -89,8 +89,8 @@ class GatedDeltaNetProjection(ColumnParallelLinear):
     ) -> None:
         local = one_rank(geometry, context.tp)
         rows = local.conv_dim + local.value_dim + 2 * local.num_v_heads
-        parts = _grouped_parts if layout is InProjLayout.GROUPED else _separate_parts
-        self._build(hidden_size, rows, parts(geometry, local, context.tp.rank), False, context)
+        parts = _PARTS[layout](geometry, local, context.tp.rank)
+        self._build(hidden_size, rows, parts, False, context)
 
 
 def _grouped_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> dict[str, RowMap]:
@@ -119,17 +119,40 @@ def _separate_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank
     }
 
 
+def _single_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> dict[str, RowMap]:
+    key, value, heads = local.key_dim, local.value_dim, local.num_v_heads
+    parts, target = {}, 0
+    for index, rows in enumerate((key, key, value, value, heads, heads)):
+        total = rows * (whole.num_v_heads // heads)
+        parts[f"{index}."] = RowMap(total, (RowRun(rank * rows, target, rows),))
+        target += rows
+    return parts
+
+
+_PARTS = {
+    InProjLayout.GROUPED: _grouped_parts,
+    InProjLayout.SEPARATE: _separate_parts,
+    InProjLayout.SINGLE: _single_parts,
+}
+
+
 class ShortConvolution(WeightModule):
-    """Weight of the depthwise causal convolution, ``[conv_dim / tp, kernel]`` (``[conv_dim, 1, kernel]`` in files)."""
+    """Weight of the depthwise causal convolution, ``[conv_dim / tp, kernel]`` (``[conv_dim, 1, kernel]`` in files, or
+    three such tensors)."""
 
     def __init__(self, geometry: GatedDeltaNetConfig, context: ModelContext) -> None:
         super().__init__()
         local = one_rank(geometry, context.tp)
-        self._rows = _qkv_rows(geometry, local, context.tp.rank)
+        parts = _single_parts(geometry, local, context.tp.rank)
+        self._parts = ({"": _qkv_rows(geometry, local, context.tp.rank)}, {i: parts[i] for i in ("0.", "1.", "2.")})
         self.weight = empty_parameter(local.conv_dim, geometry.conv_kernel, dtype=context.dtype, device=context.device)
 
     def layouts(self) -> tuple[Layout, ...]:
-        return ({"weight": self._rows.piece(self.weight, middle=(1,))},)
+        pieces = (
+            {f"{part}weight": rows.piece(self.weight, middle=(1,)) for part, rows in parts.items()}
+            for parts in self._parts
+        )
+        return tuple(pieces)
 
 
 class GatedDeltaNet(WeightModule):
@@ -145,7 +168,7 @@ class GatedDeltaNet(WeightModule):
     ) -> None:
         super().__init__()
         self.name, self._backend, self._tp = name, context.backend, context.tp
-        self._eps = config.rms_norm_eps
+        self._eps = config.rms_norm_eps if geometry.norm_eps is None else geometry.norm_eps
         self.local = local = one_rank(geometry, context.tp)
         self.in_proj = GatedDeltaNetProjection(config.hidden_size, geometry, layout, context)
         self._split_sizes = [local.conv_dim, local.value_dim, local.num_v_heads, local.num_v_heads]
@@ -153,7 +176,7 @@ class GatedDeltaNet(WeightModule):
         # The decay is an exponential of an exponential: both its parameters stay in float32 whatever the model's dtype.
         self.A_log = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
         self.dt_bias = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
-        self.norm = GatedRMSNorm(geometry.head_v_dim, config.rms_norm_eps, context)
+        self.norm = GatedRMSNorm(geometry.head_v_dim, self._eps, context)
         self.out_proj = RowParallelLinear(
             geometry.value_dim, config.hidden_size, bias=False, context=context, what="linear value heads * head_dim"
         )
@@ -201,7 +224,14 @@ class GatedDeltaNet(WeightModule):
     def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
         qkv, z, b, a = projected.split(self._split_sizes, dim=-1)
-        g, beta = gdn_gates(a, b, self.A_log, self.dt_bias, backend=self._backend)
+        g, beta = gdn_gates(
+            a,
+            b,
+            self.A_log,
+            self.dt_bias,
+            negative_eigenvalues=self.local.negative_eigenvalues,
+            backend=self._backend,
+        )
         weight = self.conv1d.weight
         qkv = causal_conv1d(qkv, weight, None, cache["conv"], batch, chunk_size=CHUNK_SIZE, backend=self._backend)
         q, k, v = self._heads(qkv)

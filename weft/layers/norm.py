@@ -6,7 +6,7 @@ block it stands.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
@@ -37,15 +37,21 @@ class RMSNorm(WeightModule):
 
 
 class ResidualRMSNorm(RMSNorm):
-    """The norm of the residual stream. It sums what the block before it left on each rank, adds and normalises."""
+    """The norm of the residual stream. It sums what the block before it left on each rank, adds and normalises.
 
-    def __init__(self, size: int, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
+    Args:
+        partial: what it adds is each rank's part of a sum; otherwise whole on every rank.
+    """
+
+    def __init__(
+        self, size: int, eps: float, context: ModelContext, *, zero_centered: bool, partial: bool = True
+    ) -> None:
         super().__init__(size, eps, context, zero_centered=zero_centered)
-        self._all_reduce = (AllReduce.shared(size, context),) if context.tp.size > 1 else ()
+        self._all_reduce = _all_reduce(size, context) if partial else ()
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)``, where ``x [T, size]`` is this rank's part of a sum and must not be
-        used afterwards; no residual at the first layer counts as zero."""
+        """``(norm(x + residual), x + residual)``, where ``x [T, size]`` must not be used afterwards; no residual at the
+        first layer counts as zero."""
         for all_reduce in self._all_reduce:
             peers = all_reduce.peers(x)
             if peers is not None:
@@ -60,6 +66,37 @@ class ResidualRMSNorm(RMSNorm):
         )
         assert isinstance(y, tuple)
         return y
+
+
+class OutputRMSNorm(RMSNorm):
+    """The norm of a block's output: sums what the block left on each rank, and normalises."""
+
+    def __init__(self, size: int, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
+        super().__init__(size, eps, context, zero_centered=zero_centered)
+        self._all_reduce = _all_reduce(size, context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for all_reduce in self._all_reduce:
+            x = all_reduce(x)
+        return super().forward(x)
+
+
+class ResidualSum(nn.Module):
+    """``x + residual`` where no norm forms it; ``partial`` as for ``ResidualRMSNorm``."""
+
+    def __init__(self, size: int, context: ModelContext, *, partial: bool) -> None:
+        super().__init__()
+        self._all_reduce = _all_reduce(size, context) if partial else ()
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        for all_reduce in self._all_reduce:
+            x = all_reduce(x)
+        return x if residual is None else x + residual
+
+
+def _all_reduce(size: int, context: ModelContext) -> tuple[AllReduce, ...]:
+    """The sum over ranks, if there are several; in a tuple, so that it is no submodule of each norm."""
+    return (AllReduce.shared(size, context),) if context.tp.size > 1 else ()
 
 
 class GatedRMSNorm(WeightModule):

@@ -151,19 +151,28 @@ class WeightTable:
         renames: leading part of a tensor name in the checkpoint -> leading part of the module name.
         modules: one component of a module's path, or of the name of an expert's part, -> what checkpoints call it
             (``mlp``: feed_forward).
+        aliases: one component of a stored name -> the component that it stands for, where checkpoints have several
+            names for one module.
         ignorable: patterns (``fnmatch``) of checkpoint names that belong to parts which Weft does not run.
     """
 
     packed: dict[str, tuple[str, ...]]
     renames: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     ignorable: tuple[str, ...] = ()
+
+    def module_name(self, stored: str) -> str:
+        """What a tensor that a checkpoint calls ``stored`` is called by ``checkpoint_name``."""
+        prefix = next((p for p in self.renames if stored.startswith(p)), None)
+        name = stored if prefix is None else self.renames[prefix] + stored.removeprefix(prefix)
+        return ".".join(self.aliases.get(component, component) for component in name.split("."))
 
     def checkpoint_name(self, module_name: str, part: str) -> str:
         """``model.layers.0.self_attn.qkv_proj`` and ``1.weight`` -> ``model.layers.0.self_attn.k_proj.weight``."""
         *parents, leaf = module_name.split(".")
         parent = ".".join(self.modules.get(component, component) for component in parents)
-        if leaf not in self.packed:
+        if leaf not in self.packed or not part[0].isdigit():
             inside = ".".join(self.modules.get(component, component) for component in part.split("."))
             return f"{parent}.{self.modules.get(leaf, leaf)}.{inside}".removeprefix(".")
         index, _, parameter = part.partition(".")

@@ -19,7 +19,7 @@ from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from weft.layers.mlp import MLP
 from weft.layers.moe import SparseMoe
-from weft.layers.norm import ResidualRMSNorm
+from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
 from weft.layers.weight import LoadableModel
 
 ATTENTION_PARTS: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -41,13 +41,17 @@ class DecoderLayer(nn.Module):
 
     Attributes:
         kind: layers of one kind differ in their weights only.
+        partial_output: whether ``x`` comes out as this rank's part of a sum.
     """
+
+    partial_output: ClassVar[bool] = True
+    post_attention_layernorm: Any
+    """After the mixers: of the residual stream, or of what they give."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, index: int, mixers: Mixers) -> None:
         super().__init__()
-        eps, centred = config.rms_norm_eps, config.zero_centered_norm
-        self.input_layernorm = ResidualRMSNorm(config.hidden_size, eps, context, zero_centered=centred)
-        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, eps, context, zero_centered=centred)
+        partial_input = index == 0 or _layer_class(config, index - 1).partial_output
+        self._add_norms(config, context, partial_input)
         geometries = config.mixers[config.layer_types[index]]
         self._mixers = tuple(geometries)
         for module, geometry in geometries.items():
@@ -58,7 +62,11 @@ class DecoderLayer(nn.Module):
             self.mlp = SparseMoe(config, context)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, context, bias=config.mlp_bias)
-        self.kind = (config.layer_types[index], sparse)
+        self.kind = (config.layer_types[index], sparse, partial_input and context.tp.size > 1)
+
+    def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
+        self.input_layernorm = residual_norm(config, context, partial=partial_input)
+        self.post_attention_layernorm = residual_norm(config, context)
 
     def mix(self, hidden_states: Tensor) -> Tensor:
         """The token mixers: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
@@ -74,18 +82,68 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+class PostNormLayer(DecoderLayer):
+    """What mixers and MLP give is normalised, not what they take (OLMo 2, arXiv 2501.00656)."""
+
+    partial_output = False
+
+    def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
+        self._input = ResidualSum(config.hidden_size, context, partial=partial_input)
+        self.post_attention_layernorm = output_norm(config, context)
+        self.post_feedforward_layernorm = output_norm(config, context)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = self._input(x, residual)
+        residual = residual + self.post_attention_layernorm(self.mix(residual))
+        return self.post_feedforward_layernorm(self.mlp(residual)), residual
+
+
+class SandwichNormLayer(DecoderLayer):
+    """Mixers and MLP have a norm on both sides (Gemma 2, arXiv 2408.00118)."""
+
+    partial_output = False
+
+    def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
+        self.input_layernorm = residual_norm(config, context, partial=partial_input)
+        self.post_attention_layernorm = output_norm(config, context)
+        self.pre_feedforward_layernorm = residual_norm(config, context, partial=False)
+        self.post_feedforward_layernorm = output_norm(config, context)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.mix(x))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
+_LAYERS = {"pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer}
+
+
+def _layer_class(config: ModelConfig, index: int) -> type[DecoderLayer]:
+    return _LAYERS[config.norm_placement.get(config.layer_types[index], "pre")]
+
+
+def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool = True) -> ResidualRMSNorm:
+    """A norm of the residual stream; see ``ResidualRMSNorm``."""
+    return ResidualRMSNorm(
+        config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm, partial=partial
+    )
+
+
+def output_norm(config: ModelConfig, context: ModelContext) -> OutputRMSNorm:
+    """A norm of what a mixer or an MLP gives."""
+    return OutputRMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm)
+
+
 class Decoder(nn.Module):
     """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, context, index, mixers) for index in range(config.num_hidden_layers)
-        )
-        self.norm = ResidualRMSNorm(
-            config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm
-        )
+        count = config.num_hidden_layers
+        self.layers = nn.ModuleList(_layer_class(config, i)(config, context, i, mixers) for i in range(count))
+        self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None

@@ -29,27 +29,33 @@ from weft.ops.device_work import device_reference, device_work
 _L2_EPS = 1e-6
 
 
-def gdn_gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gdn_gates_reference(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False
+) -> tuple[Tensor, Tensor]:
     """Torch reference of ``gdn_gates``."""
     g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
-    return g, b.float().sigmoid()
+    beta = b.float().sigmoid()
+    return g, 2.0 * beta if negative_eigenvalues else beta
 
 
-def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: Backend) -> tuple[Tensor, Tensor]:
+def gdn_gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False, backend: Backend
+) -> tuple[Tensor, Tensor]:
     """Log decay ``g = -exp(A_log) * softplus(a + dt_bias)`` and write strength ``beta = sigmoid(b)``.
 
     Args:
         a, b: ``[T, HV]``; tokens may be strided (slices of a wider projection).
         A_log, dt_bias: ``[HV]``.
+        negative_eigenvalues: ``beta = 2 * sigmoid(b)`` (arXiv 2411.12537).
 
     Returns:
         ``(g, beta)``, each ``[T, HV]`` float32; g is at most 0.
     """
     if backend is Backend.TORCH:
-        return gdn_gates_reference(a, b, A_log, dt_bias)
+        return gdn_gates_reference(a, b, A_log, dt_bias, negative_eigenvalues=negative_eigenvalues)
     from weft.ops.triton.gdn_gates import gdn_gates_triton
 
-    return gdn_gates_triton(a, b, A_log, dt_bias)
+    return gdn_gates_triton(a, b, A_log, dt_bias, negative_eigenvalues=negative_eigenvalues)
 
 
 def _l2norm(x: Tensor) -> Tensor:

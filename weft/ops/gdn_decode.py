@@ -36,7 +36,7 @@ def gdn_decode_reference(
     """Torch reference of ``gdn_decode``: the operations that it fuses, one after the other."""
     key_dim, value_dim, num_v_heads = geometry.key_dim, geometry.value_dim, geometry.num_v_heads
     qkv, z, b, a = projected.split([geometry.conv_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
-    g, beta = gdn_gates_reference(a, b, A_log, dt_bias)
+    g, beta = gdn_gates_reference(a, b, A_log, dt_bias, negative_eigenvalues=geometry.negative_eigenvalues)
     qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
     q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
     q, k = (x.unflatten(-1, (geometry.num_k_heads, geometry.head_k_dim)) for x in (q, k))

@@ -35,6 +35,8 @@ def inverse_frequencies(rope: RopeConfig, max_position_embeddings: int) -> tuple
     match rope.scaling:
         case "default":
             return inv_freq, 1.0
+        case "none":
+            return torch.zeros_like(inv_freq), 1.0
         case "linear":
             return inv_freq / parameters["factor"], 1.0
         case "llama3":

@@ -134,7 +134,7 @@ def _no_launches() -> Iterator[None]:
 def one_layer_of_each_kind(decoder: Decoder) -> Iterator[None]:
     """Leave out layers that use the same kernels as another one."""
     layers = decoder.layers
-    kinds: dict[tuple[str, bool], nn.Module] = {}
+    kinds: dict[tuple[str, bool, bool], nn.Module] = {}
     for layer in layers:
         assert isinstance(layer, DecoderLayer)
         kinds.setdefault(layer.kind, layer)

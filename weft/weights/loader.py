@@ -130,8 +130,7 @@ def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[
         if pattern is not None:
             ignored[pattern] = ignored.get(pattern, 0) + 1
             continue
-        prefix = next((p for p in table.renames if stored.startswith(p)), None)
-        name = stored if prefix is None else table.renames[prefix] + stored.removeprefix(prefix)
+        name = table.module_name(stored)
         if name in tensors:
             raise WeightsError(
                 f"{checkpoint.folder}: {tensors[name]} and {stored} are the same tensor of the model; remove one"

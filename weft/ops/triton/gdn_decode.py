@@ -81,6 +81,7 @@ class Fixed(NamedTuple):
         block_k, block_v: of a tile of the state.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
         keep_padding, prefetch: see ``gdn_decode`` and ``Shape``.
+        negative_eigenvalues: as in ``GatedDeltaNetConfig``.
     """
 
     num_k_heads: int
@@ -94,6 +95,7 @@ class Fixed(NamedTuple):
     block_h: int
     keep_padding: bool
     prefetch: bool
+    negative_eigenvalues: bool
 
 
 @jit(do_not_specialize_on_alignment=["state_slots"])
@@ -156,7 +158,10 @@ def _gdn_decode_kernel(
     tl.store(p_vectors + 2 * K + o_g, b_v, mask=g_mask)
     tl.store(p_vectors + 2 * K + GROUP * V + o_g, gate, mask=g_mask)
     tl.store(p_vectors + 2 * K + 2 * GROUP * V + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
-    tl.store(p_vectors + 2 * K + 2 * GROUP * V + GROUP + o_h, tl.sigmoid(b_beta), mask=h_mask)
+    b_beta = tl.sigmoid(b_beta)
+    if FIXED.negative_eigenvalues:
+        b_beta *= 2.0
+    tl.store(p_vectors + 2 * K + 2 * GROUP * V + GROUP + o_h, b_beta, mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
     _store_inputs(p_conv, q_kept, q_channels, k_mask, W)
     _store_inputs(p_conv, k_kept, k_channels, k_mask, W)
@@ -230,6 +235,7 @@ def gdn_decode_triton(
             g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
             next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
             next_power_of_2(group * g.head_v_dim), next_power_of_2(group), keep_padding, shape.prefetch,
+            g.negative_eigenvalues,
         )  # fmt: skip
         _gdn_decode_kernel[(g.num_k_heads, num_rows)](
             projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,

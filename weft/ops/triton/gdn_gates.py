@@ -32,7 +32,7 @@ TILES = {1 << 30: Tile(512, 4)}
 @jit(do_not_specialize=["num_tokens"])
 def _gates_kernel(
     a, b, A_log, dt_bias, g, beta, num_tokens, stride_a, stride_b,
-    HV: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
+    BETA: tl.constexpr, HV: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, all heads."""
     enter(EARLY)
@@ -44,11 +44,17 @@ def _gates_kernel(
     rate = tl.exp(tl.load(A_log + heads, mask=heads < HV, other=0.0).to(tl.float32))
     x += tl.load(dt_bias + heads, mask=heads < HV, other=0.0).to(tl.float32)
     tl.store(g + tokens * HV + heads, -rate * softplus(x), mask=mask)
-    tl.store(beta + tokens * HV + heads, sigmoid(y), mask=mask)
+    tl.store(beta + tokens * HV + heads, sigmoid(y) * BETA, mask=mask)
 
 
 def gdn_gates_triton(
-    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, tile: Tile | None = None
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    negative_eigenvalues: bool = False,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Triton kernel of ``gdn_gates``. ``tile`` overrides the choice by ``TILES`` (tests and measurements)."""
     assert a.shape == b.shape and a.stride(1) == b.stride(1) == 1, f"a {tuple(a.shape)}, b {tuple(b.shape)}"
@@ -61,6 +67,7 @@ def gdn_gates_triton(
         tokens = max(1, tile.elements // block_h)
         _gates_kernel[(cdiv(num_tokens, tokens),)](
             a, b, A_log, dt_bias, g, beta, num_tokens, a.stride(0), b.stride(0),
-            HV=num_heads, TOKENS=tokens, BLOCK_H=block_h, num_warps=tile.warps, **early_launch(a.device),
+            BETA=2.0 if negative_eigenvalues else 1.0, HV=num_heads, TOKENS=tokens, BLOCK_H=block_h,
+            num_warps=tile.warps, **early_launch(a.device),
         )  # fmt: skip
     return g, beta
