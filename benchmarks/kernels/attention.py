@@ -119,7 +119,7 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
     kv_bytes = sum(lens) * hkv * dim * 2 * DTYPE.itemsize
     # As many cache sets as it takes to leave the L2 cache behind.
     sets = [make_case(model, [1] * size, lens, max_len) for _ in range(max(1, min(12, (200 << 20) // kv_bytes)))]
-    tiles = [(split_size(max_len), None, decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize, max_len))]
+    tiles = [(split_size(max_len, size), None, decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize, max_len))]
     rows = []
     for split, aim, tile in [*tiles, *(DECODE_TILES[model] if sweep else [])]:
         outs = [torch.full_like(s[0], torch.nan) for s in sets]

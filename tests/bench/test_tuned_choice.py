@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tuned_choice import FIXED, TUNED, judge, main
+from benchmarks.tuned_choice import FIXED, TUNED, judge, main, verdict
 
 
 def row(tuned: float, best: list[float]) -> bool:
@@ -19,6 +19,14 @@ def test_what_counts_as_a_loss() -> None:
     assert row(1.029, [1.0] * 5) and not row(1.031, [1.0] * 5)
     assert row(1.04, [0.9, 0.95, 1.0, 1.05, 1.1]), "where the rounds scatter more, that much is allowed"
     assert row(0.5, [1.0] * 5)
+
+
+def test_a_comparison_that_could_not_fail_is_no_success() -> None:
+    rows = [{"kind": "prefill", "tokens": n, "best": best, "holds": True} for n, best in ((16, "FULL"), (600, "NONE"))]
+    assert verdict(rows)[0] == 0
+    assert verdict(rows[:1])[0] == 1 and "no choice was tested" in verdict(rows[:1])[1]
+    rows[1]["holds"] = False
+    assert verdict(rows)[0] == 1 and "allowed: prefill of 600." in verdict(rows)[1]
 
 
 def test_every_mode_at_every_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,5 +42,6 @@ def test_every_mode_at_every_length(tmp_path: Path, capsys: pytest.CaptureFixtur
     for r in rows:
         assert set(r["ms"]) == {*map(str, FIXED), TUNED} and all(len(v) == 2 for v in r["repeats_ms"].values())
         assert r["chosen"] in map(str, FIXED)
-    assert status == (0 if all(r["holds"] for r in rows) else 1)
+    differs = len({r["best"] for r in rows}) > 1
+    assert status == (0 if differs and all(r["holds"] for r in rows) else 1)
     assert figures["profile"]["prefill"] and "Slower than the best fixed mode" in capsys.readouterr().out

@@ -255,6 +255,26 @@ def test_abort_while_waiting_prefilling_and_decoding(folder: Path) -> None:
         assert len(first(engine.generate([9] * 3, params, use_tqdm=False))) == 30
 
 
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_the_last_request_leaves_nothing_behind(folder: Path, how: str) -> None:
+    """With overlap a step is in flight when the last request ends: it is taken in, and frees what it held."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(str(folder), enable_overlap=True) as llm:
+        known = first(llm.generate([[5, 6, 7]], params, use_tqdm=False))
+        if how == "stop":
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[known[4]])
+        name = llm.add_request([5, 6, 7], params)
+        for _ in range(4):
+            llm.step()
+        assert llm._core.has_work and not llm.is_finished()
+        if how == "abort":
+            llm.abort(name)
+        while not llm.is_finished():
+            llm.step()
+        assert not llm._core.has_work
+        assert_idle(llm)
+
+
 def test_aborting_a_prompt_ends_all_its_samples(llm: LLM) -> None:
     llm.add_request(TEXT, SamplingParams(n=3, seed=1, max_tokens=30, ignore_eos=True), "many")
     llm.step(), llm.step()

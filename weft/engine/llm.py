@@ -131,7 +131,7 @@ class LLM:
             return self._run(ids, use_tqdm)
         except BaseException:
             for request_id in ids:
-                self.abort(request_id)
+                self._abort(request_id)
             self._drain()
             raise
 
@@ -270,6 +270,7 @@ class LLM:
         for output in outputs:
             if output.finished:
                 self._forget(output.request_id)
+        self._drain_if_finished()
         return outputs
 
     def _advance(self) -> list[OutputStream]:
@@ -287,6 +288,11 @@ class LLM:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now. Returns what it had, or None if it is unknown or has ended already."""
+        output = self._abort(request_id)
+        self._drain_if_finished()
+        return output
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
         stream = self._streams.get(request_id)
         if stream is None:
             return None
@@ -301,14 +307,18 @@ class LLM:
         """True if no request is open."""
         return not self._streams
 
+    def _drain_if_finished(self) -> None:
+        """Take in the step that was launched beyond the end of the last open request: it holds pages and a slot."""
+        if self.is_finished():
+            self._drain()
+
     def _forget(self, request_id: str) -> None:
         for request in self._streams.pop(request_id).requests:
             del self._by_request[request.request_id]
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Returns False, and nothing changed, while requests run."""
-        if self.is_finished():
-            self._drain()
+        self._drain_if_finished()
         return self._core.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
@@ -320,7 +330,7 @@ class LLM:
         if not self._is_shut_down:
             self._is_shut_down = True
             for request_id in list(self._streams):
-                self.abort(request_id)
+                self._abort(request_id)
             self._core.shutdown()
 
     if not TYPE_CHECKING:

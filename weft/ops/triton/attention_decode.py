@@ -4,9 +4,9 @@ Job: the decode kernel and the merge of its splits. Owns: the size of a split, t
 layers, or who filled the pages.
 
 The query heads that share a key head stand together as rows of one tile, so each key is read once per group. Keys are
-cut into splits of a size that depends on the width of the page table alone; a second kernel merges the splits' partial
-results by their log-sum-exp (Flash-Decoding). A row's result depends on no other row, and on their number only in that
-it chooses the tile, hence the order of sums. Partial results take ``num_seqs * max_splits * Hq * (D + 1)`` floats.
+cut into splits of one of two sizes; a second kernel merges the splits' partial results by their log-sum-exp
+(Flash-Decoding). A row's result depends on no other row, and on their number only in that it chooses the tile and, for
+wide page tables, the size of splits, hence the order of sums. Partial results take ``num_seqs * max_splits * Hq * (D + 1)`` floats.
 
 A split is computed in steps, by a pipeline of loads and products, or whole: few short sequences leave the device idle,
 and all keys but the newest, which earlier steps wrote, can load while the kernels before this one still run.
@@ -36,8 +36,9 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _SHORT_SPLIT, _LONG_SPLIT = 256, 1024
-_SHORT_TABLE = 32768
-"""Page tables of up to so many tokens have short splits; longer ones would need much workspace."""
+_SHORT_TABLE, _SHORT_SPLITS = 32768, 16384
+"""Page tables of up to so many tokens have short splits, and wider ones where sequences times splits are no more than the
+second number: more would need much workspace."""
 
 _FEW_PROGRAMS, _MANY_PROGRAMS = 2048, 8192
 """Programs that the decode grid aims at, for few and for many sequences: idle ones cost more where few work."""
@@ -311,9 +312,10 @@ def _merge_kernel(
         seq += tl.num_programs(1)
 
 
-def split_size(table_tokens: int) -> int:
-    """Tokens per split of the decode kernel, for a page table that holds so many tokens."""
-    return _SHORT_SPLIT if table_tokens <= _SHORT_TABLE else _LONG_SPLIT
+def split_size(table_tokens: int, num_seqs: int) -> int:
+    """Tokens per split of the decode kernel, for a page table that holds so many tokens of each sequence."""
+    is_short = table_tokens <= _SHORT_TABLE or num_seqs * cdiv(table_tokens, _SHORT_SPLIT) <= _SHORT_SPLITS
+    return _SHORT_SPLIT if is_short else _LONG_SPLIT
 
 
 def decode_tile(
@@ -342,7 +344,7 @@ def launch_decode(
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     table_tokens = batch.page_table.shape[1] * page_size
-    split = split_size(table_tokens) if split is None else split
+    split = split_size(table_tokens, num_seqs) if split is None else split
     max_splits = max(1, cdiv(table_tokens, split))
     splits_last = num_seqs * num_kv_heads <= _MANY_SEQUENCES
     aim = (_FEW_PROGRAMS if splits_last else _MANY_PROGRAMS) if aim is None else aim
