@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.harness import Harness, Sequence
+from tests.rounding import exact_and_bound, sums_in_order
 from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
 
 LENGTHS = (1, 63, 64, 65, 130, 210)
@@ -29,9 +30,19 @@ def reference_logits(reference: Any, tokens: list[int]) -> Tensor:
         return reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def assert_close(got: Tensor, want: Tensor) -> None:
+def assert_logits(got: Tensor, reference: Any, tokens: list[int], first: int = 0) -> None:
+    """The logits after each token from the ``first`` one on are the reference's.
+
+    Some of these models magnify rounding by a hundred, the reference's own too. Where sums are added one number after
+    another, logits beyond the tolerance must be as near to the exact ones as rounding explains (``tests/rounding.py``).
+    """
+    want = reference_logits(reference, tokens)[first:]
     assert got.shape == want.shape
-    assert (got - want).abs().max().item() < TOLERANCE
+    if sums_in_order() and not (got - want).abs().max().item() < TOLERANCE:
+        exact, bound = exact_and_bound(reference, tokens)
+        assert (got - exact[first:]).abs().max().item() <= bound
+    else:
+        assert (got - want).abs().max().item() < TOLERANCE
 
 
 def assert_greedy(reference: Any, tokens: list[int], prompt_length: int) -> None:
@@ -55,7 +66,7 @@ def test_prompts_of_all_lengths_and_forty_greedy_tokens(arch: str, tmp_path: Pat
     sequences = [harness.sequence(prompt(n)) for n in LENGTHS]
     logits = [harness.run([(sequence, len(sequence.tokens))])[0] for sequence in sequences]
     for sequence, got in zip(sequences, logits, strict=True):
-        assert_close(got, reference_logits(reference, sequence.tokens))
+        assert_logits(got, reference, sequence.tokens)
     harness.decode(sequences, logits, STEPS)
     for sequence, n in zip(sequences, LENGTHS, strict=True):
         assert len(sequence.tokens) == n + STEPS
@@ -85,7 +96,7 @@ def test_chunked_prefill_mixed_batches_and_padding(arch: str, tmp_path: Path) ->
     for sequence in (a, b, c, d):
         done = torch.cat(got[id(sequence)])
         assert done.shape[0] == sequence.num_computed
-        assert_close(done, reference_logits(reference, sequence.tokens[: sequence.num_computed]))
+        assert_logits(done, reference, sequence.tokens[: sequence.num_computed])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -103,14 +114,13 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
     """A checkpoint ordered at position p holds the state after exactly p tokens, wherever p stands."""
     harness, reference = load(arch, tmp_path)
     tokens = prompt(150)
-    want = reference_logits(reference, tokens)
     source = harness.sequence(tokens)
     positions = (1, 2, 63, 64, 65, 149)
     source.checkpoints = {p: harness.free_slot() for p in positions}
-    assert_close(harness.run([(source, 150)])[0], want)
+    assert_logits(harness.run([(source, 150)])[0], reference, tokens)
     for position in positions:
         fork = Sequence(tokens, source.checkpoints[position], source.pages, num_computed=position)
-        assert_close(harness.run([(fork, 150 - position)])[0], want[position:])
+        assert_logits(harness.run([(fork, 150 - position)])[0], reference, tokens, position)
 
 
 LFM2_MOE, QWEN2_MOE, OLMO = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM", "OlmoHybridForCausalLM"
@@ -180,7 +190,7 @@ def check_geometry(arch: str, overrides: dict[str, Any], path: Path) -> None:
     sequences = [harness.sequence(prompt(n, vocab_size)) for n in (130, 65)]
     logits = harness.run([(s, len(s.tokens)) for s in sequences], pad_tokens=2, pad_seqs=1)
     for sequence, got in zip(sequences, logits, strict=True):
-        assert_close(got, reference_logits(reference, sequence.tokens))
+        assert_logits(got, reference, sequence.tokens)
     harness.decode(sequences, logits, 6)
     for sequence, n in zip(sequences, (130, 65), strict=True):
         assert_greedy(reference, sequence.tokens, n)

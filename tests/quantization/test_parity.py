@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.fp8_checkpoints import SCHEMES, Reference, make_fp8_checkpoint
 from tests.harness import Harness
+from tests.rounding import sums_in_order
 
 ARCHITECTURES = [
     "LlamaForCausalLM",
@@ -19,6 +20,9 @@ ARCHITECTURES = [
 ]
 CASES = [(arch, "block") for arch in ARCHITECTURES] + [("Qwen3NextForCausalLM", scheme) for scheme in SCHEMES[1:]]
 LENGTHS = (1, 65, 130)
+EQUAL_ROWS = 0.05 if sums_in_order() else 0.2
+"""Least share of rows without a value that fell to the other side. How far the first one lies is inverse to the
+difference of two sums, and sums without vectors of 16 differ by about sqrt(16) as much."""
 
 
 def prompt(length: int) -> list[int]:
@@ -42,7 +46,7 @@ def test_logits(arch: str, scheme: str, tmp_path: Path) -> None:
     logits = harness.run([(s, len(s.tokens)) for s in sequences], pad_tokens=3, pad_seqs=1)
     got, want = torch.cat(logits), torch.cat([reference.logits(s.tokens) for s in sequences])
     unrounded = errors(torch.cat([exact.logits(s.tokens) for s in sequences]), want).median()
-    assert errors(got, want).quantile(0.2) < 1e-4 and errors(got, want).median() < unrounded / 5
+    assert errors(got, want).quantile(EQUAL_ROWS) < 1e-4 and errors(got, want).median() < unrounded / 5
     for sequence in sequences:
         sequence.tokens.append(17)
     steps = torch.cat(harness.run([(s, 1) for s in sequences], pad_tokens=2, pad_seqs=2))
