@@ -4,8 +4,8 @@
         --contexts 1000 4000 15000 30000 --json FILE
 
 A graph of a decode step is captured for page tables of ``max_model_len`` tokens, and decode attention chooses tile and
-splits by that width. For every width one engine per rule of ``RULES`` (the constants of ``attention_decode.py`` that the
-choice depends on), and in it the milliseconds of a replayed step at every batch size and context that its caches hold.
+splits by that width. For every width one engine per rule of ``RULES`` (the constants of ``attention_decode.py`` that
+the choice depends on), and in it the milliseconds of a replayed step at every batch and context that its caches hold.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def replay_ms(replay: Callable[[], Any], args: argparse.Namespace) -> float:
     if args.device == "cuda":
         return graph_ms(replay, args.repeats)
     started = time.perf_counter()
-    replay()
+    with torch.inference_mode():
+        replay()
     return (time.perf_counter() - started) * 1e3
 
 

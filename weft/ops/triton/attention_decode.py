@@ -6,7 +6,8 @@ layers, or who filled the pages.
 The query heads that share a key head stand together as rows of one tile, so each key is read once per group. Keys are
 cut into splits of one of two sizes; a second kernel merges the splits' partial results by their log-sum-exp
 (Flash-Decoding). A row's result depends on no other row, and on their number only in that it chooses the tile and, for
-wide page tables, the size of splits, hence the order of sums. Partial results take ``num_seqs * max_splits * Hq * (D + 1)`` floats.
+wide page tables, the size of splits, hence the order of sums. Partial results take ``num_seqs * max_splits * Hq * (D +
+1)`` floats.
 
 A split is computed in steps, by a pipeline of loads and products, or whole: few short sequences leave the device idle,
 and all keys but the newest, which earlier steps wrote, can load while the kernels before this one still run.
@@ -37,8 +38,8 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _SHORT_SPLIT, _LONG_SPLIT = 256, 1024
 _SHORT_TABLE, _SHORT_SPLITS = 32768, 16384
-"""Page tables of up to so many tokens have short splits, and wider ones where sequences times splits are no more than the
-second number: more would need much workspace."""
+"""Page tables of up to so many tokens have short splits, and wider ones where sequences times splits are no more than
+the second number: more would need much workspace."""
 
 _FEW_PROGRAMS, _MANY_PROGRAMS = 2048, 8192
 """Programs that the decode grid aims at, for few and for many sequences: idle ones cost more where few work."""
