@@ -218,7 +218,7 @@ def test_published_names_of_olmo_hybrid(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     harness = Harness(folder)
     sequence = harness.sequence(prompt(70))
-    assert_close(harness.run([(sequence, 70)])[0], reference_logits(make_model(OLMO), sequence.tokens))
+    assert_logits(harness.run([(sequence, 70)])[0], make_model(OLMO), sequence.tokens)
 
 
 @pytest.mark.parametrize("arch", [LLAMA, QWEN3])
