@@ -14,6 +14,7 @@ from weft.config.families import FAMILIES, Family
 from weft.config.json_object import JsonObject
 from weft.config.model import Mixers, ModelConfig
 from weft.config.quantization import read_quantization
+from weft.config.verified import nearest
 from weft.errors import ConfigError, UnsupportedModelError
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -46,7 +47,8 @@ def _architecture(top: JsonObject) -> str:
         )
     if names[0] not in FAMILIES:
         raise UnsupportedModelError(
-            f"{top.where}: architecture {names[0]!r} is not supported; supported are {', '.join(FAMILIES)}"
+            f"{top.where}: architecture {names[0]!r} is not supported; the nearest that is: {nearest(names[0])}; "
+            f"supported are {', '.join(FAMILIES)}"
         )
     return names[0]
 

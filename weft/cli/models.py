@@ -1,0 +1,39 @@
+"""``weft models``: the architectures that Weft runs, and what was verified of each."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from weft.cli.parser import add_verb
+from weft.config.verified import VERIFIED, Verified, nearest
+from weft.errors import UnsupportedModelError
+
+_COLUMNS = ("architecture", "float32, CPU", "float32 and bfloat16, H200", "tensor parallelism")
+
+
+def add_parser(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "models",
+        run,
+        "list the architectures that Weft runs, and what was verified of each",
+        usage="models [ARCHITECTURE ...]",
+    )
+    parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="as in config.json; default: all")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in args.names:
+        if name not in VERIFIED:
+            raise UnsupportedModelError(f"architecture {name!r} is not supported; the nearest that is: {nearest(name)}")
+    names = sorted(args.names or VERIFIED)
+    rows = [_COLUMNS, *(_row(name, VERIFIED[name]) for name in names)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(name: str, verified: Verified) -> tuple[str, ...]:
+    return name, "yes", "yes" if verified.gpu else "not yet", verified.ranks.value
