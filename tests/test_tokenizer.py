@@ -227,36 +227,42 @@ def test_a_checkpoint_without_a_template() -> None:
 # --- incremental detokenisation --------------------------------------------------------------------------------------
 
 
-def pieces_of(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
+def pieces_of(tokenizer: Tokenizer, ids: list[int], skip: bool = True, together: int = 1) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
-    return [*(detokenizer.append(i) for i in ids), detokenizer.finish()]
+    groups = [ids[i : i + together] for i in range(0, len(ids), together)]
+    return [*(detokenizer.extend(group) for group in groups), detokenizer.finish()]
 
 
-@given(st.text(max_size=60), st.booleans())
+TOGETHER = st.sampled_from([1, 1, 2, 3, 7, 200])
+"""How many ids come at a time."""
+
+
+@given(st.text(max_size=60), st.booleans(), TOGETHER)
 @settings(max_examples=150, deadline=None)
-def test_pieces_of_any_text_add_up_and_are_whole_characters(text: str, skip: bool) -> None:
+def test_pieces_of_any_text_add_up_and_are_whole_characters(text: str, skip: bool, together: int) -> None:
     ids = BYTE_LEVEL.encode(text)
-    pieces = pieces_of(BYTE_LEVEL, ids, skip)
+    pieces = pieces_of(BYTE_LEVEL, ids, skip, together)
     assert "".join(pieces) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces).count("\ufffd") == text.count("\ufffd"), "half a character was shown"
 
 
-@given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=60), st.booleans())
+@given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=60), st.booleans(), TOGETHER)
 @settings(max_examples=300, deadline=None)
-def test_pieces_of_any_ids_add_up(ids: list[int], skip: bool) -> None:
+def test_pieces_of_any_ids_add_up(ids: list[int], skip: bool, together: int) -> None:
     """Random ids: broken characters, special tokens in their midst, ids without a token."""
-    assert "".join(pieces_of(BYTE_LEVEL, ids, skip)) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+    assert "".join(pieces_of(BYTE_LEVEL, ids, skip, together)) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
 
 
 @given(
     st.lists(st.sampled_from(["▁", "▁the", "▁cat", "s", "t", "é", "</s>", "你", "👍", "\n", "ß"]), max_size=30),
     st.booleans(),
+    TOGETHER,
 )
 @settings(max_examples=300, deadline=None)
-def test_spaces_and_byte_fallback_of_sentencepiece(parts: list[str], skip: bool) -> None:
+def test_spaces_and_byte_fallback_of_sentencepiece(parts: list[str], skip: bool, together: int) -> None:
     vocab = SENTENCEPIECE._backend.get_vocab()
     ids = [i for p in parts for i in ([vocab[p]] if p in vocab else [vocab[f"<0x{b:02X}>"] for b in p.encode()])]
-    pieces = pieces_of(SENTENCEPIECE, ids, skip)
+    pieces = pieces_of(SENTENCEPIECE, ids, skip, together)
     assert "".join(pieces) == SENTENCEPIECE.decode(ids, skip_special_tokens=skip)
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -290,7 +296,7 @@ def test_a_real_replacement_character_is_not_held_for_ever() -> None:
     assert "".join(pieces[:-1]) == "\ufffd\ufffd\ufffdab"
     assert "".join(pieces_of(BYTE_LEVEL, BYTE_LEVEL.encode("\ufffd"))) == "\ufffd"
     detokenizer = IncrementalDetokenizer(BYTE_LEVEL)
-    shown = "".join(detokenizer.append(i) for i in BYTE_LEVEL.encode("\ufffd" * 500))
+    shown = "".join(detokenizer.extend([i]) for i in BYTE_LEVEL.encode("\ufffd" * 500))
     assert len(shown) >= 497
 
 
@@ -300,14 +306,14 @@ def test_the_window_stays_short() -> None:
         detokenizer = IncrementalDetokenizer(BYTE_LEVEL)
         longest = 0
         for i in ids:
-            detokenizer.append(i)
+            detokenizer.extend([i])
             longest = max(longest, len(detokenizer._window))
         assert longest <= 2 * IncrementalDetokenizer.MAX_HELD + 2
 
 
 def continued(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=prompt)
-    return "".join([*(detokenizer.append(i) for i in ids), detokenizer.finish()])
+    return "".join([*(detokenizer.extend([i]) for i in ids), detokenizer.finish()])
 
 
 def sentencepiece_ids(text: str) -> list[int]:

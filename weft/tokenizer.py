@@ -76,6 +76,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._token_texts: dict[int, str] = {}
+        self._known_ids: dict[int, bool] = {}
         self.vocab_size: int = len(hf_tokenizer)
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
@@ -133,7 +134,7 @@ class Tokenizer:
         """Text of token ids; ids without a token give none."""
         if len(token_ids) > _MANY:  # a batch call lets other threads run
             return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Text of one id alone, special tokens included; remembered, since log probabilities ask for many."""
@@ -158,7 +159,10 @@ class Tokenizer:
         """False if decoding leaves this id out: it has no token, or is a special one to be skipped."""
         if skip_special_tokens and token_id in self.special_token_ids:
             return False
-        return self._backend.id_to_token(token_id) is not None
+        known = self._known_ids.get(token_id)
+        if known is None:
+            known = self._known_ids[token_id] = self._backend.id_to_token(token_id) is not None
+        return known
 
     @property
     def chat_template(self) -> str | None:
@@ -277,61 +281,83 @@ class IncrementalDetokenizer:
         """``prompt_token_ids``: what the text continues; only the last few are looked at."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window, pending = self._context(prompt_token_ids)
+        self._window, pending, self._whole = self._context(prompt_token_ids)  # the text that will not change any more
         self._old = len(self._window)  # ids of the window that belong to the context
-        self._whole = self._decode()  # what of the window's text will not change any more
         self._window += pending
-        self._shown = self._decode()  # the part of the window's text that is out
+        self._shown = self._decode(self._window) if pending else self._whole  # the part of the text that is out
+        self._is_all_out = True
 
-    def append(self, token_id: int) -> str:
-        """Take in one id; the text that can be shown now, often empty or several characters."""
-        if not self._has_text(token_id):
-            return ""
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Take in some ids; the text that can be shown now, often empty or several characters.
+
+        Ids that come together are decoded together where that makes no difference: where they end with a character.
+        """
+        new = [token_id for token_id in token_ids if self._has_text(token_id)]
+        return "".join(self._extend(new[i : i + self.MAX_HELD]) for i in range(0, len(new), self.MAX_HELD))
+
+    def _extend(self, new: list[int]) -> str:
+        if len(new) > 1:
+            text = self._decode(self._window + new)
+            if text.startswith(self._shown) and REPLACEMENT not in text[len(self._shown) :]:
+                self._window += new
+                return self._show(text, len(text))
+        return "".join(map(self._append, new))
+
+    def _append(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._decode()
+        text = self._decode(self._window)
         stable = len(text)
         if len(self._window) - self._old <= self.MAX_HELD:
             if not text.startswith(self._shown):
                 if not text.startswith(self._whole):
+                    self._is_all_out = False
                     return ""  # byte fallback reads a whole run of bytes as broken until its last character is whole
                 self._shown = self._whole
             run = len(text) - len(text.rstrip(REPLACEMENT))
             stable = max(stable - min(run, self._MAX_PENDING), len(self._shown))
+        return self._show(text, stable)
+
+    def _show(self, text: str, stable: int) -> str:
+        """The window's text is ``text``, and so many of its characters can be out."""
         delta = text[len(self._shown) : stable]
         self._shown = text[:stable]
         if delta:
             self._whole = self._shown
-        if stable == len(text):
+        self._is_all_out = stable == len(text)
+        if self._is_all_out:
             self._advance()
         return delta
 
     def finish(self) -> str:
         """The text still held back: U+FFFD for a character that never became whole."""
-        text = self._decode()
+        if self._is_all_out:
+            return ""
+        text = self._decode(self._window)
         delta = text[len(self._shown) :]
         self._shown = text
         return delta
 
-    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The prompt's last few ids from a character boundary on, and those after them that begin another character."""
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int], str]:
+        """The prompt's last few ids from a character boundary on, those after them that begin another character, and
+        the text of the former."""
         recent = (i for i in reversed(prompt_token_ids[-self.MAX_HELD :]) if self._has_text(i))
         tail = list(itertools.islice(recent, self._CONTEXT + 2 * self._MAX_PENDING))[::-1]
         for end in range(len(tail), max(len(tail) - self._MAX_PENDING, 0) - 1, -1):
             for start in range(max(end - self._CONTEXT, 0) + 1):
-                text = self._tokenizer.decode(tail[start:end], skip_special_tokens=self._skip)
+                text = self._decode(tail[start:end])
                 if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
-                    return tail[start:end], tail[end:]
-        return tail, []
+                    return tail[start:end], tail[end:], text
+        return tail, [], self._decode(tail)
 
     def _advance(self) -> None:
         """Everything is out: let the newer tokens become the context once there are enough of them."""
         if len(self._window) - self._old >= self._CONTEXT:
             self._window = self._window[self._old :]
             self._old = len(self._window)
-            self._shown = self._whole = self._decode()
+            self._shown = self._whole = self._decode(self._window)
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def _has_text(self, token_id: int) -> bool:
         return self._tokenizer.has_text(token_id, skip_special_tokens=self._skip)

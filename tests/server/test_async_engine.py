@@ -104,6 +104,30 @@ def test_deltas_add_up_to_the_result(inputs: InputProcessor, stop: Any, burst: i
     run(inputs, body)
 
 
+@pytest.mark.parametrize("stop", [None, "zz"])
+def test_a_completion_whose_tokens_give_no_text_ends_alone(
+    inputs: InputProcessor, stop: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        stream = submit(engine, n=2, stop=stop)
+
+        def broken(token_ids: Any) -> str:
+            raise OverflowError("no such token")
+
+        completion = stream.outputs[0]._completions[1]
+        monkeypatch.setattr(completion.detokenizer, "extend", broken)
+        done = asyncio.create_task(_collect(stream))
+        while not done.done():
+            link.run()
+            await asyncio.sleep(0)
+        good, bad = stream.snapshot()[0].outputs
+        assert (good.text, good.finish_reason) == (TEXT, "stop") and bad.finish_reason == "error"
+        link.run()
+        assert not link.core.requests and engine.num_open_completions == 0
+
+    run(inputs, body)
+
+
 async def _collect(stream: ResponseStream) -> list[Any]:
     return [delta async for deltas in stream for delta in deltas]
 

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from weft.server import connections, sse
-from weft.server.connections import KEPT, MAX_HEAD_BYTES, protocol_class
+from weft.server.connections import KEPT, MAX_HEAD_BYTES, HeadWithBody, protocol_class
 from weft.server.sse import PING, StreamResponse
 
 HEAD = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
@@ -98,6 +98,35 @@ def test_the_last_connections_are_for_the_state(monkeypatch: pytest.MonkeyPatch)
     serve(KEPT + 4, body)
 
 
+class Written:
+    """Takes what would go to the network."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, content: bytes) -> None:
+        self.writes.append(content)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+
+def test_the_head_of_a_response_goes_with_its_body() -> None:
+    written = Written()
+    transport = HeadWithBody(written)  # type: ignore[arg-type]
+    for part in (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"first", b"second"):
+        transport.write(part)
+    assert written.writes == [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nfirst", b"second"]
+    alone = HeadWithBody(written)  # type: ignore[arg-type]
+    alone.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+    alone.close()
+    assert written.writes[-1].startswith(b"HTTP/1.1 204") and written.is_closed and alone.is_closing()
+
+
 def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_S", 0.1)
     sent: list[Any] = []
@@ -116,11 +145,14 @@ def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await StreamResponse(events(), lambda: closed.append(1), 10.0)({"type": "http"}, receive, send)
+        await StreamResponse(events(), lambda: closed.append(1), 10.0)(
+            {"type": "http", "weft.on_disconnect": lambda call: None}, receive, send
+        )
         await asyncio.sleep(0.3)
 
     asyncio.run(main())
     bodies = [message["body"] for message in sent[1:]]
     assert sent[0]["status"] == 200 and closed == [1]
-    assert bodies[0] == PING and bodies.index(b"data: 1\n\n") >= 2 and bodies[-3] == PING
-    assert json.loads(bodies[-2].split(b"\n")[0][6:])["error"]["type"] == "server_error" and bodies[-1] == b""
+    assert bodies[0] == PING and bodies.index(b"data: 1\n\n") >= 2 and bodies[-2] == PING
+    assert json.loads(bodies[-1].split(b"\n")[0][6:])["error"]["type"] == "server_error"
+    assert [message["more_body"] for message in sent[1:-1]] == [True] * len(sent[1:-1]) and "more_body" not in sent[-1]

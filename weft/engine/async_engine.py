@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from weft.engine import wire
@@ -64,6 +64,7 @@ class ResponseStream:
     Attributes:
         request_id: the call's id.
         outputs: one per prompt.
+        is_told: the reader has been given everything.
     """
 
     def __init__(self, engine: AsyncEngine, request_id: str, outputs: list[OutputStream]) -> None:
@@ -71,7 +72,7 @@ class ResponseStream:
         self.outputs = outputs
         self._engine = engine
         self._waiter: asyncio.Future[None] | None = None
-        self._has_news = self._all_told = False
+        self._has_news = self.is_told = False
         self._changed: set[int] = set()
         self._error: EngineDeadError | None = None
 
@@ -92,12 +93,13 @@ class ResponseStream:
         Raises:
             EngineDeadError: the engine died before the end.
         """
-        while not self._all_told:
+        while not self.is_told:
             await self._wait()
             changed, self._changed = sorted(self._changed), set()
+            self._catch_up(changed)
             deltas = [(index, delta) for index in changed for delta in self.outputs[index].deltas()]
             if any(delta.finish_reason is not None for _, delta in deltas):
-                self._all_told = self.finished
+                self.is_told = self.finished
             if deltas:
                 return deltas
         raise StopAsyncIteration
@@ -124,7 +126,14 @@ class ResponseStream:
 
     def snapshot(self) -> list[RequestOutput]:
         """Everything known, per prompt."""
+        self._catch_up(range(len(self.outputs)))
         return [output.output() for output in self.outputs]
+
+    def _catch_up(self, changed: Iterable[int]) -> None:
+        """Text of new tokens; a completion whose tokens give none ends with an error, the others go on."""
+        for index in changed:
+            for request in self.outputs[index].catch_up():
+                self._engine.give_up(request)
 
     def take(self, index: int, request: Request) -> str | None:
         """A completion of prompt ``index`` has news. Returns the stop string that ends it."""
@@ -254,12 +263,13 @@ class AsyncEngine:
                 logger.exception(
                     "%s: its tokens could not be turned into text; it ends with an error", update.request_id
                 )
-                self._give_up(stream, index, request)
+                self.give_up(request)
+                stream.touch(index)
             else:
                 if stop is not None:
                     self._stop(request, stop)
             if request.finish_reason is not None:
-                del self._owners[request.request_id]
+                self._owners.pop(request.request_id, None)
         for listener in self._token_times if num_tokens else ():
             listener.iteration(num_tokens)
             for moment, count in previous.items():
@@ -283,12 +293,11 @@ class AsyncEngine:
             request.times.finished = time.monotonic()
         request.finish_reason, request.stop_reason = "stop", stop
 
-    def _give_up(self, stream: ResponseStream, index: int, request: Request) -> None:
+    def give_up(self, request: Request) -> None:
         """This completion cannot go on; the others do."""
-        if request.finish_reason is None:
+        if self._owners.pop(request.request_id, None) is not None and request.finish_reason is None:
             self._link.send(wire.FinishRequests([request.request_id]))
         request.finish_reason = "error"
-        stream.touch(index)
 
     def forget(self, stream: ResponseStream) -> None:
         """Nobody reads this stream any more; what is unfinished is aborted."""

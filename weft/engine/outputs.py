@@ -6,6 +6,7 @@ Owns: the text of every live request. Does not know: scheduling, models, HTTP.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from weft.messages import TokenLogprobs
@@ -14,8 +15,10 @@ from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class CompletionDelta:
     """What one completion got since it was last asked; ``logprobs`` is None if they were not asked for."""
 
@@ -39,6 +42,7 @@ class Completion:
     num_tokens_seen: int = 0
     cumulative_logprob: float = 0.0
     logprobs: list[LogprobsDict] = field(default_factory=list)
+    is_flushed: bool = False
     num_chars_told: int = 0
     num_tokens_told: int = 0
     end_told: bool = False
@@ -47,6 +51,11 @@ class Completion:
     def stop(self) -> str | None:
         """The stop string found."""
         return self.stops.matched if self.stops is not None else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come, those after a stop string left out."""
+        return len(self.request.output_token_ids) if self.stops is None else self.num_tokens_seen
 
 
 class OutputStream:
@@ -99,40 +108,65 @@ class OutputStream:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far, all completions together."""
-        return sum(c.num_tokens_seen for c in self._completions)
+        return sum(c.num_tokens for c in self._completions)
 
     @property
     def num_prefilled_tokens(self) -> int:
         """Prompt tokens computed for the completions that have a token, those from the cache not counted."""
-        started = [c.request for c in self._completions if c.num_tokens_seen]
+        started = [c.request for c in self._completions if c.num_tokens]
         return sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in started)
 
     def take(self, request: Request) -> str | None:
-        """Take in the new tokens of ``request``, one of this prompt's completions.
+        """``request``, one of this prompt's completions, has new tokens or has ended. They become text when somebody
+        looks, unless a stop string may be in it.
 
         Returns:
             The stop string that ends it (the caller must end the request), or None.
         """
         completion = self._by_id[request.request_id]
-        for token_id in request.output_token_ids[completion.num_tokens_seen :]:
-            self._take_token(completion, token_id)
-            if completion.stop is not None:
-                return completion.stop
-        if request.finish_reason is not None:
-            self._flush(completion)
+        if completion.stops is not None:
+            self._catch_up(completion)
         return completion.stop
 
-    def _take_token(self, completion: Completion, token_id: int) -> None:
+    def catch_up(self) -> list[Request]:
+        """Turn what has come into text. Returns the requests for which that failed; their text ends here."""
+        failed = []
+        for completion in self._completions:
+            try:
+                self._catch_up(completion)
+            except Exception:
+                logger.exception("%s: its tokens could not be turned into text", completion.request.request_id)
+                completion.detokenizer = completion.stops = None
+                failed.append(completion.request)
+        return failed
+
+    def _catch_up(self, completion: Completion) -> None:
         request = completion.request
-        position = completion.num_tokens_seen
-        completion.num_tokens_seen += 1
+        new = request.output_token_ids[completion.num_tokens_seen :]
+        if completion.stops is None:
+            if new:
+                self._take_tokens(completion, new)
+        else:
+            for token_id in new:
+                if completion.stop is None:
+                    self._take_tokens(completion, [token_id])
+        if request.finish_reason is not None and not completion.is_flushed:
+            completion.is_flushed = True
+            if completion.stop is None:
+                self._flush(completion)
+
+    def _take_tokens(self, completion: Completion, token_ids: list[int]) -> None:
+        request, start = completion.request, completion.num_tokens_seen
+        completion.num_tokens_seen += len(token_ids)
         if self._params.logprobs is not None:
-            entry = self._logprobs(request.logprobs[position])
-            completion.logprobs.append(entry)
-            completion.cumulative_logprob += request.logprobs[position].logprobs[0]
-        if completion.detokenizer is None or self._is_dropped(request, position, token_id):
+            for entry in request.logprobs[start : completion.num_tokens_seen]:
+                completion.logprobs.append(self._logprobs(entry))
+                completion.cumulative_logprob += entry.logprobs[0]
+        if completion.detokenizer is None:
             return
-        self._add_text(completion, completion.detokenizer.append(token_id))
+        if self._is_dropped(request, completion.num_tokens_seen - 1, token_ids[-1]):
+            token_ids = token_ids[:-1]
+        self._add_text(completion, completion.detokenizer.extend(token_ids))
 
     def _add_text(self, completion: Completion, delta: str) -> None:
         if completion.stops is not None:
@@ -157,6 +191,8 @@ class OutputStream:
 
     def output(self) -> RequestOutput:
         """A snapshot of everything known."""
+        for completion in self._completions:
+            self._catch_up(completion)
         first = self._completions[0].request
         return RequestOutput(
             request_id=self.request_id,
@@ -175,6 +211,7 @@ class OutputStream:
         return [delta for delta in map(self._delta, self._completions) if delta is not None]
 
     def _delta(self, completion: Completion) -> CompletionDelta | None:
+        self._catch_up(completion)
         request, start = completion.request, completion.num_tokens_told
         has_ended = request.finish_reason is not None and not completion.end_told
         if completion.num_tokens_seen == start and not has_ended:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+PostEndpoint = Callable[[Scope, Receive], Awaitable[Response]]
 PostHandler = Callable[[Context, bytes, Caller], Awaitable[Any]]
 
 POSTS: dict[str, tuple[PostHandler, type[msgspec.Struct]]] = {
@@ -107,8 +108,9 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
         except Exception as error:
             return _failure(error)
 
+    posts = {path: _post(context, handler) for path, (handler, _) in POSTS.items()}
     routes = [
-        *(Route(path, _post(context, handler), methods=["POST"]) for path, (handler, _) in POSTS.items()),
+        *(Route(path, _routed(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
         *(Route(path, _get(context, handler), methods=["GET"]) for path, handler in GETS.items()),
         Route(MODEL_PATH, one_model, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
@@ -118,7 +120,6 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
-    posts = {path: _post(context, handler) for path, (handler, _) in POSTS.items()}
     return AuthenticationMiddleware(
         Posts(posts, app),
         settings,
@@ -130,7 +131,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
 class Posts:
     """What costs the most calls is found without a router, and anything else by ``app``."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], app: Starlette) -> None:
+    def __init__(self, endpoints: Mapping[str, PostEndpoint], app: Starlette) -> None:
         self._endpoints = endpoints
         self.app = app
 
@@ -139,16 +140,17 @@ class Posts:
         if endpoint is None:
             await self.app(scope, receive, send)
             return
-        response = await endpoint(Request(scope, receive))
+        response = await endpoint(scope, receive)
         await response(scope, receive, send)
 
 
-def _post(context: Context, handler: PostHandler) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
+def _post(context: Context, handler: PostHandler) -> PostEndpoint:
+    async def endpoint(scope: Scope, receive: Receive) -> Response:
         try:
-            _check_media_type(request.headers.get("content-type"))
-            body = await read_body(request, context.settings.max_body_bytes)
-            result = await handler(context, body, request.scope["weft.caller"])
+            headers = dict(scope["headers"])
+            _check_media_type(headers.get(b"content-type"))
+            body = await read_body(scope, receive, headers, context.settings.max_body_bytes)
+            result = await handler(context, body, scope["weft.caller"])
         except ClientDisconnect:
             return Response(status_code=499)  # nobody is there to read it
         except Exception as error:
@@ -156,6 +158,15 @@ def _post(context: Context, handler: PostHandler) -> Endpoint:
         return result if isinstance(result, Response) else _json(result)
 
     return endpoint
+
+
+def _routed(endpoint: PostEndpoint) -> Endpoint:
+    """For the router, which refuses other methods."""
+
+    async def routed(request: Request) -> Response:
+        return await endpoint(request.scope, request.receive)
+
+    return routed
 
 
 def _get(context: Context, handler: Callable[[Context], Any]) -> Endpoint:
@@ -173,29 +184,42 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _check_media_type(given: str | None) -> None:
+def _check_media_type(given: bytes | None) -> None:
     """Browsers send other media types to other hosts without asking them first. Raises ApiError (415)."""
-    kind = (given or "application/json").partition(";")[0].strip().lower()
+    if given is None or given == b"application/json":
+        return
+    kind = given.decode("latin-1").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"Content-Type {kind[:60]!r} is not read here; send application/json")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes:
     """The body. Raises ApiError: 413 as soon as it is known to be too large, 408 if it takes too long."""
-    length = request.headers.get("content-length", "")
+    length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
-    chunks, size = [], 0
+    if "weft.is_complete" in scope:  # nothing to wait for
+        return await _read_all(receive, limit)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
-                    raise _too_large(limit)
-                chunks.append(chunk)
+            return await _read_all(receive, limit)
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from error
-    return b"".join(chunks)
+
+
+async def _read_all(receive: Receive, limit: int) -> bytes:
+    chunks, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
 
 
 def _too_large(limit: int) -> ApiError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,15 +63,15 @@ class AuthenticationMiddleware:
         origin = headers.get(b"origin")
         is_let_in = origin is not None and not {"*", origin.decode("latin-1").lower()}.isdisjoint(self._origins)
 
-        async def counting(message: Message) -> None:
+        def counting(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 self._responded(path, message["status"])
                 if is_let_in and origin is not None:
                     message["headers"] = [*message.get("headers", ()), *_shared_with(origin)]
-            await send(message)
+            return send(message)
 
         try:
-            self._check_host(headers, [name for name, _ in scope["headers"]].count(b"host"))
+            self._check_host(headers, sum(name == b"host" for name, _ in scope["headers"]))
             if origin is not None and not is_let_in:
                 self._check_origin(scope["method"], origin, headers.get(b"host", b""))
             if is_let_in and scope["method"] == "OPTIONS":
@@ -106,6 +106,9 @@ class AuthenticationMiddleware:
     def _identify(self, path: str, headers: dict[bytes, bytes], client: tuple[str, int] | None) -> Caller:
         """Who calls. Raises ApiError (401) if a key is needed and none of ours was presented."""
         trace = read_traceparent(headers.get(b"traceparent"))
+        connection = "" if client is None else f"{client[0]}:{client[1]}"
+        if not self._keys and self._admin_key is None:
+            return Caller(None, False, trace, connection)
         given = presented_key(headers)
         digest = _digest(given or b"")
         # Every key is compared, in constant time each, so that nothing is learned from how long it takes.
@@ -119,7 +122,7 @@ class AuthenticationMiddleware:
                 code="invalid_api_key",
             )
         identity = identity_of(given) if given is not None and is_known else None
-        return Caller(identity, is_admin, trace, "" if client is None else f"{client[0]}:{client[1]}")
+        return Caller(identity, is_admin, trace, connection)
 
 
 def _shared_with(origin: bytes) -> list[tuple[bytes, bytes]]:

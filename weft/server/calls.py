@@ -6,8 +6,8 @@ endpoint does it alike. Does not know: the shape of requests and responses.
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -188,7 +188,7 @@ async def open_call(
 
 def _check_id(request_id: str | None) -> str:
     if request_id is None:
-        return uuid.uuid4().hex
+        return os.urandom(16).hex()
     if not request_id or len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
         raise RequestError("request_id must be 1 to 128 printable ASCII characters", "request_id")
     return request_id

@@ -26,7 +26,7 @@ from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, 
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatCompletionRequest, StreamOptions
 from weft.server.sampling import chat_params, names_ids
-from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
+from weft.server.sse import DONE, ChunkEvents, JsonResponse, LastEvent, StreamResponse, data_event
 from weft.server.structured import constraint_of, forced_calls
 
 
@@ -309,17 +309,21 @@ class ChatAnswer:
     async def events(self) -> AsyncIterator[bytes]:
         chunks = ChunkEvents(self._head("chat.completion.chunk"))
         first = {"prompt_token_ids": self._call.prompts[0].token_ids} if self._request.return_token_ids else {}
-        async for deltas in self._call.stream:
+        stream, content = self._call.stream, b""
+        async for deltas in stream:
+            content = b""
             for delta in deltas:
                 choice = self._delta_choice(delta)
                 if choice is not None:
                     usage = {"usage": self._call.usage()} if self._usage_always else {}
-                    yield chunks.event(choice, first | usage)
+                    content += chunks.event(choice, first | usage)
                     first = {}
+            if content and not stream.is_told:
+                yield content
         if self._usage_at_end:
             last = self._head("chat.completion.chunk") | {"choices": [], "usage": self._call.usage()}
-            yield data_event(last | {"weft": self._call.extension()})
-        yield DONE
+            content += data_event(last | {"weft": self._call.extension()})
+        yield LastEvent(content + DONE)
 
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to tell yet."""

@@ -19,7 +19,7 @@ from weft.server.chat import need_tokenizer
 from weft.server.logprobs import completion_logprobs, prompt_logprobs
 from weft.server.protocol import CompletionRequest, StreamOptions
 from weft.server.sampling import completion_params, names_ids
-from weft.server.sse import DONE, ChunkEvents, JsonResponse, StreamResponse, data_event
+from weft.server.sse import DONE, ChunkEvents, JsonResponse, LastEvent, StreamResponse, data_event
 from weft.server.structured import constraint_of
 
 
@@ -173,15 +173,16 @@ class CompletionAnswer:
             for i in range(len(self._call.prompts)):
                 for k in range(self._n):
                     yield self._chunk(chunks, {"index": i * self._n + k, "text": self._prompt_text(i)})
-        async for deltas in self._call.stream:
-            for delta in deltas:
-                choice = self._delta_choice(delta)
-                if choice is not None:
-                    yield self._chunk(chunks, choice)
+        stream, content = self._call.stream, b""
+        async for deltas in stream:
+            choices = [choice for delta in deltas if (choice := self._delta_choice(delta)) is not None]
+            content = b"".join(self._chunk(chunks, choice) for choice in choices)
+            if content and not stream.is_told:
+                yield content
         if self._usage_at_end:
             last = self._head("text_completion") | {"choices": [], "usage": self._usage()}
-            yield data_event(last | {"weft": self._call.extension()})
-        yield DONE
+            content += data_event(last | {"weft": self._call.extension()})
+        yield LastEvent(content + DONE)
 
     def _chunk(self, chunks: ChunkEvents, choice: dict[str, Any]) -> bytes:
         full = {"logprobs": None, "finish_reason": None, "stop_reason": None} | choice

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -56,6 +56,39 @@ def protocol_class(max_connections: int, state_paths: Collection[str]) -> type[H
     return Protocol
 
 
+class HeadWithBody:
+    """The transport of one response: its head waits for the first bytes of the body, since each write is a system call.
+
+    uvicorn writes the head at once and the body next, which handlers send right behind it.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+        self.write: Callable[[bytes], None] = self._write_first
+
+    def _write_first(self, content: bytes) -> None:
+        if content.startswith(b"HTTP/1.1 100 "):
+            self._transport.write(content)
+        elif self._head is None:
+            self._head = content
+        else:
+            self._flush(content)
+
+    def _flush(self, content: bytes = b"") -> None:
+        head, self._head = self._head, None
+        self.write = self._transport.write
+        if head is not None:
+            self._transport.write(head + content)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection."""
 
@@ -66,6 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _is_refused = False
     _is_crowded = False
     _timer: asyncio.TimerHandle | None = None
+    _when_lost: Callable[[], None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -78,6 +112,18 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._disarm()
         super().connection_lost(error)
+        self._lost()
+
+    def on_disconnect(self, call: Callable[[], None] | None) -> None:
+        """``call`` this when the other end has gone; None: nobody waits for that any more. Requests of one connection
+        are answered one after the other, so one waits at a time. Handlers find it in the scope."""
+        self._when_lost = call
+        if call is not None and self.transport.is_closing():
+            self.loop.call_soon(self._lost)
+
+    def _lost(self) -> None:
+        if self._when_lost is not None:
+            self._when_lost()
 
     def _arm(self) -> None:
         if self._timer is None:
@@ -130,7 +176,9 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._is_crowded and self.url.partition(b"?")[0].decode("latin-1") not in self.paths:
             self._refuse(503, "there are too many connections; try again later")
         else:
+            self.scope["weft.on_disconnect"] = self.on_disconnect  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
+            self.cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -138,6 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._is_refused:
+            self.scope["weft.is_complete"] = True  # type: ignore[typeddict-unknown-key]  # for ``read_body``
             super().on_message_complete()
 
     def _refuse_head(self) -> None:

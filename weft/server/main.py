@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 _SWITCH_S = 0.0005
 """How long a rendering thread may keep the event loop from running (the interpreter's default is 5 ms)."""
 
+_GC_OBJECTS = 10_000
+"""New objects between two collections (the interpreter's default is 700): hundreds of open calls are thousands of
+objects, and each collection looks at all the young ones. It still takes less than a millisecond."""
+
 Say = Callable[[str], None]
 """Takes one line for stderr."""
 
@@ -151,6 +155,7 @@ async def _run(
     service.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection
+    gc.set_threshold(_GC_OBJECTS)
     await asyncio.wait((serving, asyncio.create_task(service.ended.wait())), return_when=asyncio.FIRST_COMPLETED)
     if service.state is State.DEAD:
         await asyncio.sleep(_FLUSH_S)

@@ -1,137 +1,31 @@
 """Prometheus metrics.
 
 Job: gauges, counters and histograms under the names that dashboards for vLLM use (``vllm:…``, same meaning and labels),
-and Weft's own (``weft:…``). Owns: the registry. Does not know: routes.
+and Weft's own (``weft:…``). Owns: the gauges, and the format. Does not know: routes, how
+calls are counted (``tallies.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from weft.engine.async_engine import ResponseStream
-from weft.request import Request
 from weft.server.service import Service
+from weft.server.tallies import COUNTERS, HISTOGRAMS, Counts, Tally
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
-_LONG = (
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-)
-_ITERATION = (1.0, *(2.0**e for e in range(3, 15)))
-_TOKENS = tuple(float(10**e * m) for e in range(6) for m in (1, 2, 5))
-
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": ("time from arrival to the first token", _SECONDS),
-    "time_per_output_token_seconds": ("mean time per token after the first", _SECONDS),
-    "request_time_per_output_token_seconds": ("the same, under vLLM's new name", _SECONDS),
-    "request_queue_time_seconds": ("time until a request was first scheduled", _LONG),
-    "request_prefill_time_seconds": ("time from the first schedule to the first token", _LONG),
-    "request_inference_time_seconds": ("time from the first schedule to the last token", _LONG),
-    "request_decode_time_seconds": ("time from the first token to the last", _LONG),
-    "e2e_request_latency_seconds": ("time from arrival to the last token", _LONG),
-    "request_prompt_tokens": ("prompt tokens per request", _TOKENS),
-    "request_generation_tokens": ("generated tokens per request", _TOKENS),
-    "request_prefill_kv_computed_tokens": ("prompt tokens per request that were not found in the cache", _TOKENS),
-    "request_params_max_tokens": ("most tokens that a request may generate", _TOKENS),
-    "request_params_n": ("completions per prompt", (1.0, 2.0, 5.0, 10.0, 20.0)),
-}
-_STEP_HISTOGRAMS = {
-    "inter_token_latency_seconds": ("time between two tokens of a request", _SECONDS),
-    "iteration_tokens_total": ("tokens that a step gave, with those of the prompts that it finished", _ITERATION),
-}
-_COUNTERS = {
-    "prompt_tokens": "prompt tokens of all requests",
-    "generation_tokens": "generated tokens",
-    "prefix_cache_queries": "prompt tokens looked up in the prefix cache",
-    "prefix_cache_hits": "prompt tokens found in the prefix cache",
-    "prompt_tokens_cached": "the same, under the name beside prompt_tokens",
-    "corrupted_requests": "requests that the engine ended with an error",
-}
-
-
-class _TokenMetrics(Collector):
-    """Histograms of what happens with every step, counted by hand: rows with the same time cost one look-up."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._counts = {name: [0] * (len(bounds) + 1) for name, (_, bounds) in _STEP_HISTOGRAMS.items()}
-        self._sums = dict.fromkeys(_STEP_HISTOGRAMS, 0.0)
-
-    def first_token(self, seconds: float) -> None:
-        """Counted when the call ends."""
-
-    def next_tokens(self, seconds: float, count: int) -> None:
-        self._observe("inter_token_latency_seconds", seconds, count)
-
-    def iteration(self, num_tokens: int) -> None:
-        self._observe("iteration_tokens_total", num_tokens, 1)
-
-    def _observe(self, name: str, value: float, count: int) -> None:
-        self._counts[name][bisect_left(_STEP_HISTOGRAMS[name][1], value)] += count
-        self._sums[name] += value * count
-
-    def collect(self) -> Iterable[Any]:
-        if self._service.open_engine is None:
-            return
-        for name, (help, bounds) in _STEP_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", help, labels=["model_name", "engine"])
-            edges = [*(floatToGoString(bound) for bound in bounds), "+Inf"]
-            buckets = list(zip(edges, map(float, accumulate(self._counts[name])), strict=True))
-            family.add_metric([self._service.model_name, "0"], buckets, self._sums[name])
-            yield family
 
 
 class Metrics:
@@ -139,90 +33,57 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(service))
-        tokens = _TokenMetrics(service)
-        self._registry.register(tokens)
-        service.token_times.append(tokens)
-        labels = ("model_name", "engine")
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", help, labels, buckets=buckets, registry=self._registry)
-            for name, (help, buckets) in _HISTOGRAMS.items()
-        }
-        self._counters = {
-            name: Counter(f"vllm:{name}", help, labels, registry=self._registry) for name, help in _COUNTERS.items()
-        }
-        self._children: dict[str, Any] = {}  # the same with their labels, which cost more to look up than to count
-        self._success = Counter(
-            "vllm:request_success",
-            "requests that ended, by reason",
-            (*labels, "finished_reason"),
-            registry=self._registry,
-        )
-        self._responses = Counter(
-            "weft:http_responses", "responses by path and status", ("path", "status"), registry=self._registry
-        )
+        self.tally = Tally()
+        service.token_times.append(self.tally)
 
     def text(self) -> bytes:
         """The exposition format."""
-        return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        registry.register(_EngineCollector(self._service))
+        registry.register(_CallCollector(self._service, self.tally.counts))
+        return generate_latest(registry)
 
     def responded(self, path: str, status: int) -> None:
         """``path`` is a route, never what a caller made up."""
-        self._responses.labels(path, str(status)).inc()
+        self.tally.responded(path, status)
         if path in COMPLETION_PATHS:
             self._service.history.responded(status)
 
     def observe(self, stream: ResponseStream) -> None:
         """A call has ended."""
-        labels = (self._service.model_name, "0")
-        if not self._children:
-            metrics = self._histograms | self._counters
-            self._children = {name: metric.labels(*labels) for name, metric in metrics.items()}
-        for output in stream.outputs:
-            self._children["request_params_n"].observe(len(output.requests))
-            for request in output.requests:
-                self._observe_request(request, labels)
-
-    def _observe_request(self, request: Request, labels: tuple[str, str]) -> None:
-        generated = len(request.output_token_ids)
-        self._children["prompt_tokens"].inc(request.num_prompt_tokens)
-        self._children["generation_tokens"].inc(generated)
-        self._success.labels(*labels, request.finish_reason or "abort").inc()
-        if request.finish_reason == "error":
-            self._children["corrupted_requests"].inc()
+        for _ in range(self.tally.ended(stream)):
             self._service.history.broke()
-        if request.num_cached_tokens is not None:
-            self._children["prefix_cache_queries"].inc(request.num_prompt_tokens)
-            self._children["prefix_cache_hits"].inc(request.num_cached_tokens)
-            self._children["prompt_tokens_cached"].inc(request.num_cached_tokens)
-        for name, value in _figures(request):
-            self._children[name].observe(value)
 
 
-def _figures(request: Request) -> Iterable[tuple[str, float]]:
-    times, generated = request.times, len(request.output_token_ids)
-    yield "request_prompt_tokens", request.num_prompt_tokens
-    yield "request_generation_tokens", generated
-    yield "request_params_max_tokens", request.max_tokens
-    if request.num_cached_tokens is not None:
-        yield "request_prefill_kv_computed_tokens", request.num_prompt_tokens - request.num_cached_tokens
-    if times.first_scheduled is not None:
-        yield "request_queue_time_seconds", times.first_scheduled - times.arrival
-    if times.first_token is not None:
-        yield "time_to_first_token_seconds", times.first_token - times.arrival
-        if times.first_scheduled is not None:
-            yield "request_prefill_time_seconds", times.first_token - times.first_scheduled
-    if times.finished is not None:
-        yield "e2e_request_latency_seconds", times.finished - times.arrival
-        if times.first_scheduled is not None:
-            yield "request_inference_time_seconds", times.finished - times.first_scheduled
-        if times.first_token is not None:
-            decode = times.finished - times.first_token
-            yield "request_decode_time_seconds", decode
-            if generated > 1:
-                yield "time_per_output_token_seconds", decode / (generated - 1)
-                yield "request_time_per_output_token_seconds", decode / (generated - 1)
+class _CallCollector(Collector):
+    """What was counted of calls."""
+
+    def __init__(self, service: Service, counts: Counts) -> None:
+        self._service = service
+        self._counts = counts
+
+    def collect(self) -> Iterable[Any]:
+        counts = self._counts
+        responses = CounterMetricFamily(
+            "weft:http_responses", "responses by path and status", labels=["path", "status"]
+        )
+        for (path, status), value in counts.responses.items():
+            responses.add_metric([path, str(status)], value)
+        yield responses
+        if self._service.open_engine is None:
+            return
+        labels = {"model_name": self._service.model_name, "engine": "0"}
+        for name, counter in COUNTERS.items():
+            yield _counter(f"vllm:{name}", counter.help, counts.counters[name], labels)
+        yield _counters(
+            "vllm:request_success", "requests that ended, by reason", "finished_reason", counts.ended, labels
+        )
+        for name, histogram in HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"vllm:{name}", histogram.help, labels=list(labels))
+            edges = [*(floatToGoString(bound) for bound in histogram.bounds), "+Inf"]
+            buckets = list(zip(edges, map(float, accumulate(counts.buckets[name])), strict=True))
+            family.add_metric(list(labels.values()), buckets, counts.sums[name])
+            yield family
 
 
 class _EngineCollector(Collector):

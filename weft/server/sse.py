@@ -13,13 +13,18 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from weft.server.errors import ApiError, as_api_error, error_body, error_response
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
+
+class LastEvent(bytes):
+    """The last event of a stream, or several of them: what ends the body goes out in the same write."""
+
+
+DONE = LastEvent(b"data: [DONE]\n\n")
 
 PING = b": ping\n\n"
 PING_S = 5.0
@@ -91,26 +96,30 @@ class StreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = _Sender(send, _HEADERS + self._extra_headers)
         try:
-            await _until_gone(receive, self._run(scope, receive, send, sender))
+            with Watch(scope, self._timeout_s, sender.look) as watch:
+                await self._run(scope, receive, send, sender, watch)
         finally:
             sender.close()
             self._close()
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send, sender: _Sender) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send, sender: _Sender, watch: Watch) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async for event in self._events:
-                    await sender.event(event)
-        except Exception as error:
-            known = _explain(error, self._timeout_s)
+            async for event in self._events:
+                if type(event) is LastEvent:
+                    watch.allow(_END_TIMEOUT_S)
+                    await sender.end(event)
+                    return
+                await sender.event(event)
+            end = b""
+        except (Exception, asyncio.CancelledError) as error:
+            known = _explain(watch.reason(error), self._timeout_s)
+            watch.allow(_END_TIMEOUT_S)
             if not sender.started:
                 await error_response(known)(scope, receive, send)
                 return
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await sender.event(self._error_events(known))
-        sender.close()
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            await send({"type": "http.response.body", "body": b""})
+            end = self._error_events(known)
+        watch.allow(_END_TIMEOUT_S)
+        await sender.end(end)
 
 
 class _Sender:
@@ -122,27 +131,36 @@ class _Sender:
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._is_busy = False
-        self._timer = self._loop.call_later(PING_S, self._look)
         self._ping: asyncio.Task[None] | None = None
         self.started = False
 
     async def event(self, content: bytes) -> None:
         self._is_busy = True
         if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await self._start()
         await self._send({"type": "http.response.body", "body": content, "more_body": True})
         self._last, self._is_busy = self._loop.time(), False
 
-    def _look(self) -> None:
+    async def _start(self) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+    async def end(self, content: bytes) -> None:
+        """The last bytes, perhaps none."""
+        self.close()
+        if not self.started:
+            await self._start()
+        await self._send({"type": "http.response.body", "body": content})
+
+    def look(self) -> float:
+        """Ping if there was nothing for long. Returns when to look again, in seconds."""
         quiet_s = self._loop.time() - self._last
         if quiet_s >= PING_S and not self._is_busy:  # else the caller does not read what it has
             self._ping = self._loop.create_task(self.event(PING))
             quiet_s = 0.0
-        self._timer = self._loop.call_later(max(PING_S - quiet_s, 0.1), self._look)
+        return max(PING_S - quiet_s, 0.1)
 
     def close(self) -> None:
-        self._timer.cancel()
         if self._ping is not None:
             self._ping.cancel()
 
@@ -169,18 +187,19 @@ class JsonResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _until_gone(receive, self._run(scope, receive, send))
+            with Watch(scope, self._timeout_s) as watch:
+                response = await self._response(watch)
+                watch.allow(_END_TIMEOUT_S)
+                await response(scope, receive, send)
         finally:
             self._close()
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _response(self, watch: Watch) -> Response:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                body = msgspec.json.encode(await self._work())
-            response = Response(body, headers=self._extra_headers, media_type="application/json")
-        except Exception as error:
-            response = error_response(_explain(error, self._timeout_s))
-        await response(scope, receive, send)
+            body = msgspec.json.encode(await self._work())
+        except (Exception, asyncio.CancelledError) as error:
+            return error_response(_explain(watch.reason(error), self._timeout_s))
+        return Response(body, headers=self._extra_headers, media_type="application/json")
 
 
 def _explain(error: Exception, timeout_s: float) -> ApiError:
@@ -192,28 +211,63 @@ def _explain(error: Exception, timeout_s: float) -> ApiError:
     return known
 
 
-async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Run ``work``; stop it when the caller disconnects."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-    try:
-        await task
-    except asyncio.CancelledError:
-        current = asyncio.current_task()
-        if current is not None and current.cancelling():
-            raise
-    except (OSError, TimeoutError):
-        return  # the caller does not read, or the connection broke while something was being sent
+class Watch:
+    """Cancels the task that answers a call when its caller leaves or its time is over; one timer, and no further task.
 
+    As a context manager it swallows what it has caused itself, and a connection that breaks while something is sent.
 
-async def _disconnected(receive: Receive) -> None:
-    while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            return
+    Args:
+        scope: of the call; ``weft.on_disconnect`` takes what to call when the caller leaves (``connections.py``).
+        timeout_s: the time.
+        look: called now and then; returns when to call it again, in seconds.
+    """
+
+    def __init__(self, scope: Scope, timeout_s: float, look: Callable[[], float] | None = None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._on_disconnect = scope["weft.on_disconnect"]
+        self._look = look
+        self._deadline = self._loop.time() + timeout_s
+        self._is_gone = self._is_late = False
+        self._on_disconnect(self._gone)
+        self._timer = self._loop.call_later(timeout_s if look is None else min(timeout_s, PING_S), self._wake)
+
+    def allow(self, seconds: float) -> None:
+        """The time ends so long from now, or as soon after as the caller that does not read is looked at."""
+        self._deadline = self._loop.time() + seconds
+
+    def reason(self, error: BaseException) -> Exception:
+        """What ended the work: ``error``, or TimeoutError if its time was over. Raises any other cancellation."""
+        if isinstance(error, Exception):
+            return error
+        if not self._is_late or self._is_gone:
+            raise error
+        self._is_late = False
+        self._task.uncancel()
+        return TimeoutError()
+
+    def _gone(self) -> None:
+        self._is_gone = True
+        self._task.cancel()
+
+    def _wake(self) -> None:
+        left = self._deadline - self._loop.time()
+        if left <= 0:
+            self._is_late = True
+            self._task.cancel()
+            left = _END_TIMEOUT_S  # for the error to be told
+            self._deadline = self._loop.time() + left
+        wait = left if self._look is None else min(left, self._look())
+        self._timer = self._loop.call_later(wait, self._wake)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._timer.cancel()
+        self._on_disconnect(None)
+        if isinstance(error, asyncio.CancelledError) and (self._is_gone or self._is_late):
+            return self._task.uncancel() == 0
+        return isinstance(error, OSError)
