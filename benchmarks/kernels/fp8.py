@@ -3,7 +3,7 @@
 Usage: ``python -m benchmarks.kernels.fp8`` checks what the operations choose, times it, and times the ceiling: the
 matrix library's FP8 product of 8192-square matrices. ``--tune`` does so for all candidates and writes the fastest to
 ``$OUT/fp8_linear_h200.json`` and ``$OUT/fp8_moe_h200.json``, to be copied beside ``weft/ops/triton/fp8_linear.py``.
-Products are timed behind a norm and the quantisation of their inputs, as in a model. Without a GPU everything is
+Products are timed behind a norm and with the quantisation of their inputs, as in a model. Without a GPU everything is
 rehearsed on tiny shapes under the interpreter.
 """
 
@@ -36,14 +36,15 @@ from weft.ops.activation import silu_and_mul_reference
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.triton import early_launch
+from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows
 from weft.ops.triton.fp8_linear import (
     KINDS,
-    MAX_TOKENS,
-    FewRows,
     Library,
     ManyRows,
     choose_config,
     fp8_product_triton,
+    outputs,
+    quantized_product,
 )
 from weft.ops.triton.fp8_moe import choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
@@ -101,9 +102,7 @@ def candidates(size: Size, tokens: int) -> list[Config]:
     if not ON_GPU:
         return [FewRows(True, 16, 4, 1, 1)] if tokens <= MAX_TOKENS else [ManyRows(64, 128, 4, 2)]
     if tokens > MAX_TOKENS:
-        shapes = [(64, 128, 4, 4), (128, 128, 8, 4), (128, 256, 8, 3)]
-        library = [] if size.block else [Library()]
-        return [*library, *(ManyRows(*s) for s in shapes if s[0] <= tokens)]
+        return [Library(), *(ManyRows(*s) for s in [(64, 128, 4, 4), (128, 128, 8, 4)] if s[0] <= tokens)]
     found: list[Config] = []
     steps, width = size.inner // 128, size.rows
     for rows, most in ((16, 8), (32, 2)):
@@ -182,11 +181,8 @@ class Product:
 
     def run(self, x: Tensor, config: Config | None, place: int = 0) -> Tensor:
         size, (weight, scale) = self.size, self.weights[place]
-        out = torch.empty((x.shape[0], size.rows // 2 if size.silu_mul else size.rows), dtype=DTYPE, device=x.device)
-        values, scales = quantize_inputs_triton(x, None, block=size.block)
-        fp8_product_triton(
-            values, scales, weight, scale, None, out, block=size.block, silu_mul=size.silu_mul, config=config
-        )
+        out = outputs(x.shape[0], size.rows // 2 if size.silu_mul else size.rows, x)
+        fp8_product_triton(x, None, weight, scale, None, out, block=size.block, silu_mul=size.silu_mul, config=config)
         return out
 
     def want(self, x: Tensor) -> Tensor:
@@ -356,12 +352,12 @@ def measure_square() -> list[dict[str, Any]]:
     return rows
 
 
-def square_call(product: Product, x: Tensor, config: Config) -> Callable[[], None]:
+def square_call(product: Product, x: Tensor, config: ManyRows | Library) -> Callable[[], None]:
     """The product alone."""
     values, scales = quantize_inputs_triton(x, None, block=product.size.block)
     out = torch.empty(SQUARE, SQUARE, dtype=DTYPE, device=DEVICE)
     weight, scale = product.weights[0]
-    return lambda: fp8_product_triton(values, scales, weight, scale, None, out, block=product.size.block, config=config)
+    return lambda: quantized_product(values, scales, weight, scale, None, out, config, block=product.size.block)
 
 
 def _square(name: str, call: Callable[[], Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from weft.ops.fp8 import (
     quantize_inputs_reference,
     quantize_rows,
 )
-from weft.ops.triton.fp8_linear import FewRows, ManyRows, few_rows_config, fp8_product_triton, many_rows_config
+from weft.ops.triton import fp8_few_rows, fp8_moe
+from weft.ops.triton.fp8_few_rows import FewRows, few_rows_config
+from weft.ops.triton.fp8_linear import Library, ManyRows, fp8_product_triton, many_rows_config, outputs
 from weft.ops.triton.fp8_moe import fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.moe import Tile, Tiles
@@ -110,7 +114,7 @@ def check_product(
     bias = torch.randn(rows, device=DEVICE).to(dtype)
     values, scales = quantize_inputs_triton(x, static, block=block)
     wide = torch.full((tokens, rows + 8), float("nan"), dtype=dtype, device=DEVICE)
-    fp8_product_triton(values, scales, weight, scale, bias, wide[:, :rows], block=block, config=config)
+    fp8_product_triton(x, static, weight, scale, bias, wide[:, :rows], block=block, config=config)
     assert_near(wide[:, :rows], product(values, scales, weight, scale, block) + bias.double())
     assert wide[:, rows:].isnan().all()
 
@@ -123,7 +127,7 @@ def test_gated_product(config: FewRows, scheme: str) -> None:
     weight, scale = fp8_matrix(512, 384, block)
     values, scales = quantize_inputs_triton(x, static, block=block)
     out = torch.empty(5, 256, device=DEVICE)
-    fp8_product_triton(values, scales, weight, scale, None, out, block=block, silu_mul=True, config=config)
+    fp8_product_triton(x, static, weight, scale, None, out, block=block, silu_mul=True, config=config)
     gate, up = product(values, scales, weight, scale, block).chunk(2, dim=-1)
     assert_near(out, torch.nn.functional.silu(gate) * up)
 
@@ -134,9 +138,8 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_launch(config: FewRows |
     weight, scale = fp8_matrix(256, 384, 128)
 
     def run(x: Tensor) -> Tensor:
-        values, scales = quantize_inputs_triton(x, None, block=128)
         out = torch.empty(7, 256, device=DEVICE)
-        fp8_product_triton(values, scales, weight, scale, None, out, block=128, config=config)
+        fp8_product_triton(x, None, weight, scale, None, out, block=128, config=config)
         return out
 
     alone = run(x)
@@ -163,6 +166,40 @@ def test_dispatch(tokens: int, scheme: str) -> None:
     got = fp8_linear_silu_mul(x, weight, scale, None, static, block=block, backend=Backend.TRITON)
     want = fp8_linear_silu_mul(x, weight, scale, None, static, block=block, backend=Backend.TORCH)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "scheme"), [(64, "block"), (64, "static"), (8, "token")])
+def test_few_rows_are_quantised_by_the_product_itself(
+    tokens: int, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps launch no pass over their inputs, neither for linear layers nor for experts."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a pass of its own")
+
+    monkeypatch.setattr(fp8_few_rows, "quantize_inputs_triton", refuse)
+    monkeypatch.setattr(fp8_moe, "quantize_inputs_triton", refuse)
+    check_product((tokens, 128, 128), None, scheme, torch.float32)
+    check_moe((tokens, 8, 2, 128, 128), scheme, torch.float32, 0)
+
+
+@pytest.mark.parametrize("tokens", [65, 68])
+def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scales by block: a multiple of four rows, and the scales of a group side by side."""
+
+    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: object, **given: Any) -> None:
+        rows, out = a.shape[0], given["out"]
+        assert rows % 4 == 0 and scale_a.shape == (rows, 3) and scale_a.stride() == (1, rows)
+        assert scale_b.shape == (3, 2) and scale_b.t().is_contiguous() and out.shape == (rows, 256)
+        out.copy_(product(a, scale_a, b.t(), scale_b.t(), 128))
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x, _ = inputs(tokens, 384, torch.float32, "block")
+    weight, scale = fp8_matrix(256, 384, 128)
+    out = outputs(tokens, 300, x)
+    fp8_product_triton(x, None, weight, scale, None, out[:, :256], block=128, config=Library())
+    values, scales = quantize_inputs_triton(x, None, block=128)
+    assert_near(out[:, :256], product(values, scales, weight, scale, 128))
 
 
 @pytest.mark.parametrize("inner", [128, 2048, 4096, 5120, 8192, 28672])

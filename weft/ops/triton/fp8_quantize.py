@@ -34,10 +34,10 @@ def to_e4m3(values, scale):
     return tl.minimum(tl.maximum(values / scale, -_MAX), _MAX).to(tl.float8e4nv)
 
 
-@jit
+@jit(do_not_specialize=["stride_group"])
 def _quantize_kernel(
-    x, input_scale, values, scales, stride_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    STATIC: tl.constexpr, EARLY: tl.constexpr,
+    x, input_scale, values, scales, stride_x, stride_group,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STATIC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row; all of them where the row has one scale."""
     enter(EARLY)
@@ -53,28 +53,40 @@ def _quantize_kernel(
         quantized = tl.reshape(to_e4m3(groups, scale[:, None]), [COLUMNS])
         tl.store(values + row * WIDTH + columns, quantized, mask=inside)
         group = tl.program_id(0) * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
-        tl.store(scales + row * tl.cdiv(WIDTH, BLOCK) + group, scale, mask=group * BLOCK < WIDTH)
+        tl.store(scales + group.to(tl.int64) * stride_group + row, scale, mask=group * BLOCK < WIDTH)
     else:
         scale = scale_of(tl.max(tl.abs(wide), 0))
         tl.store(values + row * WIDTH + columns, to_e4m3(wide, scale), mask=inside)
         tl.store(scales + row, scale)
 
 
+def padded_rows(num_rows: int) -> int:
+    """So many rows the matrix library asks for: a multiple of four."""
+    return -(-num_rows // 4) * 4
+
+
 def quantize_inputs_triton(x: Tensor, input_scale: Tensor | None, *, block: int) -> tuple[Tensor, Tensor]:
-    """``quantize_inputs_reference`` of ``weft/ops/fp8.py`` for ``x [T, K]``: contiguous ``[T, K]`` and ``[T, G]``; or,
-    with a static scale, that scale."""
+    """``quantize_inputs_reference`` of ``weft/ops/fp8.py`` for ``x [T, K]``.
+
+    Returns:
+        Contiguous values ``[T, K]``, and scales: ``[T, G]``, the T of each group side by side, or ``[T, 1]``; or the
+        static scale. With scales of groups, both have ``padded_rows(T)`` rows in memory, as the matrix library wants;
+        nothing is written beyond T.
+    """
     num_rows, width = x.shape
     assert x.stride(1) == 1
-    values = torch.empty((num_rows, width), dtype=E4M3, device=x.device)
+    height = padded_rows(num_rows) if block else num_rows
+    values = torch.empty((height, width), dtype=E4M3, device=x.device)[:num_rows]
     static = input_scale is not None
     scales = input_scale
     if scales is None:
-        scales = torch.empty((num_rows, cdiv(width, block) if block else 1), dtype=torch.float32, device=x.device)
+        groups = cdiv(width, block) if block else 1
+        scales = torch.empty((groups, height), dtype=torch.float32, device=x.device).t()[:num_rows]
     columns = min(_COLUMNS, next_power_of_2(width)) if block or static else next_power_of_2(width)
     columns = max(columns, block)
     if num_rows:
         _quantize_kernel[(cdiv(width, columns), num_rows)](
-            x, x if input_scale is None else input_scale, values, scales, x.stride(0),
+            x, x if input_scale is None else input_scale, values, scales, x.stride(0), scales.stride(-1),
             WIDTH=width, BLOCK=block, COLUMNS=columns, STATIC=static,
             num_warps=max(1, min(8, columns // 256)), **early_launch(x.device),
         )  # fmt: skip

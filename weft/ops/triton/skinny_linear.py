@@ -30,19 +30,18 @@ from torch import Tensor
 
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.tile_table import has_table
 
 MAX_TOKENS = 64
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
-_MAX_BLOCKS = 4096
-"""Blocks of rows that may be split (more need no splitting)."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 _TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
-_TABLE_CAPABILITY = (9, 0)
 
 
 class Config(NamedTuple):
@@ -63,17 +62,6 @@ class Config(NamedTuple):
     warps: int
     stages: int = 1
     splits: int = 1
-
-
-@triton.jit
-def _weight_rows(block, width, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """The weight rows of a block, gate and up rows taking turns. Rows beyond the end repeat the last one."""
-    lanes = tl.arange(0, ROWS)
-    if GATED:
-        rows = tl.minimum(block * (ROWS // 2) + lanes // 2, width - 1) + lanes % 2 * width
-    else:
-        rows = tl.minimum(block * ROWS + lanes, width - 1)
-    return rows.to(tl.int64)
 
 
 @triton.jit
@@ -164,25 +152,6 @@ def _dot_products(
     return acc
 
 
-@triton.jit
-def _store_outputs(
-    acc, bias, out, block, num_tokens, width, stride_out,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Bias and gate, and one rounding."""
-    if BIAS:
-        acc += tl.load(bias + _weight_rows(block, width, ROWS, GATED)).to(tl.float32)[:, None]
-    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [OUTPUTS, 2, TOKENS]), [0, 2, 1]))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-    columns = block * OUTPUTS + tl.arange(0, OUTPUTS)
-    tokens = tl.arange(0, TOKENS)
-    inside = (columns < width)[:, None] & (tokens < num_tokens)[None, :]
-    offsets = tokens.to(tl.int64)[None, :] * stride_out + columns[:, None]
-    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
-
-
 @jit(do_not_specialize=["num_tokens"])
 def _skinny_linear_kernel(
     x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out,
@@ -195,7 +164,7 @@ def _skinny_linear_kernel(
     block = tl.program_id(0)
     split = tl.program_id(1)
     first = split * SPAN
-    weight_rows = weight + _weight_rows(block, width, ROWS, GATED)[:, None] * DEPTH
+    weight_rows = weight + rows_of_block(block, width, ROWS, GATED).to(tl.int64)[:, None] * DEPTH
     release(EARLY)
     if HELD:
         weight_tiles = _load_weight(weight_rows, first, DEPTH, SPAN, INNER, EVEN)
@@ -210,25 +179,10 @@ def _skinny_linear_kernel(
         )
     else:
         acc = _sum_products(x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, VECTOR, EVEN)
-    if SPLITS == 1:
-        _store_outputs(acc, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS)
-    else:
-        tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        parts = partial + block * (SPLITS * ROWS * TOKENS)
-        tl.store(parts + split * (ROWS * TOKENS) + tile, acc)
-        tl.debug_barrier()  # all of this program's sums are written before it is counted
-        if tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + block, 0)
-            total = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
-            for part in range(SPLITS):
-                total += tl.load(parts + part * (ROWS * TOKENS) + tile, cache_modifier=".cg")
-            _store_outputs(total, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS)
-
-
-@functools.cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Programs that have finished, per block; every launch leaves zeros behind. Launches on one stream share it."""
-    return torch.zeros(_MAX_BLOCKS, dtype=torch.int32, device=device)
+    add_splits(
+        acc, bias, out, partial, arrivals, block, split, num_tokens, width, stride_out,
+        SPLITS, TOKENS, ROWS, GATED, BIAS,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -239,11 +193,6 @@ def load_table() -> dict[tuple[int, int, bool, int], Config | None]:
         key = (row["rows"], row["inner"], row["silu_mul"], row["tokens"])
         table[key] = None if row["config"] is None else Config(*row["config"])
     return table
-
-
-@functools.cache
-def _has_table(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _TABLE_CAPABILITY
 
 
 def heuristic_config(rows: int, inner: int, tokens: int, element_size: int) -> Config | None:
@@ -260,7 +209,7 @@ def heuristic_config(rows: int, inner: int, tokens: int, element_size: int) -> C
     block = 8 if rows >= 8 * 264 else 4  # two programs for each of 132 multiprocessors
     step = min(1024, next_power_of_2(inner))
     splits = cdiv(cdiv(inner, step) * step * block * element_size, _HELD_BYTES)
-    if splits > 1 and cdiv(rows, block) > _MAX_BLOCKS:
+    if splits > 1 and cdiv(rows, block) > MAX_BLOCKS:
         return None
     return Config("sum", block, step, 4, splits=splits)
 
@@ -272,7 +221,7 @@ def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
         return None
     tokens = next_power_of_2(num_tokens)
     key = (rows, inner, silu_mul, tokens)
-    if weight.element_size() == 2 and _has_table(x.device) and key in load_table():
+    if weight.element_size() == 2 and has_table(x.device) and key in load_table():
         return load_table()[key]
     return heuristic_config(rows, inner, tokens, weight.element_size())
 
@@ -311,11 +260,7 @@ def skinny_linear_triton(
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     if out is None:
         out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    partial, arrivals = out, out
-    if config.splits > 1:
-        assert blocks <= _MAX_BLOCKS
-        size = blocks * config.splits * config.rows * tokens
-        partial, arrivals = torch.empty(size, dtype=torch.float32, device=x.device), _arrivals(x.device)
+    partial, arrivals = workspace(blocks, config.splits, config.rows, tokens, out)
     _skinny_linear_kernel[(blocks, config.splits)](
         x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, width, x.stride(0),
         out.stride(0),
