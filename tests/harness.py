@@ -83,10 +83,13 @@ class Harness:
         device: str = "cpu",
         backend: Backend = Backend.TORCH,
         quantization: QuantizationConfig | None = None,
+        mtp: bool = False,
     ) -> None:
         self.config: ModelConfig = read_checkpoint_config(folder)
         if quantization is not None:
             self.config = dataclasses.replace(self.config, quantization=quantization)
+        if mtp:
+            self.config = self.config.with_mtp()
         self.context = model_context(self.config.max_position_embeddings, tp, dtype, device, backend)
         self.model: CausalLM = create_model(self.config, self.context)
         poison(self.model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.config.graph_modes import GraphMode
@@ -62,6 +62,20 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
+class Verification:
+    """A batch in which drafts are verified: every sequence brings the same number of tokens and continues a state.
+
+    Attributes:
+        query_len: tokens of each sequence, its drafts and one more; token ``i`` belongs to sequence ``i // query_len``.
+        slots: ``[S, query_len]`` int32, the slot that receives the state after each token. The last one of a row is
+            the sequence's working slot, which holds the state before the step. Padding sequences: 0.
+    """
+
+    query_len: int
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's metadata. ``T`` and ``S`` are padded token and sequence counts; the real ones are host integers.
 
@@ -92,6 +106,7 @@ class Batch:
             layer of the model has; empty if there are no such layers or every sequence decodes.
         token_count: ``[1]`` int32, the real number of tokens, if rows beyond it are present although the sizes above
             count them as real (a captured graph, whose host integers are those of its capture); None otherwise.
+        verification: set where every sequence verifies drafts; none of them counts as a decode then.
         mixture: what the device alone knows where a captured graph serves any mixture of decodes and prefills; None
             otherwise.
     """
@@ -110,6 +125,7 @@ class Batch:
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)
     token_count: Tensor | None = None
     mixture: Mixture | None = None
+    verification: Verification | None = None
 
 
 LayerCache = Mapping[str, "Tensor"]
@@ -185,6 +201,18 @@ def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
         yield context
     finally:
         _current = None
+
+
+@contextmanager
+def other_batch(batch: Batch) -> Iterator[None]:
+    """The current context with another batch for the body: a further pass over part of the model, same caches."""
+    global _current
+    before = get_forward_context()
+    _current = replace(before, batch=batch)
+    try:
+        yield
+    finally:
+        _current = before
 
 
 def get_forward_context() -> ForwardContext:

@@ -50,6 +50,7 @@ class CacheSpec:
         """The spec of each of ``tp_size`` ranks."""
         layers = model.layer_specs(dtypes)
         weights = sum(spec.num_weights for spec in layers.values()) + _mlp_weights(model)
+        weights += 2 * model.hidden_size**2 if model.runs_mtp else 0
         return cls(
             page_size=page_size,
             layers={name: spec.on_rank(tp_size) for name, spec in layers.items()},
@@ -107,10 +108,11 @@ def cache_dtypes(config: EngineConfig) -> CacheDtypes:
 def _mlp_weights(model: ModelConfig) -> int:
     """Weights of the MLPs that one token meets: the dense ones, and of a mixture the chosen experts and the router."""
     dense = 3 * model.hidden_size * model.intermediate_size
+    num_layers = model.num_hidden_layers + model.runs_mtp
     if model.moe is None:
-        return model.num_hidden_layers * dense
+        return num_layers * dense
     moe = model.moe
     expert = moe.num_experts_per_tok * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
     sparse = model.hidden_size * (3 * expert + moe.num_experts)
-    num_sparse = len(moe.sparse_layers)
-    return num_sparse * sparse + (model.num_hidden_layers - num_sparse) * dense
+    num_sparse = len(moe.sparse_layers) + model.runs_mtp
+    return num_sparse * sparse + (num_layers - num_sparse) * dense

@@ -104,8 +104,17 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         state_dtype=_state_dtype(text),
         eos_token_ids=text.integers("eos_token_id") or top.integers("eos_token_id"),
         quantization=read_quantization(top, text),
+        mtp_layers=_mtp_layers(text) if family.mtp else 0,
         bos_token_id=next(iter(text.integers("bos_token_id") or top.integers("bos_token_id")), None),
     )
+
+
+def _mtp_layers(text: JsonObject) -> int:
+    """Layers of the multi-token-prediction head. Qwen3-Next names no number; ``num_nextn_predict_layers`` is what
+    others call it. A head with an embedding of its own counts as none."""
+    if text.boolean("mtp_use_dedicated_embeddings", False):
+        return 0
+    return text.integer("mtp_num_hidden_layers", text.integer("num_nextn_predict_layers", 1, low=0), low=0)
 
 
 def _intermediate_size(text: JsonObject, family: Family) -> int:

@@ -82,6 +82,7 @@ class Family:
         always_windows: a given ``sliding_window`` is used without ``use_sliding_window``.
         keys: names of the family's own for keys that others share -> the shared name.
         intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
+        mtp: checkpoints come with a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
         multimodal: the language model's numbers stand under ``text_config``.
         defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
     """
@@ -95,6 +96,7 @@ class Family:
     norm_placement: Mapping[str, str] = field(default_factory=dict)
     windows_everywhere: bool = False
     always_windows: bool = False
+    mtp: bool = False
     multimodal: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     intermediate_size: Callable[[JsonObject], int] | None = None
@@ -165,6 +167,7 @@ _hybrid = partial(
     },
     layer_types=interval_layer_types,
     zero_centered_norm=True,
+    mtp=True,
 )
 _qwen3_5 = partial(_hybrid, "weft.models.qwen3_5:Qwen3_5ForCausalLM", defaults=_QWEN3_5)
 _QWEN3_5_EXPERTS = partial(read_moe, shared_expert=True, always_renormalise=True)

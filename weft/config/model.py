@@ -7,12 +7,16 @@ Does not know: checkpoints (``config/checkpoint.py`` fills it from ``config.json
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
 from weft.config.moe import MoeConfig
 from weft.config.quantization import QuantizationConfig
+from weft.errors import ConfigError
+
+MTP_LAYER, MTP_LAYER_TYPE = "mtp.layers.0", "full_attention"
+"""Name and type of the decoder layer in the multi-token-prediction head."""
 
 
 class Mixers(Mapping[str, Mapping[str, MixerConfig]]):
@@ -52,6 +56,8 @@ class ModelConfig:
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
         quantization: how the linear layers' weights are stored; None: in ``dtype``.
+        mtp_layers: layers of the multi-token-prediction head that the architecture's checkpoints come with.
+        runs_mtp: that head is part of the model: it has weights and a cache, and drafts for speculative decoding.
         eos_token_ids: from ``config.json``; ``generation_config.json`` goes first where it names some.
     """
 
@@ -75,6 +81,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     quantization: QuantizationConfig | None = None
+    mtp_layers: int = 0
+    runs_mtp: bool = False
 
     @property
     def is_hybrid(self) -> bool:
@@ -88,13 +96,30 @@ class ModelConfig:
             kind: {module: mixer.layer_spec(self.hidden_size, dtypes) for module, mixer in modules.items()}
             for kind, modules in self.mixers.items()
         }
-        return {
-            layer_name(index, module): spec
-            for index, kind in enumerate(self.layer_types)
-            for module, spec in kinds[kind].items()
-        }
+        layers = {layer_name(index): kind for index, kind in enumerate(self.layer_types)}
+        if self.runs_mtp:
+            layers[MTP_LAYER] = MTP_LAYER_TYPE
+        return {f"{layer}.{module}": spec for layer, kind in layers.items() for module, spec in kinds[kind].items()}
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether a decoder layer has experts, and no dense MLP."""
+        return self.moe is not None and index in self.moe.sparse_layers
+
+    def with_mtp(self) -> ModelConfig:
+        """The model with its multi-token-prediction head.
+
+        Raises:
+            ConfigError: it has none, or one that Weft does not run.
+        """
+        if self.mtp_layers != 1 or MTP_LAYER_TYPE not in self.mixers:
+            raise ConfigError(
+                f"speculative_config: method 'mtp' needs a multi-token-prediction head of one {MTP_LAYER_TYPE} layer; "
+                f"this {self.architecture} has {self.mtp_layers or 'no'} layers of such a head. Choose method 'ngram', "
+                "or a checkpoint of Qwen3-Next or Qwen3.5 with its mtp.* tensors"
+            )
+        return replace(self, runs_mtp=True)
 
 
-def layer_name(index: int, module: str) -> str:
-    """Name of a token mixer in the layer table: that of its module in the model."""
-    return f"model.layers.{index}.{module}"
+def layer_name(index: int) -> str:
+    """Name of a decoder layer: that of its module in the model. Token mixers add the name of theirs."""
+    return f"model.layers.{index}"

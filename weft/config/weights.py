@@ -17,7 +17,7 @@ def linear_weight_bytes(model: ModelConfig, dtype: str) -> int:
 
 def router_weights(model: ModelConfig) -> int:
     """Weights of all routers, which are never quantised."""
-    return 0 if model.moe is None else len(model.moe.sparse_layers) * model.hidden_size * model.moe.num_experts
+    return 0 if model.moe is None else _num_sparse(model) * model.hidden_size * model.moe.num_experts
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
@@ -25,14 +25,20 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
     mixers = sum(spec.num_weights for spec in model.layer_specs(CacheDtypes()).values())
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
     plain = (tables + router_weights(model)) * DTYPE_BYTES[dtype]
-    return plain + (mixers + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
+    joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
+    return plain + (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
+
+
+def _num_sparse(model: ModelConfig) -> int:
+    """Layers with experts, that of a multi-token-prediction head included."""
+    return 0 if model.moe is None else len(model.moe.sparse_layers) + model.runs_mtp
 
 
 def _mlp_weights(model: ModelConfig) -> int:
     """Weights of the dense MLPs, of all experts and of the shared ones."""
     if model.moe is None:
-        return 3 * model.hidden_size * model.intermediate_size * model.num_hidden_layers
-    moe, num_sparse = model.moe, len(model.moe.sparse_layers)
+        return 3 * model.hidden_size * model.intermediate_size * (model.num_hidden_layers + model.runs_mtp)
+    moe, num_sparse = model.moe, _num_sparse(model)
     width = moe.num_experts * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
-    dense = (model.num_hidden_layers - num_sparse) * model.intermediate_size
+    dense = (model.num_hidden_layers + model.runs_mtp - num_sparse) * model.intermediate_size
     return 3 * model.hidden_size * (num_sparse * width + dense)

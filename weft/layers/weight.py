@@ -153,7 +153,7 @@ class WeightTable:
             (``mlp``: feed_forward).
         aliases: one component of a stored name -> the component that it stands for, where checkpoints have several
             names for one module.
-        ignorable: patterns (``fnmatch``) of checkpoint names that belong to parts which Weft does not run.
+        ignorable: patterns (``fnmatch``) of checkpoint names that are left out where the model has no such module.
     """
 
     packed: dict[str, tuple[str, ...]]

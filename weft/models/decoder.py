@@ -8,7 +8,7 @@ holds what differs: its weight-name table, and builders for kinds of token mixer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -34,6 +34,22 @@ Mixers = dict[type, MixerBuilder]
 """From the class of a geometry to what builds such a token mixer."""
 
 
+class LayerPlace(NamedTuple):
+    """Where a decoder layer stands.
+
+    Attributes:
+        name: of its module in the model, for example ``model.layers.3``.
+        layer_type: see ``ModelConfig.layer_types``.
+        sparse: whether it has experts, and no dense MLP.
+        partial_input: whether what it takes is this rank's part of a sum.
+    """
+
+    name: str
+    layer_type: str
+    sparse: bool
+    partial_input: bool = True
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm block: token mixers (several add up), then MLP or experts.
 
@@ -48,21 +64,19 @@ class DecoderLayer(nn.Module):
     post_attention_layernorm: Any
     """After the mixers: of the residual stream, or of what they give."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext, index: int, mixers: Mixers) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace, mixers: Mixers) -> None:
         super().__init__()
-        partial_input = index == 0 or _layer_class(config, index - 1).partial_output
-        self._add_norms(config, context, partial_input)
-        geometries = config.mixers[config.layer_types[index]]
+        self._add_norms(config, context, place.partial_input)
+        geometries = config.mixers[place.layer_type]
         self._mixers = tuple(geometries)
         for module, geometry in geometries.items():
-            self.add_module(module, mixers[type(geometry)](geometry, config, context, layer_name(index, module)))
-        sparse = config.moe is not None and index in config.moe.sparse_layers
+            self.add_module(module, mixers[type(geometry)](geometry, config, context, f"{place.name}.{module}"))
         self.mlp: nn.Module
-        if sparse:
+        if place.sparse:
             self.mlp = SparseMoe(config, context)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, context, bias=config.mlp_bias)
-        self.kind = (config.layer_types[index], sparse, partial_input and context.tp.size > 1)
+        self.kind = (place.layer_type, place.sparse, place.partial_input and context.tp.size > 1)
 
     def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
         self.input_layernorm = residual_norm(config, context, partial=partial_input)
@@ -123,6 +137,12 @@ def _layer_class(config: ModelConfig, index: int) -> type[DecoderLayer]:
     return _LAYERS[config.norm_placement.get(config.layer_types[index], "pre")]
 
 
+def _layer(config: ModelConfig, context: ModelContext, index: int, mixers: Mixers) -> DecoderLayer:
+    partial_input = index == 0 or _layer_class(config, index - 1).partial_output
+    place = LayerPlace(layer_name(index), config.layer_types[index], config.is_sparse(index), partial_input)
+    return _layer_class(config, index)(config, context, place, mixers)
+
+
 def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool = True) -> ResidualRMSNorm:
     """A norm of the residual stream; see ``ResidualRMSNorm``."""
     return ResidualRMSNorm(
@@ -142,7 +162,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         count = config.num_hidden_layers
-        self.layers = nn.ModuleList(_layer_class(config, i)(config, context, i, mixers) for i in range(count))
+        self.layers = nn.ModuleList(_layer(config, context, i, mixers) for i in range(count))
         self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
 
     def forward(self, input_ids: Tensor) -> Tensor:

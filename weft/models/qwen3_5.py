@@ -16,7 +16,8 @@ from weft.models.qwen3_next import ROUTER_PARTS
 
 
 class Qwen3_5ForCausalLM(CausalLM):
-    """All Qwen3.5 models. ``mtp.*`` is the multi-token-prediction head, ``model.visual.*`` the vision tower."""
+    """All Qwen3.5 models. ``mtp.*`` is the multi-token-prediction head (``models/mtp.py``), ``model.visual.*`` the
+    vision tower."""
 
     mixers = CausalLM.mixers | {GatedDeltaNetConfig: partial(GatedDeltaNet, layout=InProjLayout.SEPARATE)}
     weight_table = WeightTable(

@@ -17,7 +17,7 @@ ROUTER_PARTS: dict[str, tuple[str, ...]] = {"router": ("gate", "shared_expert_ga
 
 
 class Qwen3NextForCausalLM(CausalLM):
-    """``mtp.*`` is the multi-token-prediction head, which Weft does not run."""
+    """``mtp.*`` is the multi-token-prediction head, for speculative decoding (``models/mtp.py``)."""
 
     mixers = CausalLM.mixers | {GatedDeltaNetConfig: partial(GatedDeltaNet, layout=InProjLayout.GROUPED)}
     weight_table = WeightTable(

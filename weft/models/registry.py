@@ -8,6 +8,7 @@ from weft.config.families import FAMILIES
 from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
 from weft.models.decoder import CausalLM
+from weft.models.mtp import MultiTokenPredictor
 from weft.quantization import create_weights
 
 
@@ -19,5 +20,7 @@ def create_model(config: ModelConfig, context: ModelContext) -> CausalLM:
     """
     module, name = FAMILIES[config.architecture].model.split(":")
     model: CausalLM = getattr(import_module(module), name)(config, context).eval()
+    if config.runs_mtp:
+        model.add_module("mtp", MultiTokenPredictor(config, context, model.mixers).eval())
     create_weights(model, config.quantization, context)
     return model

@@ -125,8 +125,10 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
 def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[dict[str, str], dict[str, int]]:
     """The checkpoint's tensors by the name they have in the text model, and counts of the ignorable ones by pattern."""
     table, tensors, ignored = model.weight_table, dict[str, str](), dict[str, int]()
+    modules = [name for name, _ in model.named_modules()]
+    ignorable = [p for p in table.ignorable if not any(fnmatchcase(name, p) for name in modules)]
     for stored in checkpoint.names:
-        pattern = next((p for p in table.ignorable if fnmatchcase(stored, p)), None)
+        pattern = next((p for p in ignorable if fnmatchcase(stored, p)), None)
         if pattern is not None:
             ignored[pattern] = ignored.get(pattern, 0) + 1
             continue
@@ -162,6 +164,7 @@ def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: Sa
     missing = [name for name in plan if name not in tensors]
     unexpected = [stored for name, stored in tensors.items() if name not in plan]
     wrong, stored_as = [], []
+    num_mtp = sum(name.startswith("mtp.") for name in plan)
     for name, stored in tensors.items():
         if name not in plan:
             continue
@@ -171,6 +174,11 @@ def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: Sa
         dtype = checkpoint.dtype(stored)
         if (dtype == FP8) != plan[name].fp8:
             stored_as.append(f"{stored} is {dtype}, the config needs {FP8 if plan[name].fp8 else 'F32, F16 or BF16'}")
+    if missing and all(name.startswith("mtp.") for name in missing) and len(missing) == num_mtp:
+        raise WeightsError(
+            f"{checkpoint.folder}: the checkpoint has no multi-token-prediction head (mtp.*), which speculative_config "
+            "with method 'mtp' needs; choose method 'ngram', or a checkpoint with the head"
+        )
     if missing:
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
     if unexpected:

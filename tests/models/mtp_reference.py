@@ -1,0 +1,89 @@
+"""The multi-token-prediction head in plain torch around transformers' decoder layer, and checkpoints that contain it.
+
+transformers skips the ``mtp.*`` tensors; what is computed here is what vLLM and SGLang compute: the normalised
+embedding of the next token beside the normalised hidden state, ``fc``, one attention layer, the norm, and the
+model's output head.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.tiny import make_checkpoint, make_model
+
+
+class ReferenceHead(nn.Module):
+    """Random, with the layer of the model's last attention layer as a start."""
+
+    def __init__(self, model: Any, seed: int = 5) -> None:
+        super().__init__()
+        text = getattr(model.model, "language_model", model.model)
+        size = text.norm.weight.shape[0]
+        attention = next(layer for layer in reversed(text.layers) if hasattr(layer, "self_attn"))
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (copy.deepcopy(text.norm) for _ in range(3))
+        self.layers = nn.ModuleList([copy.deepcopy(attention)])
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.2, 0.2, generator=generator))
+        self._model, self._text = (model,), (text,)
+
+    @torch.no_grad()
+    def forward(self, next_ids: list[int], hidden: Tensor) -> Tensor:
+        """``[n]`` tokens and ``[n, hidden]`` states of the tokens before them -> ``[n, hidden]``."""
+        text = self._text[0]
+        embedded = text.embed_tokens(torch.tensor(next_ids))
+        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))[None]
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((1, 1, x.shape[1], x.shape[1]), -math.inf).triu(1)
+        rotary = text.rotary_emb(x, positions)
+        return self.norm(self.layers[0](x, position_embeddings=rotary, attention_mask=mask))[0]
+
+    @torch.no_grad()
+    def hidden_states(self, tokens: list[int]) -> Tensor:
+        """The model's, after the final norm."""
+        return self._text[0](torch.tensor([tokens])).last_hidden_state[0]
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Greedy drafts for what follows ``tokens``, of which the model has computed all but the last."""
+        hidden, following = self.hidden_states(tokens[:-1]), list(tokens[1:])
+        found: list[int] = []
+        for _ in range(count):
+            left = self(following, hidden)[-1]
+            found.append(int(self._model[0].lm_head(left).argmax()))
+            following, hidden = [*following, found[-1]], torch.cat([hidden, left[None]])
+        return found
+
+    def published(self) -> dict[str, Tensor]:
+        """The tensors under their published names, one matrix per expert."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.state_dict().items():
+            prefix, _, last = f"mtp.{name}".rpartition(".")
+            if not prefix.endswith("experts"):
+                tensors[f"mtp.{name}"] = tensor
+                continue
+            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            for i, matrix in enumerate(tensor):
+                for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                    tensors[f"{prefix}.{i}.{part}.weight"] = rows.contiguous()
+        return tensors
+
+
+def make_mtp_checkpoint(arch: str, path: Path, **overrides: Any) -> tuple[Path, ReferenceHead]:
+    """A tiny random checkpoint with a head, and the reference of both."""
+    folder = make_checkpoint(arch, path, **overrides)
+    for name in ("with_tokenizer", "save_options"):
+        overrides.pop(name, None)
+    head = ReferenceHead(make_model(arch, **overrides))
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | head.published(), file, metadata={"format": "pt"})
+    return folder, head

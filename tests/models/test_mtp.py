@@ -1,0 +1,148 @@
+"""The multi-token-prediction head: the published function, its drafts, and when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import Harness, Sequence
+from tests.models.mtp_reference import make_mtp_checkpoint
+from tests.models.test_parity import prompt
+from tests.tiny import make_checkpoint
+from weft.config.checkpoint import read_checkpoint_config
+from weft.config.weights import weight_bytes
+from weft.errors import ConfigError, WeightsError
+from weft.forward_context import forward_context
+from weft.models.mtp import DraftInputs, MtpDrafter
+
+NEXT = "Qwen3NextForCausalLM"
+WITH_HEAD = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration")
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape
+    assert (got - want).abs().max().item() < 1e-4
+
+
+def run_head(harness: Harness, work: list[tuple[Sequence, int]], pad_tokens: int = 0) -> list[Tensor]:
+    """Model and head over the next tokens of every sequence: what the head returns, ``[n, hidden_size]`` each."""
+    context = harness.context_for(work, pad_tokens=pad_tokens)
+    batch = context.batch
+    spans = [range(sequence.num_computed, sequence.num_computed + n) for sequence, n in work]
+    ids = [s.tokens[p] for (s, _), span in zip(work, spans, strict=True) for p in span]
+    next_ids = [s.tokens[p + 1] for (s, _), span in zip(work, spans, strict=True) for p in span]
+    ids, next_ids = (torch.tensor(x + [0] * pad_tokens) for x in (ids, next_ids))
+    with torch.no_grad(), forward_context(context):
+        hidden = harness.model(ids)
+        found = harness.model.get_submodule("mtp")(harness.model.model.embed_tokens(next_ids), hidden)
+    for sequence, n in work:
+        sequence.num_computed += n
+    return list(found[: batch.num_tokens].split([n for _, n in work]))
+
+
+@pytest.mark.parametrize("arch", WITH_HEAD)
+def test_the_head_is_the_published_function_in_chunks_and_decodes(arch: str, tmp_path: Path) -> None:
+    folder, reference = make_mtp_checkpoint(arch, tmp_path)
+    harness = Harness(folder, mtp=True)
+    a, b = harness.sequence(prompt(100)), harness.sequence(prompt(70))
+    got_a = run_head(harness, [(a, 66)])
+    got_b = run_head(harness, [(b, 5)], pad_tokens=3)
+    mixed = run_head(harness, [(a, 1), (b, 64)])
+    got_a += mixed[:1]
+    got_b += mixed[1:]
+    for sequence, got in ((a, got_a), (b, got_b)):
+        count = sequence.num_computed
+        want = reference(sequence.tokens[1 : count + 1], reference.hidden_states(sequence.tokens)[:count])
+        assert_close(torch.cat(got), want)
+
+
+@pytest.mark.parametrize("arch", WITH_HEAD[:2])
+def test_drafts_are_the_greedy_ones_of_the_reference(arch: str, tmp_path: Path) -> None:
+    """Of a batch with two sequences that sample, one of which has had drafts rejected, and one that does not."""
+    folder, reference = make_mtp_checkpoint(arch, tmp_path)
+    harness = Harness(folder, mtp=True)
+    drafter = MtpDrafter(harness.model, 3, 512)
+    a, b, c = (harness.sequence(prompt(n), capacity=n + 40) for n in (35, 20, 64))
+    for sequence, known in ((a, 30), (b, 19), (c, 10)):
+        run_head(harness, [(sequence, known)])
+    work = [(b, 1), (a, 4), (c, 16)]  # of a's tokens 30..33, the last two are rejected
+    context = harness.context_for(work)
+    ids = [s.tokens[s.num_computed + i] for s, n in work for i in range(n)]
+    next_ids = [s.tokens[(s.num_computed + i + 1) % len(s.tokens)] for s, n in work for i in range(n)]
+    sampled_b, sampled_a = 7, 11
+    next_ids[0], next_ids[2] = sampled_b, sampled_a
+    with torch.no_grad(), forward_context(context):
+        hidden = harness.model(torch.tensor(ids))
+        last, sequences = torch.tensor([0, 2]), torch.tensor([0, 1])
+        got = drafter.draft(DraftInputs(hidden, torch.tensor(next_ids), last, sequences, context.batch))
+    want = [reference.drafts([*b.tokens, sampled_b], 3), reference.drafts([*a.tokens[:32], sampled_a], 3)]
+    assert got.tolist() == want
+
+
+def test_drafts_at_the_end_of_the_context_touch_no_other_page(tmp_path: Path) -> None:
+    folder, _ = make_mtp_checkpoint(NEXT, tmp_path)
+    harness = Harness(folder, mtp=True)
+    full = harness.sequence(prompt(32), capacity=32)
+    run_head(harness, [(full, 30)])
+    before = {name: {k: t.clone() for k, t in cache.items()} for name, cache in harness.caches.items()}
+    context = harness.context_for([(full, 2)])
+    with torch.no_grad(), forward_context(context):
+        hidden = harness.model(torch.tensor(full.tokens[30:]))
+        inputs = DraftInputs(hidden, torch.tensor([3, 4]), torch.tensor([1]), torch.tensor([0]), context.batch)
+        assert MtpDrafter(harness.model, 4, 512).draft(inputs).shape == (1, 4)
+    cache = harness.caches["mtp.layers.0.self_attn"]
+    others = [page for page in range(96) if page not in full.pages]
+    for name in ("k", "v"):
+        torch.testing.assert_close(
+            cache[name][others], before["mtp.layers.0.self_attn"][name][others], rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_without_speculation_the_head_is_left_out(tmp_path: Path) -> None:
+    folder, reference = make_mtp_checkpoint(NEXT, tmp_path)
+    harness = Harness(folder)
+    assert "mtp" not in dict(harness.model.named_children()) and not any("mtp" in name for name in harness.caches)
+    sequence = harness.sequence(prompt(9))
+    want = reference._model[0].lm_head(reference.hidden_states(sequence.tokens))
+    assert_close(harness.run([(sequence, 9)])[0], want.detach())
+
+
+def test_a_checkpoint_without_the_head_says_so(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no multi-token-prediction head .*'ngram'"):
+        Harness(make_checkpoint(NEXT, tmp_path), mtp=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys"),
+    [
+        ("Qwen3ForCausalLM", {}),
+        (NEXT, {"mtp_num_hidden_layers": 0}),
+        (NEXT, {"num_nextn_predict_layers": 2}),
+        (NEXT, {"mtp_use_dedicated_embeddings": True}),
+    ],
+)
+def test_models_without_such_a_head_are_refused(arch: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    file = make_checkpoint(arch, tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    with pytest.raises(ConfigError, match=r"'mtp' needs .* this \w+ has (no|2) layers .*'ngram'"):
+        read_checkpoint_config(tmp_path).with_mtp()
+
+
+@pytest.mark.parametrize("arch", WITH_HEAD[:3])
+def test_weights_and_cache_are_counted(arch: str, tmp_path: Path) -> None:
+    folder, _ = make_mtp_checkpoint(arch, tmp_path)
+    with_head, without = Harness(folder, mtp=True), Harness(folder)
+    counted = weight_bytes(with_head.config, "float32") - weight_bytes(without.config, "float32")
+    head = with_head.model.get_submodule("mtp")
+    held = {name: p.numel() * 4 for name, p in head.named_parameters() if p.dim() > 1}
+    padding = with_head.config.hidden_size * 4 * 8  # rows that only align a router
+    assert 0 <= sum(held.values()) - counted <= padding
+    assert with_head.spec.page_bytes > without.spec.page_bytes
+    assert with_head.spec.weights_per_token > without.spec.weights_per_token
+    assert dataclasses.replace(with_head.config, runs_mtp=False) == without.config

@@ -1,0 +1,129 @@
+"""The multi-token-prediction head (MTP) of Qwen3-Next and Qwen3.5, and drafts made with it.
+
+Job: at position t, read the model's hidden state there (after the final norm) and token t + 1, and predict token t + 2;
+further drafts read the head's own hidden states in place of the model's. Owns: the head's modules, named as published
+(``mtp.fc``, ``mtp.layers.0``, ...), and the batches of later drafts. Does not know: which drafts are accepted.
+
+Its attention layer has a paged cache of its own, which lies in the pages of the sequence: the entry at position t comes
+from the pair (hidden state of t, token t + 1), so whoever computes tokens also fills the cache of the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from weft.config.model import MTP_LAYER, MTP_LAYER_TYPE, ModelConfig
+from weft.forward_context import Batch, get_forward_context, other_batch
+from weft.layers.context import ModelContext
+from weft.layers.linear import RowParallelLinear
+from weft.layers.norm import RMSNorm
+from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace, Mixers, residual_norm
+
+
+class MultiTokenPredictor(nn.Module):
+    """``embedded [T, hidden_size]`` (this rank's part of the sum), ``hidden_states [T, hidden_size]`` to the hidden
+    states ``[T, hidden_size]`` that the output head reads."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
+        super().__init__()
+        size, eps, centred = config.hidden_size, config.rms_norm_eps, config.zero_centered_norm
+        self._rank, self._num_ranks = context.tp.rank, context.tp.size
+        self.pre_fc_norm_embedding = residual_norm(config, context)
+        self.pre_fc_norm_hidden = RMSNorm(size, eps, context, zero_centered=centred)
+        self.fc = RowParallelLinear(2 * size, size, bias=False, context=context, what="2 * hidden_size")
+        place = LayerPlace(MTP_LAYER, MTP_LAYER_TYPE, sparse=config.moe is not None)
+        self.layers = nn.ModuleList([DecoderLayer(config, context, place, mixers)])
+        self.norm = residual_norm(config, context)
+
+    def forward(self, embedded: Tensor, hidden_states: Tensor) -> Tensor:
+        embedded, _ = self.pre_fc_norm_embedding.add(embedded, None)
+        both = torch.cat([embedded, self.pre_fc_norm_hidden(hidden_states)], dim=-1)
+        x, residual = self.layers[0](self.fc(both.chunk(self._num_ranks, dim=-1)[self._rank]), None)
+        return self.norm.add(x, residual)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """What a step leaves for the drafts that follow it. T, S: tokens and sequences of its batch, padding included.
+
+    Attributes:
+        hidden_states: ``[T, hidden_size]``, what the model returned for the batch.
+        next_ids: ``[T]`` int64, the token after each: the prompt's next one, or what was sampled; anything valid where
+            a draft was rejected, and for padding.
+        last: ``[N]`` int64, index of the last accepted token of every sequence that gets drafts.
+        sequences: ``[N]`` int64, these sequences' rows of the batch.
+        batch: of the step.
+    """
+
+    hidden_states: Tensor
+    next_ids: Tensor
+    last: Tensor
+    sequences: Tensor
+    batch: Batch
+
+
+class MtpDrafter:
+    """Greedy drafts by the model's head. Device work only.
+
+    Args:
+        model: has a head (``ModelConfig.runs_mtp``).
+        num_drafts: tokens per sequence.
+        max_model_len: length of the rotary tables; drafts beyond it are meaningless.
+    """
+
+    def __init__(self, model: CausalLM, num_drafts: int, max_model_len: int) -> None:
+        self._model, self._num_drafts, self._max_model_len = model, num_drafts, max_model_len
+        self._head = model.get_submodule("mtp")
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        """``[N, num_drafts]`` int64, within the forward context of the step. The pages of each sequence reach
+        ``num_drafts - 1`` tokens past the last accepted one; entries there are overwritten by later steps."""
+        hidden = self._predict(inputs.next_ids, inputs.hidden_states)[inputs.last]
+        drafts = [self._best(hidden)]
+        for ahead in range(1, self._num_drafts):
+            with other_batch(self._batch_ahead(inputs, ahead)):
+                hidden = self._predict(drafts[-1], hidden)
+            drafts.append(self._best(hidden))
+        return torch.stack(drafts, dim=1)
+
+    def _predict(self, next_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        hidden: Tensor = self._head(self._model.model.embed_tokens(next_ids), hidden_states)
+        return hidden
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        return self._model.compute_logits(hidden).argmax(dim=-1)
+
+    def _batch_ahead(self, inputs: DraftInputs, ahead: int) -> Batch:
+        """One token per sequence, ``ahead`` tokens past its last accepted one."""
+        batch, count = inputs.batch, len(inputs.last)
+        page_size = get_forward_context().caches[f"{MTP_LAYER}.self_attn"]["k"].shape[1]
+        page_table = batch.page_table[inputs.sequences]
+        longest = min(self._max_model_len, page_table.shape[1] * page_size)
+        positions = (batch.positions[inputs.last] + ahead).clamp(max=longest - 1)
+        pages = page_table.gather(1, (positions // page_size)[:, None])[:, 0].long()
+        return replace(
+            batch,
+            num_tokens=count,
+            num_seqs=count,
+            num_decodes=count,
+            max_query_len=1,
+            max_seq_len=min(batch.max_seq_len + ahead, longest),
+            positions=positions,
+            slot_mapping=pages * page_size + positions % page_size,
+            cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
+            seq_lens=(positions + 1).int(),
+            page_table=page_table,
+            state_slots=batch.state_slots[inputs.sequences],
+            chunks={},
+            token_count=None if batch.token_count is None else batch.token_count // _query_len(batch),
+            mixture=None,
+            verification=None,
+        )
+
+
+def _query_len(batch: Batch) -> int:
+    """Tokens of each sequence in a captured graph that serves any number of sequences."""
+    return 1 if batch.verification is None else batch.verification.query_len
