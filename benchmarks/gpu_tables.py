@@ -82,17 +82,18 @@ def _choices() -> list[Job]:
     own = (tables, "--model", B, "--settings", json.dumps(BF16_STATE), "--max-model-lens", "262144", "--batches", "1",
            "8", "--contexts", "1000", "15000", "--rules", "long splits", "short splits", "held to 4096")  # fmt: skip
     jobs = [
-        Job(f"context-tables-{A}-h200", (tables, "--model", A), 100),
-        Job(f"context-tables-{B}-h200", own, 60),
-        Job(f"second-stream-{B}-h200", ("benchmarks/second_stream.py", "--model", B), 30),
-    ]
+        Job(f"context-tables-{A}-h200", (tables, "--model", A, "--rules", "as it is", "long splits", "held to 4096",
+                                         "held to 16384"), 65),
+        Job(f"second-stream-{B}-h200", ("benchmarks/second_stream.py", "--model", B), 20),
+        Job(f"context-tables-{B}-h200", own, 45),
+    ]  # fmt: skip
     long = {
         "no-graph": {}, "one-graph": {"piecewise_cuda_graph_max_tokens": 8192},
         "segments": {"max_num_batched_tokens": 4096},
     }  # fmt: skip
     for model in (A, B):
         for name, settings in long.items():
-            jobs.append(_report(f"long-prefill-{model}-{name}-h200", 20, model, settings, "--lengths", *LONG))
+            jobs.append(_report(f"long-prefill-{model}-{name}-h200", 15, model, settings, "--lengths", *LONG))
     for model, state in ((B, ("--mamba-ssm-dtype", "bfloat16")), (A, ())):
         flags = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "16384", "--max-num-seqs", "64",
                  "--piecewise-cuda-graph-tokens", "128", "1024", "8192", "--lengths", "16", "100", "140", "512", "1000",
