@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tests.drafters import ByModel, Random, install
 from tests.engine.conftest import assert_idle
 from tests.engine.simulator import penalised
 from tests.late_device import LateDevice
@@ -73,6 +74,7 @@ class Episode:
     num_tokens: int = 0
     num_late: int = 0
     num_preemptions: int = 0
+    num_accepted: int = 0
 
     def run(self) -> None:
         self.rng = rng = random.Random(self.seed)
@@ -83,10 +85,13 @@ class Episode:
             late = None
             if self.device == "cpu" and rng.random() < 0.7:
                 late = LateDevice(self.llm, rng if rng.random() < 0.7 else None, self._poison)
+            if "speculative_config" in self.settings:
+                self._install_drafter()
             self._traffic()
             self.num_late = late.num_late if late is not None else 0
             stats = self.llm.stats()
             self.num_preemptions = stats.num_preemptions
+            self.num_accepted = stats.spec_decode_num_accepted_tokens
             assert stats.num_stalls == 0
             assert_idle(self.llm)
 
@@ -117,11 +122,24 @@ class Episode:
             del settings["state_checkpoint_policy"], settings["eviction_policy"]
             if settings["schedule_policy"] == "lpm":  # refused without a cache
                 settings["schedule_policy"] = "fcfs"
+        if rng.random() < 0.5:
+            low = rng.randint(1, 2)
+            settings["speculative_config"] = {
+                "method": "ngram", "num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": low,
+            }  # fmt: skip
         if "FULL" in mode:
             settings["cuda_graph_bs"] = [1, 2, 4]
         if mode in ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"):
             settings["piecewise_cuda_graph_tokens"] = [8, 32]
         return {name: value for name, value in settings.items() if value is not None}
+
+    def _install_drafter(self) -> None:
+        """The configured one, a random one, or one that is mostly right."""
+        choice = self.rng.random()
+        if choice < 0.3:
+            install(self.llm, Random(self.rng))
+        elif choice < 0.7:
+            install(self.llm, ByModel(lambda tokens: int(self.reference.logits(tokens)[-1].argmax()), self.rng))
 
     def _poison(self, step: SchedulerOutput) -> None:
         """What nobody owns is NaN when a step runs, however late that is."""
@@ -291,7 +309,8 @@ def main(arguments: list[str] | None = None) -> int:
             done.append(episode)
     print(
         f"{len(done)} engines, {sum(len(e.sent) for e in done)} requests, {sum(e.num_tokens for e in done)} tokens, "
-        f"{sum(e.num_preemptions for e in done)} preemptions, {sum(e.num_late for e in done)} steps that ran late: "
+        f"{sum(e.num_preemptions for e in done)} preemptions, {sum(e.num_late for e in done)} steps that ran late, "
+        f"{sum(e.num_accepted for e in done)} accepted drafts: "
         f"{len(failed)} failed {failed or ''}"
     )
     return 1 if failed else 0

@@ -31,7 +31,7 @@ LEVELS: list[tuple[str, ...]] = [
         "forward_context",
     ),
     ("tokenizer", "ops", "cache", "parallel", "graph"),
-    ("scheduler", "layers", "quantization"),
+    ("speculation", "scheduler", "layers", "quantization"),
     ("models", "weights"),
     ("runner",),
     ("executor",),

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters import ByModel, install
 from tests.engine.simulator import greedy
 from tests.late_device import LateDevice
 from tests.ranks import fork_ranks
@@ -189,6 +190,24 @@ def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Referen
             yield engine
 
 
+DRAFTING = [
+    ("Qwen3NextForCausalLM", "NONE", "in turn", "capture"),
+    ("Qwen3NextForCausalLM", "FULL", "overlap", "capture"),
+    ("Qwen3ForCausalLM", "FULL_DECODE_ONLY", "overlap", "capture"),
+    ("Lfm2ForCausalLM", "FULL_AND_PIECEWISE", "in turn", "capture"),
+]
+
+
+@pytest.fixture(scope="module", params=DRAFTING, ids=lambda p: "-".join(p))
+def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    """With speculative decoding: the reference's own tokens, with a mistake now and then."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with open_engine(*request.param, references, speculative_config=drafts) as engine:
+        install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
+        yield engine
+        assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
+
+
 def runner_of(llm: LLM) -> ModelRunner:
     executor = llm._core._executor
     return executor._rank.runner if isinstance(executor, MultiProcessExecutor) else executor._runner
@@ -223,7 +242,8 @@ def open_engine(
         assert (graphs is not None) == ("cuda_graph_bs" in settings) and (mixed is not None) == (mode == "FULL")
         assert (pieces is not None) == ("PIECEWISE" in mode)
         if graphs is not None and engine.num_cases:
-            assert graphs.counters.replays and graphs.counters.padding_rows
+            pads = graphs.counters.padding_rows or "speculative_config" in settings  # drafts seldom leave three decodes
+            assert graphs.counters.replays and pads
         if mixed is not None and engine.num_cases:
             assert mixed.counters.replays and mixed.counters.padding_rows and not mixed.counters.missed
         if pieces is not None and engine.num_cases:
@@ -318,6 +338,21 @@ def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: 
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(sharded_engine, path, phase, length)
+
+
+@pytest.mark.parametrize("length", [1, 65, 210])
+@pytest.mark.parametrize("path", ["cold", "hit", "branch hit"])
+def test_tokens_with_drafts(drafting_engine: Poisoned, path: str, length: int) -> None:
+    """Prefill chunks, decodes and drafts share steps; nothing that a rejected draft wrote is ever read."""
+    engine, prompt, salt = drafting_engine, prompt_of(length), drafting_engine.begin()
+    num_cached = prime(engine, path, prompt, salt)
+    companion = start_companion(engine)
+    request = engine.add(prompt, 2 * NUM_TOKENS, salt)
+    engine.finish()
+    assert request.num_cached_tokens == num_cached
+    for each in (request, companion):
+        assert each.output_token_ids == engine.reference(each.prompt_token_ids, len(each.output_token_ids))
+    engine.llm._core.scheduler.check()
 
 
 def check(engine: Poisoned, path: str, phase: str, length: int) -> None:

@@ -61,8 +61,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     Attributes:
         row: its row.
         start: position of the first token to run; equals the tokens already computed.
-        num_tokens: tokens to run. Tokens come from the row: from ``NewRequest.token_ids`` while those last, after that
-            from the token sampled last, which never has to visit the host.
+        num_tokens: tokens to run, drafts included. The others come from the row: from ``NewRequest.token_ids`` while
+            those last, after that from the token sampled last, which never has to visit the host.
         new_pages: page ids appended to the row's page table.
         state_slot: working slot of the recurrent state (0 if the model has none).
         samples: True if the step ends at the last known token, so that a new one is sampled.
@@ -70,6 +70,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
             ``start < position <= start + num_tokens``, ascending.
         write_start: KV below this position is there already, in pages that belong to others: it is read, and computed
             again for the recurrent states only, but must not be written.
+        draft_token_ids: the last tokens of the step, a guess at what will be sampled. A token is sampled after each of
+            them too, and they are accepted as far as they are what was sampled.
     """
 
     row: int
@@ -80,10 +82,21 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     samples: bool
     checkpoints: list[tuple[int, int]] = []
     write_start: int = 0
+    draft_token_ids: list[int] = []
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are sampled: one after each draft, and the one before them."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that it runs behind its prompt: of a decode one, with drafts as many more; 0 of a prefill."""
+        return self.num_tokens if self.draft_token_ids or self.is_decode else 0
 
     @property
     def is_decode(self) -> bool:
-        """It brings one token to an existing state and stores no checkpoint."""
+        """It brings one token to an existing state and stores no checkpoint: no drafts either."""
         return self.num_tokens == 1 and self.start > 0 and not self.checkpoints
 
 
@@ -119,19 +132,20 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class ModelOutput(msgspec.Struct, frozen=True):
-    """One step's results: a token for every request that had ``samples`` set, in batch order.
+    """One step's results: a token for every request that had ``samples`` set, in batch order; with drafts, those that
+    were accepted and the token after them.
 
-    ``rows`` and ``token_ids`` run side by side; ``logprobs`` and ``prompt_logprobs`` hold an entry for a row only if it
-    asked. ``prompt_logprobs[row]`` covers the prompt tokens whose *predecessor* ran in this step. ``failed_rows``
-    computed NaN: their token, if they sampled one, and all that the step stored for them are worthless, and the request
-    must fail alone. ``mode`` says how the step ran (NONE,
-    PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody.
+    ``rows`` and ``token_ids`` run side by side, a row with several tokens as often as it has tokens; ``logprobs`` and
+    ``prompt_logprobs`` hold entries for a row, one per token, only if it asked. ``prompt_logprobs[row]`` covers the
+    prompt tokens whose *predecessor* ran in this step. ``failed_rows`` computed NaN: their token, if they sampled one,
+    and all that the step stored for them are worthless, and the request must fail alone. ``mode`` says how the step ran
+    (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody.
     """
 
     step: int
     rows: list[int]
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     failed_rows: list[int] = []
     mode: str = "NONE"

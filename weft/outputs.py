@@ -60,12 +60,18 @@ class RequestMetrics:
         time_to_first_token: until its first token was known.
         e2e_latency: until its last completion ended.
         num_preemptions: how often it was preempted and resumed.
+        num_draft_tokens, num_accepted_tokens: with speculative decoding, tokens drafted for it, and how many of them
+            were right.
+        no_drafts_because: why it decoded without drafts although the engine speculates; empty if it did not.
     """
 
     time_in_queue: float | None = None
     time_to_first_token: float | None = None
     e2e_latency: float | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    no_drafts_because: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Job: the common part of every JSON file of figures. Owns: its keys. Does not kno
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 from weft import __version__
 from weft.config.cpu import cpu_name
 from weft.config.fields import OPTIONS, EngineConfig
+from weft.config.speculation import SpeculativeConfig
 from weft.errors import ConfigError
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy")
@@ -49,7 +51,13 @@ def device_name(device: str) -> str:
 def settings(config: EngineConfig) -> dict[str, Any]:
     """Every setting as plain values."""
     values = {name: getattr(config, name) for name in OPTIONS}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SpeculativeConfig):
+        return dataclasses.asdict(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def open_json(path: str | None, flag: str = "--json") -> Path | None:

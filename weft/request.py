@@ -4,7 +4,7 @@ Job: hold what a request is and how far it has come. Owns: progress counters and
 Does not know: pages, slots, rows of the runner, text. A prompt with ``n > 1`` is ``n`` requests.
 
 Progress, in tokens (``prompt + output`` are known on the host; ``pending`` were sampled by launched steps whose results
-are not back yet)::
+are not back yet; while drafts are verified, as many as there will be if all of them are accepted)::
 
     |<---------- prompt ---------->|<--- output --->|<- pending ->|
     |<------- num_computed_tokens (fed to the model) ------>|
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,6 +87,8 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
         cache_report: what it found in the cache then, and why not more.
         num_preemptions: how often it was preempted.
+        num_draft_tokens, num_accepted_tokens: drafts that were verified for it, and how many of them were right.
+        no_drafts_because: why nothing is drafted for it although the engine speculates.
         max_computed_tokens: the most that ``num_computed_tokens`` has been: what lies below is computed again.
         progress_when_preempted: tokens that all requests together had computed for the first time when this one was
             last preempted.
@@ -101,6 +103,9 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
     num_cached_tokens: int | None = None
     cache_report: CacheReport | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    no_drafts_because: str = ""
     max_computed_tokens: int = 0
     progress_when_preempted: int | None = None
     finish_reason: FinishReason | None = None
@@ -164,10 +169,15 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         self.status = RequestStatus.FINISHED
         self.times.finished = time.monotonic()
 
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Sampled tokens have come back, with their log probabilities or none; what follows the end is dropped."""
+        for place, token_id in enumerate(token_ids):
+            self.append(token_id, logprobs[place] if logprobs else None)
+            if self.finish_reason is not None:
+                break
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """A sampled token has come back; sets ``finish_reason`` if it ends the generation."""
-        assert self.num_pending > 0, "a token came back that no step had sampled"
-        self.num_pending -= 1
         self.output_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)

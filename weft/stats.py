@@ -30,12 +30,18 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
     """With those of the scheduler: requests that wait and run now, and how often one was preempted.
 
     ``num_stalls`` counts requests preempted again before any request had computed a new token: it must stay 0.
+    ``spec_decode_*``: how often drafts of a request were verified, tokens of these, how many of them were accepted, and
+    of these how many were a request's first draft ("0"), second ("1"), ….
     """
 
     num_waiting: int = 0
     num_running: int = 0
     num_preemptions: int = 0
     num_stalls: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: dict[str, int] = {}
 
 
 class EngineStats(SchedulerStats, frozen=True, kw_only=True):

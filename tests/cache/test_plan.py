@@ -71,3 +71,15 @@ def test_requests_at_the_full_context(hybrid: bool) -> None:
     sizes = {"budget_bytes": MIB, "max_num_seqs": 9, "max_model_len": 100}
     plan = plan_caches(make_spec(hybrid), **sizes, num_kv_pages=36, num_state_slots=5 if hybrid else None)
     assert plan.num_full_contexts(16) == (4 if hybrid else 5)  # 35 pages, 7 of which hold 100 tokens; 4 slots
+
+
+def test_every_draft_of_a_running_request_has_a_slot() -> None:
+    spec = make_spec()
+    sizes = {"budget_bytes": 1 << 30, "max_num_seqs": 4, "max_model_len": 100}
+    plan = plan_caches(spec, **sizes, num_drafts=3)
+    assert plan.num_slots == 4 * 4 + 1 and plan.max_num_seqs == 4
+    assert "and 3 for its drafts" in plan.reasons["num_state_slots"]
+    tight = plan_caches(spec, budget_bytes=spec.slot_bytes * 20, max_num_seqs=4, max_model_len=100, num_drafts=3)
+    assert tight.max_num_seqs == 2 and "4 of them for a request and its drafts" in tight.reasons["max_num_seqs"]
+    assert plan_caches(make_spec(hybrid=False), **sizes, num_drafts=3).num_slots == 1
+    assert plan_caches(spec, **sizes, num_drafts=3, num_state_slots=3).max_num_seqs == 1

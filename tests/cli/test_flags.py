@@ -47,6 +47,17 @@ FLAGS = [
     ("--cuda-graph-bs 1,2, 8", {"cuda_graph_bs": [1, 2, 8]}),
     ("--splitting-ops attention gdn", {"splitting_ops": ["attention", "gdn"]}),
     ("--splitting-ops +,gdn", {"splitting_ops": ["+", "gdn"]}),
+    ('--speculative-config {"method":"ngram"}', {"speculative_config": {"method": "ngram"}}),
+    ("--speculative-algorithm NEXTN", {"speculative_config": {"algorithm": "NEXTN"}}),
+    (
+        "--speculative-algorithm NGRAM --speculative-num-steps 3 --speculative-eagle-topk 1",
+        {"speculative_config": {"algorithm": "NGRAM", "num_steps": 3, "eagle_topk": 1}},
+    ),
+    ("--speculative-num-draft-tokens 4", {"speculative_config": {"num_draft_tokens": 4}}),
+    (
+        "--speculative-ngram-min-match-window-size 2 --speculative-ngram-max-match-window-size 5",
+        {"speculative_config": {"ngram_min_match_window_size": 2, "ngram_max_match_window_size": 5}},
+    ),
     ("--trust-remote-code", {"trust_remote_code": True}),
     ("--enable-torch-compile", {"enable_torch_compile": True}),
     ("--torch-compile-max-bs 8", {"torch_compile_max_bs": 8}),

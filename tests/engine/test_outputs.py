@@ -42,7 +42,6 @@ def play(tokenizer: Tokenizer) -> Callable[..., Any]:
         stream = OutputStream("r", None, [request], params, tokenizer)
         texts: list[str] = []
         for token in tokens:
-            request.num_pending += 1
             request.append(token, TokenLogprobs([token], [-0.5], 1) if params.logprobs is not None else None)
             stop = stream.take(request)
             if stop is not None:

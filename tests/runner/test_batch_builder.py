@@ -15,7 +15,13 @@ CPU = torch.device("cpu")
 def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]:
     table = RowTable(rows, 64, CPU)
     builder = BatchBuilder(
-        table, page_size=PAGE, max_num_tokens=512, max_num_seqs=rows, chunk_sizes=(64,) if recurrent else (), device=CPU
+        table,
+        page_size=PAGE,
+        max_num_tokens=512,
+        max_num_seqs=rows,
+        chunk_sizes=(64,) if recurrent else (),
+        num_drafts=4,
+        device=CPU,
     )
     return table, builder
 

@@ -70,7 +70,7 @@ def test_flags_of_the_batch() -> None:
     assert (rig.build(0).candidates, rig.build(0).uses_min_p) == (3, False)
     assert (rig.build(1, 0).candidates, rig.build(1, 0).uses_min_p) == (3, True)
     assert rig.build(0, 2).candidates == VOCAB
-    assert rig.inputs.num_logprobs(rig.orders(2, 1, 0)) == {1: 0, 0: 2} and not rig.inputs.edited(rig.orders(0, 1, 2))
+    assert rig.inputs.num_logprobs(rig.orders(2, 1, 0)) == {1: 0, 2: 2} and not rig.inputs.edited(rig.orders(0, 1, 2))
 
 
 def test_counts_start_with_what_a_resumed_request_had_and_grow() -> None:

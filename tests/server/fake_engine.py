@@ -94,7 +94,6 @@ class FakeCore:
         place = len(request.output_token_ids)
         endless = request.priority in (SLOW, CUT) or not request.eos_token_ids
         token = IM_END if place >= len(text) and not endless else text[place % len(text)]
-        request.num_pending += 1
         request.append(token, None if request.sampling.logprobs is None else logprobs(token))
 
     def stats(self) -> EngineStats:

@@ -73,6 +73,6 @@ def _check_locks(tree: RadixTree, leases: Iterable[Lease]) -> None:
 def _check_slots(slots: StatePool, tree: RadixTree, leases: Iterable[Lease]) -> None:
     held = [checkpoint.slot for node in tree.nodes() for checkpoint in node.checkpoints.values()]
     for lease in leases:
-        held += lease.checkpoints.slots() + [lease.state_slot] * (lease.state_slot > 0)
+        held += lease.checkpoints.slots() + lease.drafts.slots() + [lease.state_slot] * (lease.state_slot > 0)
     assert len(held) == len(set(held)), "a slot has two owners"
     assert len(held) + slots.num_free == slots.capacity, "slots leaked"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.cache.checkpoints import MAX_CHECKPOINTS, CheckpointKind
+from weft.cache.draft_states import DraftStates
 from weft.cache.radix_tree import Checkpoint, Node, Tokens
 from weft.outputs import CacheReport
 
@@ -88,7 +89,9 @@ class Lease:
         node: the tree node up to which the path is locked; None without a prefix cache, and when the lease has ended.
         state_slot: working slot, 0 if the model has no recurrent layers.
         checkpoints: the states that it stores.
-        num_committed_tokens: tokens fed by the launched steps: the position of the working state.
+        drafts: slots for the states after drafts.
+        num_committed_tokens: tokens fed by the launched steps: the position of the working state. Of a launched step
+            that verifies drafts, all of them, until ``Manager.settle``.
         is_inserted: what ``tokens`` have to give is in the tree.
     """
 
@@ -108,6 +111,7 @@ class Lease:
     checkpoints: LeaseCheckpoints
     num_committed_tokens: int
     is_inserted: bool = False
+    drafts: DraftStates = field(default_factory=DraftStates)
 
     @property
     def own_pages(self) -> list[int]:

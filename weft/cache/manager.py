@@ -7,8 +7,10 @@ Does not know: tensors, batches, or why a request starts or stops. ::
     match(tokens)            pure: how much could be reused
     lease(match, …)          pin what was matched; a working slot; the copies to make: state fork, partial last page
     allocate(…)              grow the lease's pages, evicting what is least useful
+    allocate_drafts(…)       room for drafts, of pages and slots, as far as there is any
     allocate_checkpoints(…)  slots for the states that the next step has to store
     commit(…)                a step is launched: so many tokens will be in pages and state
+    settle(…)                a step that verified drafts is done: so many of its tokens count
     confirm(…)               a step is done and went well: what it computed is inserted into the tree
     release(…)               the request has ended     } pages and the working slot move to the tree or go back;
     preempt(…)               the request will return   } only after its last launched step
@@ -32,6 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.cache.checkpoints import CheckpointKind, CheckpointPolicy, is_decode_position, prefill_positions
+from weft.cache.draft_states import DraftStates
 from weft.cache.eviction import Evictor
 from weft.cache.insertion import insert, move_lock
 from weft.cache.invariants import check_accounts
@@ -319,11 +322,31 @@ class Manager:
         self.pages.pin(pages)
         return pages
 
-    def allocate_checkpoints(self, lease: Lease, start: int, num_tokens: int) -> list[tuple[int, int]]:
-        """``(position, slot)`` of the states that a step of ``num_tokens`` tokens from ``start`` stores.
+    def allocate_drafts(self, lease: Lease, start: int, num_drafts: int) -> int:
+        """How many of ``num_drafts`` drafts a step may verify that begins at ``start`` with the last token; pages and
+        slots for these are then there. Under ``aligned`` it ends where a state has to be kept."""
+        if self.checkpoint_policy == "aligned" and self._needs_state and self.enable_prefix_caching:
+            num_drafts = min(num_drafts, self._alignment - 1 - start % self._alignment)
+        if self._needs_state:
+            spare = lease.drafts.spare
+            while len(spare) < num_drafts and (slot := self.evictor.take_slot()) is not None:
+                spare.append(slot)
+            num_drafts = min(num_drafts, len(spare))
+        if num_drafts and self.allocate(lease, start + 1 + num_drafts) is None:
+            num_drafts = max(0, len(lease.pages) * self.spec.page_size - start - 1)
+        return num_drafts
 
-        Call it once, when the step is launched. Positions for which no slot can be had are skipped.
+    def allocate_checkpoints(
+        self, lease: Lease, start: int, num_tokens: int, num_drafts: int = 0
+    ) -> list[tuple[int, int]]:
+        """``(position, slot)`` of the states that a step of ``num_tokens`` tokens from ``start`` stores, the last
+        ``num_drafts`` of them drafts.
+
+        Call it once, when the step is launched. Positions for which no slot can be had are skipped, but for drafts.
         """
+        lease.drafts.stored.clear()
+        if num_drafts:
+            return self._draft_checkpoints(lease, start, num_drafts)
         end, states = start + num_tokens, lease.checkpoints
         checkpoints: list[tuple[int, int]] = []
         if states.positions and (due := states.take_due(start, end)):
@@ -339,6 +362,29 @@ class Manager:
                 self._drop_snapshot(lease)
                 states.snapshot = checkpoints[0]
         return checkpoints
+
+    def _draft_checkpoints(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
+        if not self._needs_state:
+            return []
+        checkpoints, end = lease.drafts.begin(start, num_drafts, lease.state_slot), start + 1 + num_drafts
+        slot = self.evictor.take_slot() if self._takes_snapshot(end) else None
+        if slot is not None:
+            lease.drafts.snapshot = (end, slot)
+            checkpoints.append((end, slot))
+        return checkpoints
+
+    def settle(self, lease: Lease, num_tokens: int) -> None:
+        """The step that verified drafts is done, and of the tokens fed exactly ``num_tokens`` are the sequence's."""
+        assert num_tokens <= lease.num_committed_tokens, "more tokens than were fed"
+        lease.num_committed_tokens = num_tokens
+        if lease.drafts.stored:
+            lease.state_slot = lease.drafts.choose(num_tokens)
+        snapshot, lease.drafts.snapshot = lease.drafts.snapshot, None
+        if snapshot is not None and snapshot[0] == num_tokens:
+            self._drop_snapshot(lease)
+            lease.checkpoints.snapshot = snapshot
+        elif snapshot is not None:
+            self.slots.release(snapshot[1])
 
     def _takes_snapshot(self, position: int) -> bool:
         wanted = self._needs_state and self.enable_prefix_caching
@@ -388,7 +434,10 @@ class Manager:
             keep: False: what it computed is worthless (NaN, a step that broke). Nothing is inserted, and what it
                 inserted or reused is forgotten: NaN shows when a token is sampled, wherever it came from.
         """
-        tokens, fed, cached = as_tokens(token_ids), lease.num_committed_tokens, lease.node is not None
+        tokens, cached = as_tokens(token_ids), lease.node is not None
+        if len(tokens) < lease.num_committed_tokens:
+            self._rewind(lease, len(tokens))
+        fed = lease.num_committed_tokens
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
         if not keep and cached:
             self._forget(tokens[:fed], lease.salt)
@@ -399,6 +448,12 @@ class Manager:
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
         """The request will come back; its last launched step is done. What it has moves to the tree."""
         self._return(lease, as_tokens(token_ids), keep=True, moves_state=True)
+
+    def _rewind(self, lease: Lease, num_tokens: int) -> None:
+        """Of an accepted run only what lies within ``num_tokens`` tokens counts, if a state is still there."""
+        position = lease.drafts.latest(num_tokens)
+        if position is not None:
+            self.settle(lease, position)
 
     def _forget(self, tokens: Tokens, salt: str | None) -> None:
         """Drop the states of every prefix of ``tokens``, and the KV that no other sequence needs."""
@@ -413,7 +468,7 @@ class Manager:
         fed = lease.num_committed_tokens
         if lease.node is not None and keep:
             self._hand_over(lease, tokens[:fed], moves_state and len(tokens) >= fed)
-        for slot in [*lease.checkpoints.slots(), lease.state_slot]:
+        for slot in [*lease.checkpoints.slots(), *lease.drafts.slots(), lease.state_slot]:
             if slot:
                 self.slots.release(slot)
         own = lease.own_pages
@@ -423,6 +478,7 @@ class Manager:
             self.tree.unlock(lease.node)
         lease.pages, lease.state_slot, lease.node = [], 0, None
         lease.checkpoints.stored, lease.checkpoints.snapshot = [], None
+        lease.drafts = DraftStates()
 
     def _hand_over(self, lease: Lease, tokens: Tokens, moves_state: bool) -> None:
         """Insert everything that was fed, the working state under exactly these tokens."""

@@ -53,8 +53,10 @@ def plan_caches(
     num_kv_pages: int | None = None,
     num_state_slots: int | None = None,
     keeps_prefixes: bool = False,
+    num_drafts: int = 0,
 ) -> CachePlan:
-    """Share ``budget_bytes`` between state slots (one per running request) and KV pages (the rest).
+    """Share ``budget_bytes`` between state slots (one per running request, and one for each of its ``num_drafts``
+    drafts) and KV pages (the rest).
 
     With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
     ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts.
@@ -67,11 +69,15 @@ def plan_caches(
         CapacityError: not even one request of one page fits.
     """
     reasons: dict[str, str] = {}
-    wanted_slots = max_num_seqs + _kept(KEPT_STATES, max_num_seqs, keeps_prefixes)
-    num_slots = _plan_slots(spec, budget_bytes, wanted_slots, max_num_seqs, num_state_slots, reasons)
-    if spec.slot_bytes and num_slots - 1 < max_num_seqs:
-        max_num_seqs = num_slots - 1
-        reasons["max_num_seqs"] = f"clamped to {max_num_seqs}: that many state slots of {_mib(spec.slot_bytes)} fit"
+    running = max_num_seqs * (1 + num_drafts)
+    wanted_slots = running + _kept(KEPT_STATES, max_num_seqs, keeps_prefixes)
+    num_slots = _plan_slots(spec, budget_bytes, wanted_slots, running, num_drafts, num_state_slots, reasons)
+    if spec.slot_bytes and num_slots - 1 < running:
+        max_num_seqs = max(1, (num_slots - 1) // (1 + num_drafts))
+        each = f", {1 + num_drafts} of them for a request and its drafts" if num_drafts else ""
+        reasons["max_num_seqs"] = (
+            f"clamped to {max_num_seqs}: {num_slots - 1} state slots of {_mib(spec.slot_bytes)} fit{each}"
+        )
     contexts = max_num_seqs + _kept(KEPT_CONTEXTS, max_num_seqs, keeps_prefixes)
     num_pages = _plan_pages(
         spec, budget_bytes - num_slots * spec.slot_bytes, contexts, max_model_len, num_kv_pages, reasons
@@ -92,7 +98,13 @@ def _kept(most: tuple[int, int], max_num_seqs: int, keeps_prefixes: bool) -> int
 
 
 def _plan_slots(
-    spec: CacheSpec, budget: int, wanted: int, max_num_seqs: int, given: int | None, reasons: dict[str, str]
+    spec: CacheSpec,
+    budget: int,
+    wanted: int,
+    running: int,
+    num_drafts: int,
+    given: int | None,
+    reasons: dict[str, str],
 ) -> int:
     if not spec.slot_bytes:
         reasons["num_state_slots"] = "1: the model has no recurrent layers, only the reserved slot is left"
@@ -107,9 +119,10 @@ def _plan_slots(
             f"{_mib(spec.slot_bytes)}; raise cpu_cache_gib (or gpu_memory_utilization on a GPU)"
         )
     slots = min(wanted, fitting)
-    kept = f", {slots - max_num_seqs} for the prefix cache" if slots > max_num_seqs else ""
+    kept = f", {slots - running} for the prefix cache" if slots > running else ""
+    drafts = f" and {num_drafts} for its drafts" if num_drafts else ""
     reasons["num_state_slots"] = (
-        f"{slots + 1}: one per running request{kept} and the reserved one, {_mib(spec.slot_bytes)} each"
+        f"{slots + 1}: one per running request{drafts}{kept} and the reserved one, {_mib(spec.slot_bytes)} each"
     )
     return slots + 1
 

@@ -19,6 +19,7 @@ from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
+from weft.config.speculation import SpeculativeConfig
 from weft.config.weights import weight_bytes
 from weft.errors import CapacityError
 
@@ -88,6 +89,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
             num_kv_pages=config.num_kv_pages,
             num_state_slots=config.num_state_slots,
             keeps_prefixes=config.enable_prefix_caching,
+            num_drafts=config.num_drafts,
         )
     except CapacityError as error:
         return costs | {"error": str(error)}
@@ -131,6 +133,8 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
+    if isinstance(value, SpeculativeConfig):
+        return dataclasses.asdict(value)
     return str(value) if isinstance(value, Path) else value
 
 

@@ -30,7 +30,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -
     for flag, alias in ALIASES.items():
         dest = _ENGINE + alias.field
         help = f"same as {_flag(alias.field)}"
-        if alias.value is None:
+        if alias.key is not None:
+            help = f"{help} with the key {alias.key}"
+            group.add_argument(
+                flag, dest=dest, action=_Key, const=alias.key, default=argparse.SUPPRESS, help=help, metavar="VALUE"
+            )
+        elif alias.value is None:
             group.add_argument(flag, **(_arguments(alias.field, OPTIONS[alias.field]) | {"help": help}))
         else:
             help = f"same as --{'' if alias.value else 'no-'}{_flag(alias.field)[2:]}"
@@ -67,6 +72,8 @@ def _arguments(name: str, option: Option) -> dict[str, Any]:
             return common | {"metavar": "DIR"}
         case "text":
             return common | {"metavar": "|".join(option.choices) or "NAME"}
+        case "json":
+            return common | {"action": _Json, "metavar": "JSON"}
 
 
 def _help(option: Option) -> str:
@@ -100,6 +107,26 @@ class _Items(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, [item for items in values for item in items])
+
+
+class _Json(argparse.Action):
+    """A JSON object; keys that other flags have set stay."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        try:
+            value = json.loads(values)
+        except json.JSONDecodeError as error:
+            parser.error(f"{option} {values!r} is no JSON: {error}")
+        before = getattr(namespace, self.dest, {})
+        setattr(namespace, self.dest, before | value if isinstance(value, dict) else value)
+
+
+class _Key(argparse.Action):
+    """One key of a JSON object, named by ``const``; a whole number stands for itself."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        value = int(values) if values.isdecimal() else values
+        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | {self.const: value})
 
 
 class _ServerFlag(argparse.Action):

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """``field`` is set to the flag's argument, or to ``value`` for a flag without one."""
+    """``field``, or ``key`` in it, is set to the flag's argument, or to ``value`` for a flag without one."""
 
     field: str
     value: bool | None = None
+    key: str | None = None
 
 
 ALIASES: Mapping[str, Alias] = {
@@ -36,6 +37,12 @@ ALIASES: Mapping[str, Alias] = {
     "--mamba-scheduler-strategy": Alias("state_checkpoint_policy"),
     "--mamba-radix-cache-strategy": Alias("state_checkpoint_policy"),
     "--profile": Alias("profile_dir"),
+    "--speculative-algorithm": Alias("speculative_config", key="algorithm"),
+    "--speculative-num-steps": Alias("speculative_config", key="num_steps"),
+    "--speculative-eagle-topk": Alias("speculative_config", key="eagle_topk"),
+    "--speculative-num-draft-tokens": Alias("speculative_config", key="num_draft_tokens"),
+    "--speculative-ngram-min-match-window-size": Alias("speculative_config", key="ngram_min_match_window_size"),
+    "--speculative-ngram-max-match-window-size": Alias("speculative_config", key="ngram_max_match_window_size"),
 }
 
 WITHOUT_EFFECT: Mapping[str, str] = {

@@ -9,7 +9,7 @@ Build one with ``weft.config.resolve``; the constructor checks nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,9 @@ from typing import Any, Literal
 from weft.config.generation import GenerationDefaults
 from weft.config.graph_modes import CudaGraphMode
 from weft.config.model import ModelConfig
+from weft.config.speculation import SpeculativeConfig, parse_speculative_config
 
-Kind = Literal["int", "float", "bool", "text", "path", "ints", "texts"]
+Kind = Literal["int", "float", "bool", "text", "path", "ints", "texts", "json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,13 @@ class Option:
 
     Attributes:
         default: the value when the user gives none; None usually means "find one" (the help text says what).
-        kind: type of the value; ``ints`` and ``texts`` are non-empty lists.
+        kind: type of the value; ``ints`` and ``texts`` are non-empty lists, ``json`` is what ``parse`` reads.
         low, high: inclusive limits; ``above`` an exclusive lower one.
         choices: allowed texts.
         later: the feature that this version lacks. The default then resolves to ``off``; ``off`` itself may be asked
             for; anything else is refused by name.
         synonyms: other names of choices, in the words of other engines.
+        parse: from a mapping or its JSON text to the value; raises ConfigError.
     """
 
     help: str
@@ -45,6 +47,7 @@ class Option:
     later: str | None = None
     off: Any = None
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    parse: Callable[[Any], Any] | None = None
 
 
 def _option(kind: Kind, default: Any, help: str, **limits: Any) -> Any:
@@ -133,6 +136,10 @@ class EngineConfig:
     enable_overlap: bool = _option(
         "bool", None, "launch a step before the last one's tokens are read; default: on a GPU"
     )
+    speculative_config: SpeculativeConfig | None = _option(
+        "json", None, "draft tokens and verify them in one step, for example "
+        """'{"method": "ngram", "num_speculative_tokens": 4}'; default: no drafts""", parse=parse_speculative_config,
+    )  # fmt: skip
     # prefix cache
     enable_prefix_caching: bool = _option("bool", True, "reuse KV and states")
     state_checkpoint_policy: Literal["exact", "aligned", "finish_only"] = _option(
@@ -195,6 +202,11 @@ class EngineConfig:
     def keeps_states(self) -> bool:
         """True if recurrent states are cached, so that it matters where a conversation's next prompts will leave it."""
         return self.enable_prefix_caching and self.model_config.is_hybrid
+
+    @property
+    def num_drafts(self) -> int:
+        """Most tokens drafted per step and request; 0 without speculative decoding."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     generation = read_generation_config(model_path)
     _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
     _choose_names(values, reasons)
+    _choose_speculation(values, reasons)
     _choose_device(values, reasons)
     choose_parallelism(values, reasons, model)
     _choose_dtypes(values, reasons, model)
@@ -135,6 +136,18 @@ def _choose_names(values: dict[str, Any], reasons: dict[str, str]) -> None:
     if values["served_model_name"] is None:
         values["served_model_name"] = values["model"]
         reasons["served_model_name"] = "as the model was given"
+
+
+def _choose_speculation(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    """What drafts on the host mean for other settings."""
+    config = values["speculative_config"]
+    if config is None:
+        reasons["speculative_config"] = "off: whether drafts pay depends on the text and the batch"
+        return
+    reasons["speculative_config"] = f"{config}: a step verifies up to {config.num_speculative_tokens} drafts"
+    if values["enable_overlap"] is None:
+        values["enable_overlap"] = False
+        reasons["enable_overlap"] = "drafts are looked up in the tokens of the step before"
 
 
 def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:

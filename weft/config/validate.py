@@ -62,6 +62,9 @@ def _canonical(name: str, option: Option, value: Any) -> Any:
             return Path(value)
         case "ints" | "texts":
             return _items(name, option, value)
+        case "json":
+            assert option.parse is not None
+            return option.parse(value)
 
 
 def _number(name: str, option: Option, value: Any) -> int | float:

@@ -39,6 +39,7 @@ from weft.executor.make import make_executor
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
 from weft.scheduler.scheduler import Scheduler
+from weft.speculation.planner import DraftPlanner
 from weft.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class EngineCore:
             max_num_seqs=self.plan.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.schedule_policy,
+            drafts=DraftPlanner.of(config.speculative_config, self.manager) if config.speculative_config else None,
         )
         self._max_in_flight = 1 if config.enable_overlap else 0
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the moment of the launch

@@ -57,15 +57,15 @@ class StepLog:
     def ended(self, scheduler_output: SchedulerOutput, launched: float, mode: str, num_padding_tokens: int) -> None:
         """A step's results are on the host. ``launched``: when its launch began."""
         now = time.monotonic()
-        num_decodes = sum(1 for scheduled in scheduler_output.requests if scheduled.is_decode)
-        num_prefill = scheduler_output.num_tokens - num_decodes
+        decoding = [count for scheduled in scheduler_output.requests if (count := scheduled.num_decode_tokens)]
+        num_prefill = scheduler_output.num_tokens - sum(decoding)
         self.steps.append(
             StepView(
                 step=scheduler_output.step,
                 ended=now,
                 seconds=now - max(launched, self._last_end),
                 num_requests=len(scheduler_output.requests),
-                num_decodes=num_decodes,
+                num_decodes=len(decoding),
                 num_prefill_tokens=num_prefill,
                 num_padding_tokens=num_padding_tokens,
                 mode=mode,
@@ -75,7 +75,7 @@ class StepLog:
         self.num_steps += 1
         self._by_mode[mode] = self._by_mode.get(mode, 0) + 1
         self.num_prefill_tokens += num_prefill
-        self.num_decode_tokens += num_decodes
+        self.num_decode_tokens += sum(decoding)
         self.num_padding_tokens += num_padding_tokens
 
 

@@ -150,6 +150,11 @@ class OutputStream:
             for token_id in new:
                 if completion.stop is None:
                     self._take_tokens(completion, [token_id])
+            if completion.stop is not None:  # what came in one step with it, behind it, is no part of the output
+                del (
+                    request.output_token_ids[completion.num_tokens_seen :],
+                    request.logprobs[completion.num_tokens_seen :],
+                )
         if request.finish_reason is not None and not completion.is_flushed:
             completion.is_flushed = True
             if completion.stop is None:
@@ -269,6 +274,9 @@ class OutputStream:
             time_to_first_token=_since(start, min(first_tokens, default=None)),
             e2e_latency=_since(start, max(t.finished or start for t in times)) if self.finished else None,
             num_preemptions=sum(c.request.num_preemptions for c in self._completions),
+            num_draft_tokens=sum(c.request.num_draft_tokens for c in self._completions),
+            num_accepted_tokens=sum(c.request.num_accepted_tokens for c in self._completions),
+            no_drafts_because=self._completions[0].request.no_drafts_because,
         )
 
 

@@ -289,7 +289,12 @@ class ReplicaSet:
 
 def merged(stats: list[EngineStats]) -> EngineStats:
     """Sums over all replicas."""
-    names = [name for name in EngineStats.__struct_fields__ if name != "steps_by_mode"]
-    sums: dict[str, Any] = {name: sum(getattr(s, name) for s in stats) for name in names}
-    modes = {mode: sum(s.steps_by_mode.get(mode, 0) for s in stats) for s in stats for mode in s.steps_by_mode}
-    return EngineStats(**sums, steps_by_mode=modes)
+    return EngineStats(**{name: _sum([getattr(s, name) for s in stats]) for name in EngineStats.__struct_fields__})
+
+
+def _sum(values: list[Any]) -> Any:
+    """Of numbers, or of dicts of numbers by key."""
+    if not any(isinstance(value, dict) for value in values):
+        return sum(values)
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: sum(value.get(key, 0) for value in values) for key in keys}

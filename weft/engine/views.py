@@ -60,7 +60,7 @@ class StepView(msgspec.Struct, frozen=True):
         step: its number.
         ended: when its results were on the host.
         seconds: since the step before ended, or since this one was launched, whichever is less.
-        num_requests: requests in it, of which ``num_decodes`` ran one token.
+        num_requests: requests in it, of which ``num_decodes`` ran one token, or one and its drafts.
         num_prefill_tokens: tokens of the others.
         num_padding_tokens: rows computed for nobody, to fit a graph.
         mode: how it ran: NONE, PIECEWISE or FULL.

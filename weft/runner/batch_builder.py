@@ -151,6 +151,7 @@ class BatchBuilder:
         page_size: tokens per page.
         max_num_tokens, max_num_seqs: the largest step.
         chunk_sizes: chunk lengths of the model's recurrent layers, a table each.
+        num_drafts: most drafts of a request in a step.
         device: where the forward pass runs.
     """
 
@@ -162,24 +163,26 @@ class BatchBuilder:
         max_num_tokens: int,
         max_num_seqs: int,
         chunk_sizes: Sequence[int],
+        num_drafts: int,
         device: torch.device,
     ) -> None:
         self._rows = rows
         self._page_size = page_size
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
+        max_num_samples = max_num_seqs * (1 + num_drafts)
         groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
-            (torch.int64, max_num_seqs, ("rows", "sample_indices", "sample_rows")),
-            (torch.int64, max_num_seqs, ("top_k", "seeds", "sample_positions")),
-            (torch.float32, max_num_seqs, ("temperature", "top_p", "min_p")),
+            (torch.int64, max_num_seqs, ("rows",)),
+            (torch.int64, max_num_samples, ("sample_indices", "sample_rows", "top_k", "seeds", "sample_positions")),
+            (torch.float32, max_num_samples, ("temperature", "top_p", "min_p")),
             (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
             (torch.int32, max_num_seqs + 1, ("cu_seqlens_q",)),
             (torch.int32, 3, ("counts",)),
         ]
         for size in self._chunk_sizes:
-            # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint.
-            max_chunks = max_num_tokens // size + (2 + MAX_CHECKPOINTS) * max_num_seqs
+            # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint or draft.
+            max_chunks = max_num_tokens // size + (2 + max(MAX_CHECKPOINTS, num_drafts)) * max_num_seqs
             columns = tuple(f"chunk_{column}_{size}" for column in _CHUNK_COLUMNS)
             groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens, size)), columns))
             groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
@@ -251,6 +254,9 @@ class BatchBuilder:
             r, at = requests[i], int(starts[i])
             known = table.known_tokens(r.row, r.start, r.start + r.num_tokens)
             ids[at : at + len(known)] = known
+        for end, r in zip(layout.bounds[1:].tolist(), requests, strict=True):
+            if r.draft_token_ids:
+                ids[end - len(r.draft_token_ids) : end] = r.draft_token_ids
         pages = table.page_table[token_rows, positions // self._page_size]
         slots[:end] = pages * self._page_size + positions % self._page_size
         for at, r in zip(starts.tolist(), requests, strict=True):
@@ -265,12 +271,13 @@ class BatchBuilder:
         self._host["rows"][:count] = layout.rows
 
     def _fill_samples(self, requests: list[ScheduledRequest], layout: _Layout) -> int:
-        sampled = np.array([r.samples for r in requests])
-        rows, host, table = layout.rows[sampled], self._host, self._rows
+        counts = np.array([r.num_samples for r in requests])
+        rows, host, table = np.repeat(layout.rows, counts), self._host, self._rows
         n = len(rows)
-        host["sample_indices"][:n] = layout.bounds[1:][sampled] - 1
+        behind = np.repeat(np.cumsum(counts), counts) - np.arange(n)  # how far a position lies before the request's end
+        host["sample_indices"][:n] = np.repeat(layout.bounds[1:], counts) - behind
         host["sample_rows"][:n] = rows
-        host["sample_positions"][:n] = layout.seq_lens[sampled] - table.num_prompt_tokens[rows]
+        host["sample_positions"][:n] = np.repeat(layout.seq_lens, counts) + 1 - behind - table.num_prompt_tokens[rows]
         for name, values in (
             ("temperature", table.temperature), ("top_p", table.top_p), ("min_p", table.min_p), ("top_k", table.top_k),
             ("seeds", table.seed),

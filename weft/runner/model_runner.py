@@ -167,6 +167,7 @@ class ModelRunner:
             num_kv_pages=config.num_kv_pages,
             num_state_slots=config.num_state_slots,
             keeps_prefixes=config.enable_prefix_caching,
+            num_drafts=config.num_drafts,
         )
 
     def _cache_budget(self) -> int:
@@ -201,7 +202,12 @@ class ModelRunner:
         new = [NewRequest(row, [0] * length, length, greedy) for row in range(count)]
         more = [1] * (self.spec.pages_for(config.max_model_len) - pages)
         prefills = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
-        decodes = [ScheduledRequest(row, config.max_model_len - 1, 1, more, slot, True) for row in range(count)]
+        drafts = [0] * min(config.num_drafts, config.max_model_len - 1, config.max_num_batched_tokens // count - 1)
+        start = config.max_model_len - 1 - len(drafts)
+        states = [(start + 1 + i, slot) for i in range(len(drafts))]
+        decodes = [
+            ScheduledRequest(row, start, 1 + len(drafts), more, slot, True, states, 0, drafts) for row in range(count)
+        ]
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)

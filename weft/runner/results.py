@@ -55,9 +55,10 @@ class PendingStep:
 
     Attributes:
         step: its number.
-        rows: rows that sampled, in batch order.
+        rows: rows that sampled, in batch order; a row with drafts once for each of its positions.
         token_ids, failed: ``[len(rows)]`` on the host; None if nothing was sampled.
-        num_logprobs: of the rows that want log probabilities: row -> how many alternatives.
+        counted: ``[len(rows)]`` on the host, whether the token is the sequence's; None if all are.
+        num_logprobs: of the rows that want log probabilities: place in ``rows`` -> how many alternatives.
         logprobs: of their sampled tokens, in that order.
         prompt_logprobs: row -> those of its prompt tokens.
         prefill_rows: rows that did not sample.
@@ -70,6 +71,7 @@ class PendingStep:
     rows: list[int]
     token_ids: Tensor | None = None
     failed: Tensor | None = None
+    counted: Tensor | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
     logprobs: HostLogprobs | None = None
     prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
@@ -95,22 +97,29 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         prompt_logprobs = {row: values.entries() for row, values in self.prompt_logprobs.items()}
+        rows, token_ids, failed = self.rows, self.token_ids, self.failed
+        if self.counted is not None and token_ids is not None and failed is not None:
+            rows, token_ids, failed = _where(self.counted, rows), token_ids[self.counted], failed[self.counted]
         return ModelOutput(
             self.step,
-            self.rows,
-            self.token_ids.tolist() if self.token_ids is not None else [],
+            rows,
+            token_ids.tolist() if token_ids is not None else [],
             self._logprobs(),
             prompt_logprobs,
-            _where(self.failed, self.rows) + _where(self.prefill_failed, self.prefill_rows),
+            _where(failed, rows) + _where(self.prefill_failed, self.prefill_rows),
             self.mode,
             self.num_padding_tokens,
         )
 
-    def _logprobs(self) -> dict[int, TokenLogprobs]:
+    def _logprobs(self) -> dict[int, list[TokenLogprobs]]:
         if self.logprobs is None:
             return {}
-        entries = zip(self.num_logprobs.items(), self.logprobs.entries(), strict=True)
-        return {row: _first(entry, count) for (row, count), entry in entries}
+        counted = self.counted.tolist() if self.counted is not None else None
+        by_row: dict[int, list[TokenLogprobs]] = {}
+        for (place, count), entry in zip(self.num_logprobs.items(), self.logprobs.entries(), strict=True):
+            if counted is None or counted[place]:
+                by_row.setdefault(self.rows[place], []).append(_first(entry, count))
+        return by_row
 
 
 def _where(flags: Tensor | None, rows: list[int]) -> list[int]:
@@ -139,9 +148,10 @@ def pending_step(
     logprobs = sampled.logprobs if sampled is not None else None
     return PendingStep(
         scheduler_output.step,
-        [r.row for r in scheduler_output.requests if r.samples],
+        sampled.rows if sampled is not None else [],
         token_ids=to_host(sampled.token_ids) if sampled is not None else None,
         failed=to_host(sampled.nan_rows) if sampled is not None else None,
+        counted=to_host(sampled.counted) if sampled is not None and sampled.counted is not None else None,
         num_logprobs=sampled.num_logprobs if sampled is not None else {},
         logprobs=HostLogprobs.fetch(logprobs) if logprobs is not None else None,
         prompt_logprobs=dict(prompt_logprobs or {}),

@@ -47,6 +47,10 @@ class BadWords:
     last: Tensor
     recent: Tensor
 
+    def after(self, token_ids: Tensor) -> BadWords:
+        """As they are when ``token_ids [N]`` have been generated."""
+        return BadWords(self.prefixes, self.last, torch.cat([self.recent, token_ids])[len(token_ids) :])
+
     def blocked(self) -> Tensor:
         """``[B]`` bool: which of ``last`` must not come next."""
         return ((self.prefixes == self.recent) | (self.prefixes == NOTHING)).all(-1)
@@ -124,16 +128,18 @@ class SamplingInputs:
             self._ints(recent),
         )
 
-    def record(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor) -> None:
-        """Add the sampled ``token_ids [N]`` to the histories of their rows."""
+    def record(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor, counted: Tensor | None = None) -> None:
+        """Add the sampled ``token_ids [M]`` to the histories of their rows, if ``counted [M]`` says so (None: all)."""
         if not self._counts and not self._bad_words:
             return
         for i, request in enumerate(sampled):
             counts, words = self._counts.get(request.row), self._bad_words.get(request.row)
             if counts is not None:
-                counts.output.index_add_(0, token_ids[i : i + 1], torch.ones_like(counts.output[:1]))
+                times = torch.ones_like(counts.output[:1]) if counted is None else counted[i : i + 1].to(torch.int32)
+                counts.output.index_add_(0, token_ids[i : i + 1], times)
             if words is not None:
-                words.recent = torch.cat([words.recent[1:], token_ids[i : i + 1]])
+                recent = torch.cat([words.recent[1:], token_ids[i : i + 1]])
+                words.recent = recent if counted is None else torch.where(counted[i], recent, words.recent)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -150,10 +156,12 @@ class SamplingInputs:
         return [i for i, request in enumerate(sampled) if request.row in edits]
 
     def num_logprobs(self, sampled: Sequence[ScheduledRequest]) -> dict[int, int]:
-        """Of the rows that want log probabilities: row -> how many alternatives (0: of the sampled token alone)."""
-        if not self._num_logprobs:
+        """Of the rows that want log probabilities: place in ``sampled`` -> how many alternatives (0: of the token
+        alone)."""
+        table = self._num_logprobs
+        if not table:
             return {}
-        return {request.row: n for request in sampled if (n := self._num_logprobs.get(request.row)) is not None}
+        return {i: n for i, request in enumerate(sampled) if (n := table.get(request.row)) is not None}
 
     def plain(self, sampled: Sequence[ScheduledRequest], rows: SampleRows) -> SamplingBatch:
         """The sampling batch of the requests that sample, in order, without edits; ``rows`` are their parameters on the
@@ -181,7 +189,7 @@ class SamplingInputs:
         )
 
     def _penalties(self, sampled: Sequence[ScheduledRequest], params: list[RowSampling]) -> Penalties | None:
-        rows = [self._counts.get(r.row) for r in sampled]
+        rows = [self._with_drafts(self._counts.get(r.row), r.draft_token_ids) for r in sampled]
         if not any(rows):
             return None
         none = Counts(
@@ -196,6 +204,13 @@ class SamplingInputs:
             output_counts=torch.stack([c.output for c in counts]),
             prompt_mask=torch.stack([c.prompt for c in counts]),
         )
+
+    def _with_drafts(self, counts: Counts | None, drafts: list[int]) -> Counts | None:
+        """As they are when ``drafts`` have been generated."""
+        if counts is None or not drafts:
+            return counts
+        times = torch.ones(len(drafts), dtype=torch.int32, device=self._device)
+        return Counts(counts.output.index_add(0, self._ints(drafts), times), counts.prompt)
 
     def _bias(self, params: list[RowSampling]) -> LogitBias | None:
         entries = [(i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
@@ -226,7 +241,8 @@ class SamplingInputs:
             if words is not None:
                 rows += [i] * len(words.last)
                 tokens.append(words.last)
-                active.append(words.blocked())
+                drafts = request.draft_token_ids
+                active.append((words.after(self._ints(drafts)) if drafts else words).blocked())
         if not rows:
             return None
         return BlockedTokens(self._ints(rows), torch.cat(tokens), torch.cat(active))

@@ -36,6 +36,7 @@ from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_sampler import StepSampler
+from weft.speculation.acceptance import sampled_positions
 
 
 class StepRunner:
@@ -82,6 +83,7 @@ class StepRunner:
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=plan.max_num_seqs,
             chunk_sizes=spec.chunk_sizes,
+            num_drafts=config.num_drafts,
             device=device,
         )
         sampler = Sampler(backend)
@@ -122,7 +124,7 @@ class StepRunner:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
         self.prepare(scheduler_output)
         self._sampling.set_processors(processors)
-        sampled = [r for r in scheduler_output.requests if r.samples]
+        sampled = sampled_positions(scheduler_output.requests)
         shape = self.builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
         if choice.mode is GraphMode.FULL and shape.is_decode:

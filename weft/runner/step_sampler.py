@@ -18,21 +18,26 @@ from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
+from weft.speculation.acceptance import NO_DRAFT, accept
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What N sequences sampled.
+    """What was sampled at M positions.
 
     Attributes:
-        token_ids: ``[N]`` int64.
-        nan_rows: ``[N]`` bool, as in ``SamplerOutput``.
-        num_logprobs: row -> how many alternatives it asked for.
-        logprobs: of the rows in ``num_logprobs``, in that order; of the model's own distribution, before any edit.
+        rows: whose they are, in order; a row with drafts has several.
+        token_ids: ``[M]`` int64.
+        nan_rows: ``[M]`` bool, as in ``SamplerOutput``.
+        counted: ``[M]`` bool, whether the token is the sequence's; None if all are, because there were no drafts.
+        num_logprobs: place among the M -> how many alternatives its row asked for.
+        logprobs: of the places in ``num_logprobs``, in that order; of the model's own distribution, before any edit.
     """
 
+    rows: list[int]
     token_ids: Tensor
     nan_rows: Tensor
+    counted: Tensor | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
     logprobs: Logprobs | None = None
 
@@ -46,10 +51,10 @@ class StepSampler:
     def __call__(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SamplerOutput | None = None
     ) -> SampledTokens:
-        """One token for each of the N requests ``sampled``.
+        """One token for each of ``sampled``, from ``sampled_positions``.
 
         Args:
-            logits: ``[N or more, V]``, rows in the order of ``sampled``.
+            logits: ``[M or more, V]``, rows in the order of ``sampled``.
             replayed: what a graph has sampled of these logits, without edits, and remembered.
         """
         count, edited = len(sampled), self._inputs.edited(sampled)
@@ -58,16 +63,30 @@ class StepSampler:
         else:
             result = self._sample(logits[:count], sampled, edited, replayed)
             token_ids, nan_rows = result.token_ids, result.nan_rows
-        self._inputs.record(sampled, token_ids)
-        wanted = self._inputs.num_logprobs(sampled)
+        counted = self._accept_drafts(sampled, token_ids)
+        self._inputs.record(sampled, token_ids, counted)
+        rows, wanted = [request.row for request in sampled], self._inputs.num_logprobs(sampled)
         if not wanted:
-            return SampledTokens(token_ids, nan_rows)
+            return SampledTokens(rows, token_ids, nan_rows, counted)
         top_n = max(wanted.values())
         if len(wanted) == count:
-            return SampledTokens(token_ids, nan_rows, wanted, logprobs_of(logits[:count], token_ids, top_n))
-        places = self._places([i for i, request in enumerate(sampled) if request.row in wanted])
-        logprobs = logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
-        return SampledTokens(token_ids, nan_rows, wanted, logprobs)
+            logprobs = logprobs_of(logits[:count], token_ids, top_n)
+        else:
+            places = self._places(list(wanted))
+            logprobs = logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
+        return SampledTokens(rows, token_ids, nan_rows, counted, wanted, logprobs)
+
+    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor) -> Tensor | None:
+        """Which of ``token_ids [M]`` count, ``[M]`` bool; each row's last one is remembered. None without drafts."""
+        if not any(request.draft_token_ids for request in sampled):
+            return None
+        following = [after.draft_token_ids[-1:] for after in sampled[1:]] + [[]]
+        drafts = [draft[0] if draft else NO_DRAFT for draft in following]
+        first = [i for i, request in enumerate(sampled) if not request.draft_token_ids]
+        acceptance = accept(token_ids, self._places(drafts), self._places(first))
+        rows = self._places([sampled[i].row for i in first])
+        self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
+        return acceptance.counted
 
     def _sample(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], edited: list[int], replayed: SamplerOutput | None
@@ -91,5 +110,5 @@ class StepSampler:
         self._rows.set_last_tokens(samples.rows, result.token_ids)
         return result
 
-    def _places(self, indices: list[int]) -> Tensor:
+    def _places(self, indices: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(indices, dtype=torch.int64), self._rows.last_token.device)

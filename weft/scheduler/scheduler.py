@@ -38,6 +38,7 @@ from weft.cache.radix_tree import Tokens, as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
+from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -70,12 +71,22 @@ class Lookup:
     awaited: Running | None = None
 
 
-class Launched(NamedTuple):
-    """One request's part of a launched step: whether it samples, and the tokens fed once it is done."""
+class Planned(NamedTuple):
+    """One request's part of the next step: so many tokens, the drafts included."""
 
     running: Running
-    samples: bool
     num_tokens: int
+    drafts: list[int]
+
+
+class Launched(NamedTuple):
+    """One request's part of a launched step: the tokens that it may sample, and those fed once it is done; of both,
+    how many wait for their drafts to be accepted."""
+
+    running: Running
+    num_samples: int
+    num_tokens: int
+    num_drafts: int
 
 
 class Scheduler:
@@ -88,11 +99,13 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: SchedulePolicy = "fcfs",
+        drafts: DraftPlanner | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode in one step"
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy: SchedulePolicy = policy
+        self.drafts = drafts
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._waiting = WaitingQueue(policy)
         self._running: list[Running] = []
@@ -113,6 +126,8 @@ class Scheduler:
         assert request.request_id not in self._by_id, f"request id {request.request_id} is already in use"
         assert request.num_prompt_tokens + request.max_tokens - 1 <= self.manager.max_tokens, "request can never fit"
         self._by_id[request.request_id] = request
+        if self.drafts is not None:
+            request.no_drafts_because = refusal(request)
         self._waiting.push(request)
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
@@ -145,12 +160,13 @@ class Scheduler:
             num_running=len(self._running),
             num_preemptions=self._num_preemptions,
             num_stalls=self._num_stalls,
+            **(self.drafts.stats() if self.drafts is not None else {}),
             **asdict(self.manager.stats()),
         )
 
     def sampling_requests(self, step: int) -> list[tuple[int, Request]]:
         """Rows and requests that sample in a launched step."""
-        return [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
+        return [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.num_samples]
 
     # -- a step goes out -----------------------------------------------------------------------------------------
 
@@ -161,20 +177,22 @@ class Scheduler:
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
         if self._num_preemptions == preempted_before:
+            if self.drafts is not None:
+                planned, budget = self._plan_drafts(self.drafts, planned, budget)
             self._plan_waiting(planned, budget)
         if not planned:
             return None
         return self._launch(planned)
 
-    def _plan_running(self) -> tuple[list[tuple[Running, int]], int]:
+    def _plan_running(self) -> tuple[list[Planned], int]:
         """Tokens for each running request; decodes and prefill chunks alike. Returns the plan and the budget left."""
-        planned: list[tuple[Running, int]] = []
+        planned: list[Planned] = []
         budget, page_size = self.max_num_batched_tokens, self.manager.spec.page_size
         all_wanted = [running.request.num_tokens_to_compute for running in self._running]
         decoding = all_wanted.count(1)
         for running, wanted in zip(list(self._running), all_wanted, strict=True):
             request = running.request
-            is_due = request.num_pending == 0 or not request.samples_by_history
+            is_due = request.num_pending == 0 or not (self.drafts is not None or request.samples_by_history)
             if request.status is not RequestStatus.RUNNING or request.will_be_full or not is_due:
                 continue  # preempted just now for an earlier one, or its last token is on its way
             is_decode = wanted == 1
@@ -187,8 +205,18 @@ class Scheduler:
                 continue
             decoding -= is_decode
             budget -= num_tokens
-            planned.append((running, num_tokens))
+            planned.append(Planned(running, num_tokens, []))
         return planned, budget
+
+    def _plan_drafts(self, planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
+        """Drafts for the decoding requests of a plan, from what pages, slots and budget are left."""
+        with_drafts = []
+        for running, num_tokens, _ in planned:
+            is_decode = running.request.num_tokens_to_compute == 1
+            drafts = planner.plan(running.request, running.lease, budget) if is_decode else []
+            budget -= len(drafts)
+            with_drafts.append(Planned(running, num_tokens + len(drafts), drafts))
+        return with_drafts, budget
 
     def _grow(self, running: Running, num_tokens: int) -> bool:
         """Pages for ``num_tokens`` tokens in all, if need be by preempting others."""
@@ -233,7 +261,7 @@ class Scheduler:
                 )  # fmt: skip
         request.progress_when_preempted = self._num_new_tokens
 
-    def _plan_waiting(self, planned: list[tuple[Running, int]], budget: int) -> None:
+    def _plan_waiting(self, planned: list[Planned], budget: int) -> None:
         """Admit waiting requests in order while everything they need is there; stop at the first that does not fit."""
         for request in self._candidates() if self._free_rows else ():
             if self._awaits_prefill(request):
@@ -260,7 +288,7 @@ class Scheduler:
             pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
-            planned.append((running, num_tokens))
+            planned.append(Planned(running, num_tokens, []))
 
     def _candidates(self) -> list[Request]:
         """Waiting requests in the order in which they are tried."""
@@ -307,14 +335,16 @@ class Scheduler:
         self._running.sort(key=lambda r: sort_key(self.policy, r.request))
         return running
 
-    def _launch(self, planned: list[tuple[Running, int]]) -> SchedulerOutput:
+    def _launch(self, planned: list[Planned]) -> SchedulerOutput:
         """Turn the plan into a scheduler output and count its tokens as fed."""
         self._step += 1
-        starting = [running for running, _ in planned if not running.announced]
-        scheduled = [(running, self._schedule(running, num_tokens)) for running, num_tokens in planned]
+        starting = [plan.running for plan in planned if not plan.running.announced]
+        scheduled = [(plan.running, self._schedule(*plan)) for plan in planned]
         if not all(entry.is_decode for _, entry in scheduled):
             scheduled.sort(key=lambda pair: not pair[1].is_decode)
-        self._launched[self._step] = [Launched(r, e.samples, e.start + e.num_tokens) for r, e in scheduled]
+        self._launched[self._step] = [
+            Launched(r, e.num_samples, e.start + e.num_tokens, len(e.draft_token_ids)) for r, e in scheduled
+        ]
         finished_rows, self._finished_rows = self._finished_rows, []
         return SchedulerOutput(
             self._step,
@@ -330,22 +360,23 @@ class Scheduler:
         request = running.request
         return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling)
 
-    def _schedule(self, running: Running, num_tokens: int) -> ScheduledRequest:
+    def _schedule(self, running: Running, num_tokens: int, drafts: list[int]) -> ScheduledRequest:
         request, lease = running.request, running.lease
         start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens
+        known_end = start + num_tokens - len(drafts)
+        samples = known_end == request.num_tokens
         new_pages = lease.pages[running.num_pages_sent :]
         running.num_pages_sent = len(lease.pages)
         running.in_flight += 1
-        request.num_computed_tokens = end = start + num_tokens
-        if end > request.max_computed_tokens:
-            self._num_new_tokens += end - request.max_computed_tokens
-            request.max_computed_tokens = end
-        request.num_pending += samples
-        checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens)
+        request.num_computed_tokens = start + num_tokens
+        if known_end > request.max_computed_tokens:
+            self._num_new_tokens += known_end - request.max_computed_tokens
+            request.max_computed_tokens = known_end
+        request.num_pending += samples + len(drafts)
+        checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, len(drafts))
         self.manager.commit(lease, request.num_computed_tokens)
         return ScheduledRequest(
-            running.row, start, num_tokens, new_pages, lease.state_slot, samples, checkpoints, lease.write_start
+            running.row, start, num_tokens, new_pages, lease.state_slot, samples, checkpoints, lease.write_start, drafts
         )
 
     # -- a step's results come in --------------------------------------------------------------------------------
@@ -356,31 +387,42 @@ class Scheduler:
         Returns:
             The requests that got a token or ended by it. Tokens of requests that had ended meanwhile are dropped.
         """
-        results = dict(zip(output.rows, output.token_ids, strict=True))
+        results: dict[int, list[int]] = {}
+        for row, token_id in zip(output.rows, output.token_ids, strict=True):
+            results.setdefault(row, []).append(token_id)
         changed: list[Request] = []
         for launched in self._launched.pop(output.step):
-            running, samples = launched.running, launched.samples
+            running, request = launched.running, launched.running.request
             running.in_flight -= 1
-            request = running.request
+            request.num_pending -= launched.num_samples
+            tokens = results.get(running.row, [])
             if running.row in output.failed_rows:
                 running.failed = True
             elif not running.failed:
                 self.manager.confirm(running.lease, launched.num_tokens)
+            if launched.num_drafts:
+                self._settle(launched, num_accepted=max(0, len(tokens) - 1))
             if request.finish_reason is not None:
-                request.num_pending -= samples
                 self._give_back_if_idle(running)
                 continue
             request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
             if running.row in output.failed_rows:
-                request.num_pending -= samples
                 request.finish_reason = "error"
-            elif samples:
-                request.append(results[running.row], output.logprobs.get(running.row))
+            else:
+                request.extend(tokens, output.logprobs.get(running.row, ()))
             if request.finish_reason is not None:
                 self._leave(running)
-            if samples or request.finish_reason is not None:
+            if launched.num_samples or request.finish_reason is not None:
                 changed.append(request)
         return changed
+
+    def _settle(self, launched: Launched, num_accepted: int) -> None:
+        """Drafts were verified: what was fed after the accepted ones does not count."""
+        assert self.drafts is not None
+        request = launched.running.request
+        request.num_computed_tokens -= launched.num_drafts - num_accepted
+        self.manager.settle(launched.running.lease, request.num_computed_tokens)
+        self.drafts.verified(request, launched.num_drafts, num_accepted)
 
     def _leave(self, running: Running) -> None:
         """A running request has ended; what it holds goes back as soon as no launched step uses it."""
@@ -403,6 +445,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.times.finished = time.monotonic()
         del self._by_id[request.request_id]
+        if self.drafts is not None:
+            self.drafts.proposer.forget(request.request_id)
 
     # -- invariants ----------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 from weft.engine.async_engine import ResponseStream
 from weft.server.service import Service
 from weft.server.tallies import COUNTERS, HISTOGRAMS, Counts, Tally
+from weft.stats import EngineStats
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
@@ -118,6 +119,8 @@ class _EngineCollector(Collector):
         yield _gauge("vllm:kv_cache_usage_perc", "share of KV pages that requests hold, 1 is all", used, labels)
         yield _counter("vllm:num_preemptions", "requests preempted", stats.num_preemptions, labels)
         yield _counter("weft:stalls", "preemptions without progress since the last", stats.num_stalls, labels)
+        if service.config.speculative_config is not None:
+            yield from _drafts(stats, labels)
         yield _gauge("weft:kv_pages", "KV pages in all", pages, labels)
         yield _gauge("weft:kv_pages_free", "KV pages that hold nothing", stats.num_free_pages, labels)
         yield _gauge("weft:kv_pages_cached", "KV pages kept for reuse only", stats.num_evictable_pages, labels)
@@ -140,6 +143,19 @@ class _EngineCollector(Collector):
         graphs = {"mode": service.config.cuda_graph_mode, "profile": profile}
         yield _gauge("weft:graph_profile_info", "1; how batches are assigned to graphs", 1.0, labels | graphs)
         yield _gauge("weft:open_completions", "completions accepted and not ended", service.admission.num_open, labels)
+
+
+def _drafts(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:
+    """Speculative decoding, under vLLM's names."""
+    name = "vllm:spec_decode_num"
+    tokens, accepted = stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
+    yield _counter(
+        f"{name}_drafts", "how often drafts of a request were verified", stats.spec_decode_num_drafts, labels
+    )
+    yield _counter(f"{name}_draft_tokens", "tokens drafted", tokens, labels)
+    yield _counter(f"{name}_accepted_tokens", "drafted tokens accepted", accepted, labels)
+    by_position = stats.spec_decode_num_accepted_tokens_per_pos
+    yield _counters(f"{name}_accepted_tokens_per_pos", "the same, by place", "position", by_position, labels)
 
 
 def _gauge(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> GaugeMetricFamily:

@@ -1,0 +1,61 @@
+"""``speculative_config``: vLLM's keys, SGLang's names for them, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from weft.config import resolve
+from weft.config.speculation import SpeculativeConfig, parse_speculative_config
+from weft.errors import ConfigError
+
+
+def test_keys_defaults_and_reasons() -> None:
+    config = resolve(speculative_config='{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}')
+    assert config.speculative_config == SpeculativeConfig("ngram", 3, 5, 5) and config.num_drafts == 3
+    assert "3 drafts" in config.reasons["speculative_config"] and not config.enable_overlap
+    assert "drafts" in config.reasons["enable_overlap"]
+    assert resolve(speculative_config={"method": "ngram"}, enable_overlap=True).enable_overlap
+    assert pickle.loads(pickle.dumps(config)) == config
+    off = resolve()
+    assert off.speculative_config is None and off.num_drafts == 0 and "off" in off.reasons["speculative_config"]
+    assert parse_speculative_config({"method": "ngram"}) == SpeculativeConfig("ngram", 4, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"algorithm": "NGRAM", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4},
+        {"algorithm": "NGRAM", "num_draft_tokens": 4},
+        {"method": "ngram", "num_speculative_tokens": 3},
+    ],
+)
+def test_names_of_another_engine(given: dict[str, Any]) -> None:
+    assert parse_speculative_config(given) == SpeculativeConfig("ngram", 3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{", "no JSON"),
+        ("3", "no mapping"),
+        ({}, "names no method"),
+        ({"method": "eagle"}, "allowed: ngram"),
+        ({"method": "magic"}, "not known"),
+        ({"method": "ngram", "model": "x"}, "unknown key 'model'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "allowed: 1 to 16"),
+        ({"method": "ngram", "num_speculative_tokens": 17}, "allowed: 1 to 16"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "not an integer"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "not an integer"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "is more than"),
+        ({"algorithm": "ngram", "eagle_topk": 2}, "no tree"),
+        ({"algorithm": "ngram", "num_steps": 3, "num_draft_tokens": 3}, "not one more"),
+        ({"algorithm": "ngram", "num_draft_tokens": "many"}, "not an integer"),
+        ({"algorithm": "ngram", "method": "ngram"}, "one thing twice"),
+    ],
+)
+def test_refusals(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve(speculative_config=given)

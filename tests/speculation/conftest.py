@@ -1,0 +1,47 @@
+"""Engines that speculate, beside ones that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_checkpoint
+from weft import LLM, CompletionOutput, SamplingParams
+
+MAX_DRAFTS = 4
+CONFIG = {"method": "ngram", "num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+Outputs = dict[tuple[tuple[int, ...], int], list[int]]
+
+
+@dataclass
+class Case:
+    """Prompts with their parameters; each has a seed of its own."""
+
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]
+
+    def run(self, llm: LLM) -> list[CompletionOutput]:
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in self.prompts]
+        return [output.outputs[0] for output in llm.generate(prompts, list(self.params), use_tqdm=False)]
+
+    def known(self, completions: Sequence[CompletionOutput]) -> Outputs:
+        """What ``tests.drafters.FromOutputs`` reads."""
+        pairs = zip(self.prompts, self.params, completions, strict=True)
+        return {(tuple(prompt), params.seed or 0): list(done.token_ids) for prompt, params, done in pairs}
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folders: dict[str, Path] = {}
+
+    def get(arch: str) -> Path:
+        if arch not in folders:
+            folders[arch] = make_checkpoint(arch, tmp_path_factory.mktemp(arch), with_tokenizer=True)
+        return folders[arch]
+
+    return get

@@ -1,0 +1,115 @@
+"""Acceptance: which drafts count, and that what is emitted keeps the distribution of sampling without drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from weft.messages import ScheduledRequest
+from weft.ops.backend import Backend
+from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
+from weft.speculation.acceptance import NO_DRAFT, accept, sampled_positions
+
+DRAWS = 100_000
+CHI_SQUARE = {3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
+"""Quantile 1 - 1e-4 by degrees of freedom."""
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_counts_the_leading_drafts_that_were_sampled(seed: int) -> None:
+    rng = random.Random(seed)
+    sampled, drafts, first, counted, accepted = [], [], [], [], []
+    for _ in range(rng.randint(1, 6)):
+        count = rng.randint(0, 5)
+        first.append(len(sampled))
+        tokens = [rng.randrange(3) for _ in range(count + 1)]
+        guesses = [rng.randrange(3) for _ in range(count)]
+        right = next((i for i in range(count) if tokens[i] != guesses[i]), count)
+        sampled += tokens
+        drafts += [*guesses, NO_DRAFT]
+        counted += [i <= right for i in range(count + 1)]
+        accepted.append(right)
+    found = accept(*(torch.tensor(values) for values in (sampled, drafts, first)))
+    assert found.num_accepted.tolist() == accepted and found.counted.tolist() == counted
+    assert found.last.tolist() == [f + a for f, a in zip(first, accepted, strict=True)]
+
+
+def test_a_position_sees_only_the_drafts_before_it() -> None:
+    plain = ScheduledRequest(3, 10, 1, [], 1, True)
+    prefill = ScheduledRequest(4, 0, 8, [], 2, False)
+    drafting = ScheduledRequest(5, 20, 3, [], 3, True, draft_token_ids=[7, 8])
+    positions = sampled_positions([plain, prefill, drafting])
+    assert [(p.row, p.start + p.num_tokens, p.draft_token_ids) for p in positions] == [
+        (3, 11, []), (5, 21, []), (5, 22, [7]), (5, 23, [7, 8]),
+    ]  # fmt: skip
+
+
+OPTIONS = {
+    "plain": (1.0, 0, 1.0, 0.0),
+    "cold": (0.5, 0, 1.0, 0.0),
+    "hot": (1.7, 0, 1.0, 0.0),
+    "top-k": (1.0, 4, 1.0, 0.0),
+    "top-p": (1.0, 0, 0.8, 0.0),
+    "min-p": (1.0, 0, 1.0, 0.2),
+    "all": (0.8, 6, 0.95, 0.05),
+}
+
+
+@pytest.mark.parametrize("draft", [0, 2, 6])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_distribution(option: str, draft: int) -> None:
+    """One request per draw, with a seed of its own and one draft: the first token is distributed as without drafts, the
+    draft is accepted with its probability, and the token after an accepted draft is distributed as behind it."""
+    temperature, top_k, top_p, min_p = OPTIONS[option]
+    logits = torch.tensor([[2.0, 1.4, 1.2, 0.3, 0.0, -0.5, -1.0, -1.5], [0.0, 0.5, -0.7, 1.0, 0.2, -2.0, 0.4, 1.1]])
+    probabilities = _filtered(logits, temperature, top_k, top_p, min_p)
+    seeds = torch.arange(DRAWS) * 2654435761 + 12345
+    tokens = sample(
+        logits.repeat(DRAWS, 1),
+        *(torch.full((2 * DRAWS,), value) for value in (temperature, top_k, top_p, min_p)),
+        seeds.repeat_interleave(2),
+        torch.tensor([5, 6]).repeat(DRAWS),
+        all_greedy=False,
+        candidates=filter_candidates([top_k], [top_p], 8),
+        uses_min_p=min_p > 0,
+        backend=Backend.TORCH,
+    )
+    acceptance = accept(tokens, torch.tensor([draft, NO_DRAFT]).repeat(DRAWS), 2 * torch.arange(DRAWS))
+    first, second = tokens.view(DRAWS, 2).unbind(1)
+    accepted = acceptance.num_accepted == 1
+    assert torch.equal(accepted, first == draft)
+    assert _chi_square(first, probabilities[0]) < _limit(probabilities[0])
+    if float(probabilities[0][draft]) > 0:
+        assert _chi_square(second[accepted], probabilities[1]) < _limit(probabilities[1])
+    else:
+        assert not accepted.any()
+    without = probabilities[0].clone()
+    without[draft] = 0  # rejection: from p without the draft, renormalised
+    assert _chi_square(first[~accepted], without / without.sum()) < _limit(without)
+
+
+def _filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    rows = logits.shape[0]
+    scaled = apply_top_k_top_p_min_p_(
+        logits / temperature,
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p),
+        torch.full((rows,), min_p) if min_p else None,
+        candidates=filter_candidates([top_k], [top_p], logits.shape[1]),
+    )
+    return scaled.softmax(-1)
+
+
+def _chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
+    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
+    expected = probabilities.double() * len(tokens)
+    assert float(counts[expected == 0].sum()) == 0, "a filtered token was emitted"
+    possible = expected > 0
+    return float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+
+
+def _limit(probabilities: torch.Tensor) -> float:
+    freedom = int((probabilities > 0).sum()) - 1
+    return CHI_SQUARE.get(freedom, 18.5)

@@ -1,0 +1,117 @@
+"""Whatever is drafted, the tokens are those of plain decoding, and so are log probabilities, ends and texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.drafters import FromOutputs, Random, install
+from tests.engine.conftest import assert_idle
+from tests.speculation.conftest import CONFIG, MAX_DRAFTS, Case
+from weft import LLM, SamplingParams
+from weft.config.speculation import SpeculativeConfig
+from weft.speculation.ngram import NgramProposer
+from weft.speculation.planner import Proposer
+
+ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Lfm2ForCausalLM"]
+NGRAM = SpeculativeConfig("ngram", MAX_DRAFTS, 1, 3)
+
+Engines = tuple[LLM, LLM]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def engines(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Iterator[Engines]:
+    """Without and with drafts; chunks of at most 24 tokens, so that prefills, decodes and drafts share steps."""
+    settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "page_size": 4}
+    folder = str(folder_of(request.param))
+    with LLM(folder, **settings) as plain, LLM(folder, speculative_config=CONFIG, **settings) as drafting:
+        yield plain, drafting
+        assert_idle(drafting)
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    texts = [[rng.randrange(3, 200) for _ in range(rng.choice([1, 3, 9, 30, 65]))] for _ in range(count)]
+    return [text * rng.choice([1, 2]) for text in texts]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
+@pytest.mark.parametrize("drafter", ["ngram", "right", "wrong", "wrong at 1", "wrong now and then", "random"])
+def test_greedy(engines: Engines, drafter: str, num_drafts: int) -> None:
+    plain, drafting = engines
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, seed=n) for n in (1, 2, 13, 24, 24, 7)]
+    case = Case(prompts(6, seed=num_drafts), params)
+    expected = case.run(plain)
+    known, rng = case.known(expected), random.Random(num_drafts)
+    proposers: dict[str, Proposer] = {
+        "ngram": NgramProposer(NGRAM.prompt_lookup_min, NGRAM.prompt_lookup_max),
+        "right": FromOutputs(known),
+        "wrong": FromOutputs(known, lambda place, rng: True),
+        "wrong at 1": FromOutputs(known, lambda place, rng: place == 1),
+        "wrong now and then": FromOutputs(known, lambda place, rng: rng.random() < 0.3, rng),
+        "random": Random(rng),
+    }
+    install(drafting, proposers[drafter], num_drafts)
+    before = drafting.stats()
+    found = case.run(drafting)
+    stats = drafting.stats()
+    assert [f.token_ids for f in found] == [e.token_ids for e in expected]
+    drafted = stats.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
+    accepted = stats.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+    assert drafted > 0 and (accepted == drafted if drafter == "right" else accepted <= drafted)
+    assert accepted == 0 or drafter != "wrong"
+    if drafter == "right":  # a step for every K + 1 tokens, but for the first token, which the prefill samples
+        assert accepted >= sum(n - 1 - -(-(n - 1) // (num_drafts + 1)) for n in (13, 24, 24, 7))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sampled": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "hot": {"temperature": 1.5},
+    "penalties": {"temperature": 0.6, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+    "bias": {"temperature": 0.7, "logit_bias": {5: 4.0, 9: -5.0}, "allowed_token_ids": list(range(3, 90))},
+    "bad words": {"temperature": 0, "bad_words": ["e", "ab", "the", "in"]},
+    "min tokens": {"temperature": 1.0, "min_tokens": 9, "ignore_eos": False, "logit_bias": {2: 8.0}},
+    "stop ids": {"temperature": 1.0, "stop_token_ids": list(range(3, 40))},
+    "stop string": {"temperature": 1.0, "stop": ["a", "e", "o"]},
+    "log probabilities": {"temperature": 0.9, "logprobs": 3, "prompt_logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(engines: Engines, option: str) -> None:
+    """Every sampling parameter acts at the position where it belongs, with its counts and its random numbers."""
+    plain, drafting = engines
+    values = {"max_tokens": 20, "ignore_eos": True} | OPTIONS[option]
+    case = Case(prompts(4, seed=len(option)), [SamplingParams(**values, seed=s) for s in range(1, 5)])
+    expected = case.run(plain)
+    endless = [SamplingParams(**(values | {"stop": None, "stop_token_ids": None}), seed=s) for s in range(1, 5)]
+    longer = Case(case.prompts, endless)
+    known = longer.known(longer.run(plain))  # drafts go past the end
+    install(drafting, FromOutputs(known, lambda place, rng: rng.random() < 0.15), MAX_DRAFTS)
+    before = drafting.stats().spec_decode_num_accepted_tokens
+    found = case.run(drafting)
+    assert drafting.stats().spec_decode_num_accepted_tokens > before, "nothing was accepted"
+    for f, e in zip(found, expected, strict=True):
+        assert (f.token_ids, f.text) == (e.token_ids, e.text)
+        assert (f.finish_reason, f.stop_reason) == (e.finish_reason, e.stop_reason)
+        assert (f.logprobs is None) == (e.logprobs is None)
+        for a, b in zip(f.logprobs or [], e.logprobs or [], strict=True):
+            assert a.keys() == b.keys() and all(abs(a[t].logprob - b[t].logprob) < 1e-4 for t in a)
+
+
+def test_drafts_take_no_room_from_others(engines: Engines) -> None:
+    """Where the budget is short, drafts are what is left out: every running request gets a token in each step."""
+    plain, drafting = engines
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=s) for s in range(4)]
+    case = Case(prompts(4, seed=9), params)
+    expected = case.run(plain)
+    install(drafting, FromOutputs(case.known(expected)), MAX_DRAFTS)
+    drafting._core.scheduler.max_num_batched_tokens = 6
+    try:
+        assert [f.token_ids for f in case.run(drafting)] == [e.token_ids for e in expected]
+    finally:
+        drafting._core.scheduler.max_num_batched_tokens = 24

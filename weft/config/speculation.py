@@ -1,0 +1,132 @@
+"""Speculative decoding as a setting: which tokens are drafted, and how many of them a step verifies.
+
+Job: read ``speculative_config`` in vLLM's keys, and what SGLang's flags mean in them; choose what was left open. Owns:
+the keys, their limits and defaults. Does not know: how a draft is made or verified.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weft.errors import ConfigError
+
+Method = Literal["ngram"]
+
+NAME = "speculative_config"
+MAX_DRAFTS = 16
+"""Tokens drafted per step at most: every one costs a state slot per running request."""
+
+_METHODS: Mapping[str, Method] = {"ngram": "ngram"}
+_LATER = ("mtp", "nextn", "qwen3_next_mtp", "qwen3_5_mtp", "eagle", "eagle3", "draft_model", "medusa", "suffix")
+_DEFAULT_TOKENS, _DEFAULT_LOOKUP = 4, (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """What to draft.
+
+    Attributes:
+        method: ``ngram``: what followed the latest earlier occurrence of the sequence's longest known suffix.
+        num_speculative_tokens: most tokens that are drafted, and so verified besides the last one, in a step.
+        prompt_lookup_min, prompt_lookup_max: tokens of a suffix that is looked up.
+    """
+
+    method: Method
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+
+    def __str__(self) -> str:
+        lookup = f"suffixes of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
+        return f"{self.method}, {self.num_speculative_tokens} tokens, {lookup}"
+
+
+def parse_speculative_config(value: Any) -> SpeculativeConfig:
+    """The setting, from a mapping or its JSON text.
+
+    Raises:
+        ConfigError: an unknown key or method, or a number out of range.
+    """
+    if isinstance(value, SpeculativeConfig):
+        return value
+    keys = _without_sglang_names(_mapping(value))
+    unknown = sorted(keys.keys() - _KEYS)
+    if unknown:
+        raise ConfigError(f"{NAME} has the unknown key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
+    method = _method(keys.get("method"))
+    tokens = _integer(keys, "num_speculative_tokens", MAX_DRAFTS)
+    low, high = (_integer(keys, key, None) for key in ("prompt_lookup_min", "prompt_lookup_max"))
+    if low is None and high is None:
+        low, high = _DEFAULT_LOOKUP
+    low, high = low or high, high or low
+    assert low is not None and high is not None
+    if low > high:
+        raise ConfigError(f"{NAME}: prompt_lookup_min={low} is more than prompt_lookup_max={high}")
+    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS, low, high)
+
+
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_SGLANG_KEYS = {
+    "algorithm": "method",
+    "num_steps": "num_speculative_tokens",
+    "ngram_min_match_window_size": "prompt_lookup_min",
+    "ngram_max_match_window_size": "prompt_lookup_max",
+}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{NAME}={value!r} is no JSON ({error}); {_EXAMPLE}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{NAME}={value!r} is no mapping; {_EXAMPLE}")
+    return value
+
+
+_EXAMPLE = """give for example '{"method": "ngram", "num_speculative_tokens": 4}'"""
+
+
+def _without_sglang_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's keys for those of SGLang's flags (``--speculative-num-steps``: ``num_steps``)."""
+    keys = {_SGLANG_KEYS.get(key, key): value for key, value in given.items()}
+    if len(keys) < len(given):
+        raise ConfigError(f"{NAME}: {', '.join(map(repr, given))} name one thing twice")
+    width = keys.pop("eagle_topk", 1)
+    if width != 1:
+        raise ConfigError(f"{NAME}: a topk of {width}: drafts are one sequence of tokens, no tree; allowed is 1")
+    if "num_draft_tokens" in keys:  # the token that is verified with them is one of them
+        total = _integer(keys, "num_draft_tokens", MAX_DRAFTS + 1) or 0
+        tokens = keys.setdefault("num_speculative_tokens", total - 1)
+        if tokens != keys.pop("num_draft_tokens") - 1:
+            raise ConfigError(f"{NAME}: num_draft_tokens={total} is not one more than the {tokens} steps")
+    return keys
+
+
+def _method(given: Any) -> Method:
+    if given is None:
+        raise ConfigError(f"{NAME} names no method; {_EXAMPLE}")
+    name = given.lower() if isinstance(given, str) else given
+    if name in _LATER:
+        raise ConfigError(
+            f"{NAME}: method {given!r} drafts with a model, which this version of Weft does not do; allowed: ngram"
+        )
+    if name not in _METHODS:
+        raise ConfigError(f"{NAME}: method {given!r} is not known; allowed: {', '.join(_METHODS)}")
+    return _METHODS[name]
+
+
+def _integer(keys: Mapping[str, Any], key: str, high: int | None) -> int | None:
+    value = keys.get(key)
+    if value is None:
+        return None
+    allowed = f"1 to {high}" if high is not None else "1 or more"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{NAME}: {key}={value!r} is not an integer; allowed: {allowed}")
+    if value < 1 or (high is not None and value > high):
+        raise ConfigError(f"{NAME}: {key}={value} is out of range; allowed: {allowed}")
+    return value

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, which requests get some, and which of them are accepted."""
