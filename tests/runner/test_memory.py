@@ -1,16 +1,23 @@
-"""The plan's bytes are the tensors' bytes."""
+"""The plan's bytes are the tensors' bytes; a step that does not fit is made smaller."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests import specs
+from tests.tiny import make_checkpoint
+from weft import LLM, SamplingParams
 from weft.cache.plan import plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.layer_spec import CacheDtypes
-from weft.runner.memory import allocate_caches, cache_tensors
+from weft.errors import CapacityError
+from weft.runner.memory import allocate_caches, cache_tensors, largest_that_fits
+from weft.runner.model_runner import ModelRunner
+from weft.runner.warmup import StepLimits
 
 MIB = 2**20
 
@@ -34,3 +41,53 @@ def test_planned_bytes_are_the_tensors_bytes(hybrid: bool, state_dtype: str) -> 
     plan = plan_caches(spec, budget_bytes=8 * MIB, max_num_seqs=8, max_model_len=512)
     caches = allocate_caches(spec, plan, torch.device("cpu"))
     assert sum(tensor.nbytes for tensor in cache_tensors(caches).values()) == plan.cache_bytes <= 8 * MIB
+
+
+def test_ever_smaller_steps_are_tried() -> None:
+    tried: list[tuple[int, int]] = []
+
+    def attempt(limits: StepLimits) -> str:
+        tried.append((limits.max_num_batched_tokens, limits.max_num_seqs))
+        if limits.max_num_batched_tokens * limits.max_num_seqs > wanted:
+            raise torch.OutOfMemoryError("too much. Much more")
+        return "fits"
+
+    wanted = 300 * 16
+    found = largest_that_fits(StepLimits(1024, 64, 99), attempt, (torch.OutOfMemoryError,))
+    assert found == (StepLimits(256, 16, 99), "fits")
+    assert tried == [(1024, 64), (512, 64), (256, 64), (256, 32), (256, 16)]
+    wanted = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        largest_that_fits(StepLimits(300, 2, 99), attempt, (torch.OutOfMemoryError,))
+    with pytest.raises(CapacityError):
+        largest_that_fits(StepLimits(300, 2, 99), lambda limits: _raise(CapacityError("no")), ())
+
+
+def _raise(error: Exception) -> str:
+    raise error
+
+
+def test_a_start_with_too_large_a_step_clamps_it_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device is full at more than 600 tokens; the engine starts with 512, and no step is larger."""
+    budget = ModelRunner._cache_budget
+
+    def short(runner: ModelRunner) -> int:
+        if runner.config.max_num_batched_tokens > 600:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return budget(runner)
+
+    monkeypatch.setattr(ModelRunner, "_cache_budget", short)
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    settings = {"max_num_batched_tokens": 2048, "cuda_graph_mode": "FULL", "skip_tokenizer_init": True}
+    with LLM(str(folder), **settings) as llm:
+        assert llm._core.plan.max_num_batched_tokens == llm._core.scheduler.max_num_batched_tokens == 512
+        assert "does not fit" in llm._core.plan.reasons["max_num_batched_tokens"]
+        runner = llm._core._executor._runner  # type: ignore[attr-defined]
+        assert runner.graphs.forward.sizes[-1] <= 512
+        prompts = [[3 + i % 90 for i in range(n)] for n in (400, 300, 200)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 2, 2]
+        assert llm.stats().num_steps >= 3
+    assert "max_num_batched_tokens=2048" in caplog.text and "trying 1024" in caplog.text

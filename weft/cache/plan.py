@@ -28,7 +28,8 @@ class CachePlan:
         max_num_seqs: running requests, clamped to the slots that fit.
         max_model_len: context length, clamped to what one request can hold.
         cache_bytes: bytes of all cache tensors; equals what they hold once allocated.
-        reasons: for each value above, why it is what it is.
+        reasons: for each value, why it is what it is.
+        max_num_batched_tokens: of one step, if the device has no memory for a step as large as configured; else None.
     """
 
     num_pages: int
@@ -37,6 +38,7 @@ class CachePlan:
     max_model_len: int
     cache_bytes: int
     reasons: dict[str, str]
+    max_num_batched_tokens: int | None = None
 
     def num_full_contexts(self, page_size: int) -> int:
         """Requests of the full context length that can run at a time."""

@@ -58,7 +58,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=self.plan.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=self.plan.max_num_batched_tokens or config.max_num_batched_tokens,
             policy=config.schedule_policy,
             drafts=DraftPlanner.of(config.speculative_config, self.manager) if config.speculative_config else None,
         )

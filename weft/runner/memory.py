@@ -6,9 +6,11 @@ Owns: the shapes of the tensors. Does not know: requests, or how the budget is s
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,9 @@ from weft.config import EngineConfig
 from weft.config.layer_spec import CacheTensor
 from weft.errors import CapacityError
 from weft.forward_context import LayerCache
+from weft.runner.warmup import StepLimits
+
+logger = logging.getLogger(__name__)
 
 GRAPH_BYTES = 2 * 2**30
 """Device memory set aside for captured graphs; sizes that would need more are not captured."""
@@ -49,6 +54,33 @@ def gpu_cache_budget(
             "max_num_batched_tokens or max_num_seqs (a smaller step)"
         )
     return budget
+
+
+T = TypeVar("T")
+
+
+def largest_that_fits(
+    limits: StepLimits, attempt: Callable[[StepLimits], T], out_of_memory: tuple[type[Exception], ...]
+) -> tuple[StepLimits, T]:
+    """``attempt(limits)`` with the first of ``limits`` and ever smaller ones that does not raise ``out_of_memory``.
+
+    Raises:
+        The last attempt's error, where even the smallest does not fit.
+    """
+    while True:
+        smaller = limits.smaller()
+        try:
+            return limits, attempt(limits)
+        except out_of_memory as error:
+            if smaller is None:
+                raise
+            logger.warning(
+                "a step of max_num_batched_tokens=%d and max_num_seqs=%d does not fit into the device's memory (%s); "
+                "trying %d and %d",
+                limits.max_num_batched_tokens, limits.max_num_seqs, str(error).split(". ")[0],
+                smaller.max_num_batched_tokens, smaller.max_num_seqs,
+            )  # fmt: skip
+        limits = smaller
 
 
 @contextmanager

@@ -9,9 +9,11 @@ step, and ``PendingStep.result`` fetches them when the host wants to know.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode
 from weft.config.graph_profile import read_profile
-from weft.errors import ConfigError
+from weft.errors import CapacityError, ConfigError
 from weft.forward_context import LayerCache
 from weft.graph.capture_sizes import CaptureSizes
 from weft.graph.graph import GraphPool, make_pool
@@ -40,6 +42,7 @@ from weft.runner.memory import (
     GRAPH_BYTES,
     explained_out_of_memory,
     gpu_cache_budget,
+    largest_that_fits,
 )
 from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
@@ -60,7 +63,7 @@ class ModelRunner:
         tp: the ranks that share the model; by default this one alone.
 
     Attributes:
-        config, spec, plan: settings; the caches' geometry; their sizes.
+        config, spec, plan: settings, with limits of a step that fits; the caches' geometry; their sizes.
         compiler: prepares the model for capture.
         steps: runs them, with the caches, rows and graphs.
         startup: where the time of the start went.
@@ -158,7 +161,27 @@ class ModelRunner:
             functions.forward(size)
 
     def _plan(self) -> CachePlan:
-        config = self.config
+        """The plan of the caches, beside the largest step that leaves memory for them; ``config`` holds its limits."""
+        config, reasons = self.config, {}
+        wanted = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
+        if self._tp.size > 1:  # one rank alone must not try again: the others would wait for it in the middle of a step
+            return self._plan_within(wanted)
+        # A GPU may have memory for a smaller step, and left over for caches; on a CPU no step is in their way.
+        short = (torch.OutOfMemoryError, CapacityError) if self.device.type == "cuda" else (torch.OutOfMemoryError,)
+        limits, plan = largest_that_fits(wanted, self._plan_within, short)
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if (found := getattr(limits, name)) < (given := getattr(wanted, name)):
+                reasons[name] = f"clamped to {found}: a step of {given} does not fit into the device's memory"
+        if not reasons:
+            return plan
+        return replace(plan, reasons=plan.reasons | reasons, max_num_batched_tokens=limits.max_num_batched_tokens)
+
+    def _plan_within(self, limits: StepLimits) -> CachePlan:
+        """The plan if no step is larger than ``limits``."""
+        self._forget_steps()
+        self.config = config = replace(
+            self.config, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs
+        )
         return plan_caches(
             self.spec,
             budget_bytes=self._tp.least(self._cache_budget()),
@@ -169,6 +192,13 @@ class ModelRunner:
             keeps_prefixes=config.enable_prefix_caching,
             num_drafts=config.num_drafts,
         )
+
+    def _forget_steps(self) -> None:
+        """Give back what an attempt to run a step left behind."""
+        self.__dict__.pop("steps", None)
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _cache_budget(self) -> int:
         """Bytes for caches: given on the CPU; on a GPU what is left of the share that Weft may use."""
@@ -215,8 +245,7 @@ class ModelRunner:
         if config.max_model_len > length:
             self.run(SchedulerOutput(1, decodes))
         peak = torch.cuda.max_memory_allocated(self.device)
-        del self.steps
-        torch.cuda.empty_cache()
+        self._forget_steps()
         return peak - before
 
     def _attach(self, plan: CachePlan) -> None:

@@ -40,6 +40,10 @@ SAMPLERS = (
 """Ways to sample that use different kernels. None keeps a history: that would be indexed by tokens that are not any."""
 
 
+LEAST_TOKENS = 256
+"""Of a step that is made smaller because memory is short: with fewer a prompt would take very many steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """The largest step: tokens, sequences, and context in tokens."""
@@ -47,6 +51,14 @@ class StepLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+
+    def smaller(self) -> StepLimits | None:
+        """The next smaller ones to try where these do not fit: fewer tokens, and then fewer sequences; None after one
+        sequence of ``LEAST_TOKENS``."""
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens // 2 >= max(seqs, LEAST_TOKENS):
+            return StepLimits(tokens // 2, seqs, self.max_model_len)
+        return StepLimits(tokens, seqs // 2, self.max_model_len) if seqs > 1 else None
 
 
 def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOutput]:
