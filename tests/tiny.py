@@ -13,9 +13,11 @@ import torch
 import transformers
 
 ARCHITECTURES = (
+    "BambaForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
     "MistralForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen2ForCausalLM",
@@ -58,6 +60,30 @@ _LFM2 = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_MAMBA2_LAYER = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_BAMBA = _MAMBA2_LAYER | _NO_TOKENS | {"num_hidden_layers": 4, "attn_layer_indices": [2], "rms_norm_eps": 1e-6}
+_MAMBA2 = _NO_TOKENS | {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_heads": 6,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 12,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "layer_norm_epsilon": 1e-6,
+    "initializer_range": 0.1,
+}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
 _VISION = {
@@ -69,6 +95,8 @@ _VISION = {
 }
 
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BambaForCausalLM": ("BambaConfig", {k: v for k, v in _BASE.items() if k != "head_dim"} | _BAMBA),
+    "Mamba2ForCausalLM": ("Mamba2Config", _MAMBA2),
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
     "LlamaForCausalLM": ("LlamaConfig", _BASE),

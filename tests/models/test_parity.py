@@ -17,7 +17,9 @@ from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
 LENGTHS = (1, 63, 64, 65, 130, 210)
 STEPS = 40
 TOLERANCE = 1e-4
-HYBRID = tuple(arch for arch in ARCHITECTURES if arch.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid")))
+HYBRID = tuple(
+    arch for arch in ARCHITECTURES if arch.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "Bamba", "Mamba2"))
+)
 
 
 def prompt(length: int, vocab_size: int = 211) -> list[int]:
@@ -126,6 +128,7 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
 LFM2_MOE, QWEN2_MOE, OLMO = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM", "OlmoHybridForCausalLM"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
+BAMBA, MAMBA2 = "BambaForCausalLM", "Mamba2ForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
 QWEN3_5, QWEN3_5_MOE, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"
 
@@ -142,6 +145,11 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (LFM2, {"num_attention_heads": 3, "num_key_value_heads": 1, "layer_types": ["conv"] * 4}),
     (LFM2_MOE, {"num_experts": 7, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "num_dense_layers": 0}),
     (LFM2_MOE, {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "num_dense_layers": 3}),
+    (BAMBA, {"mamba_n_groups": 1, "mamba_d_conv": 2, "mamba_conv_bias": False, "attn_layer_indices": [0, 3]}),
+    (BAMBA, {"mamba_n_groups": 3, "mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True}),
+    (BAMBA, {"mamba_n_heads": 3, "mamba_n_groups": 3, "mamba_d_head": 32, "time_step_limit": [0.3, 0.8]}),
+    (MAMBA2, {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3}),
+    (MAMBA2, {"expand": 3, "num_heads": 9, "n_groups": 1, "state_size": 20, "time_step_limit": [0.0, 0.05]}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (MISTRAL, {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 512}),
     (OLMO, {"linear_allow_neg_eigval": False, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 51}),

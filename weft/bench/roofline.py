@@ -131,8 +131,9 @@ class Roofline:
         return len(moe.sparse_layers) * moe.num_experts * (1.0 - missed)
 
     def _expert_weights(self) -> int:
-        """Weights of one expert: gate, up and down."""
-        return 0 if self._model.moe is None else 3 * self._model.hidden_size * self._model.moe.intermediate_size
+        """Weights of one expert."""
+        model = self._model
+        return 0 if model.moe is None else model.mlp_matrices * model.hidden_size * model.moe.intermediate_size
 
 
 def ceilings_of(device: str) -> Ceilings | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from weft.config import EngineConfig
 from weft.config.layer_spec import CacheDtypes, LayerSpec
 from weft.config.model import ModelConfig
+from weft.config.weights import router_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,9 @@ def cache_dtypes(config: EngineConfig) -> CacheDtypes:
 
 def _mlp_weights(model: ModelConfig) -> int:
     """Weights of the MLPs that one token meets: the dense ones, and of a mixture the chosen experts and the router."""
-    dense = 3 * model.hidden_size * model.intermediate_size
-    num_layers = model.num_hidden_layers + model.runs_mtp
-    if model.moe is None:
-        return num_layers * dense
-    moe = model.moe
-    expert = moe.num_experts_per_tok * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
-    sparse = model.hidden_size * (3 * expert + moe.num_experts)
-    num_sparse = len(moe.sparse_layers) + model.runs_mtp
-    return num_sparse * sparse + (num_layers - num_sparse) * dense
+    width = model.num_dense_mlps * model.intermediate_size
+    if model.moe is not None:
+        moe = model.moe
+        chosen = moe.num_experts_per_tok * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
+        width += model.num_sparse_mlps * chosen
+    return model.mlp_matrices * model.hidden_size * width + router_weights(model)

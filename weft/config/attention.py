@@ -16,21 +16,27 @@ class AttentionConfig:
     """Geometry of grouped-query attention, of the whole model.
 
     Attributes:
+        rope: None: queries and keys are not rotated.
         qkv_bias, output_bias: of the three input projections and of the output projection.
         qk_norm: RMSNorm on each query and key head.
         qk_norm_spans_heads: that norm is one over all query heads, and one over all key heads (OLMo 2).
         output_gate: the output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
+        scale: of the scores; None: ``head_dim ** -0.5``.
+        in_multiplier, out_multiplier: of the layer's input and output (Falcon-H1).
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
     output_gate: bool = False
     qk_norm_spans_heads: bool = False
+    scale: float | None = None
+    in_multiplier: float = 1.0
+    out_multiplier: float = 1.0
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
         """``k`` and ``v``, one entry per token; heads are split over ranks, or replicated where there are fewer."""
@@ -63,6 +69,7 @@ def read_attention(
     qk_norm_spans_heads: bool = False,
     output_gate: bool = False,
     partial_rotary_factor: float | None = None,
+    rotary: bool = True,
 ) -> AttentionConfig:
     """Read the keys of an attention layer.
 
@@ -71,6 +78,8 @@ def read_attention(
             ``attention_bias`` says so for all four.
         qk_norm, qk_norm_spans_heads, output_gate: as the architecture always has them.
         partial_rotary_factor: share of each head that is rotated if the checkpoint is silent; None: always whole heads.
+
+        rotary: False: the architecture rotates nothing, whatever the config says.
 
     Raises:
         ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
@@ -82,7 +91,7 @@ def read_attention(
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(text, num_heads),
         head_dim=head_dim,
-        rope=read_rope(text, head_dim, max_positions, partial_default=partial_rotary_factor),
+        rope=read_rope(text, head_dim, max_positions, partial_default=partial_rotary_factor) if rotary else None,
         qkv_bias=bias if qkv_bias is None else qkv_bias,
         output_bias=bias and qkv_bias is None,
         qk_norm=qk_norm,

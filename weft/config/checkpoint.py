@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.config.families import FAMILIES, Family
 from weft.config.json_object import JsonObject
-from weft.config.model import Mixers, ModelConfig
+from weft.config.model import Mixers, ModelConfig, Multipliers
 from weft.config.quantization import read_quantization
 from weft.config.verified import nearest
 from weft.errors import ConfigError, UnsupportedModelError
@@ -33,8 +33,8 @@ def read_checkpoint_config(folder: Path) -> ModelConfig:
     architecture = _architecture(top)
     family = FAMILIES[architecture]
     text = _text_config(top, architecture, family)
-    _refuse_unsupported(top)
-    _refuse_unsupported(text)
+    _refuse_unsupported(top, family)
+    _refuse_unsupported(text, family)
     return _model_config(architecture, family, top, text)
 
 
@@ -68,10 +68,11 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
     return JsonObject(merged, text.where)
 
 
-def _refuse_unsupported(config: JsonObject) -> None:
-    if config.text("hidden_act", "silu") not in ("silu", "swish"):
+def _refuse_unsupported(config: JsonObject, family: Family) -> None:
+    supported = ("silu", "swish") if family.activation == "silu" else (family.activation,)
+    if config.text("hidden_act", supported[0]) not in supported:
         raise UnsupportedModelError(
-            f"{config.where}: hidden_act={config.raw('hidden_act')!r} is not supported; supported is 'silu'"
+            f"{config.where}: hidden_act={config.raw('hidden_act')!r} is not supported; supported is {supported[0]!r}"
         )
 
 
@@ -97,6 +98,9 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         ),
         tie_word_embeddings=top.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False)),
         mlp_bias=text.boolean("mlp_bias", False) and family.mlp_bias,
+        layers_without_mlp=frozenset(i for i, kind in enumerate(layer_types) if kind in family.without_mlp),
+        activation=family.activation,
+        multipliers=family.multipliers(text) if family.multipliers is not None else Multipliers(),
         zero_centered_norm=family.zero_centered_norm,
         norm_placement=dict(family.norm_placement),
         moe=family.moe(text, len(layer_types)) if family.moe is not None else None,
@@ -127,13 +131,14 @@ def _intermediate_size(text: JsonObject, family: Family) -> int:
 
 
 def _layer_types(text: JsonObject, family: Family) -> tuple[str, ...]:
-    num_layers = text.integer("num_hidden_layers")
     types = text.raw("layer_types")
     if types is None:
-        return family.layer_types(text, num_layers)
+        return family.layer_types(text, text.integer("num_hidden_layers"))
     allowed = tuple(family.mixers)
     if not isinstance(types, list):
         raise text.wrong("layer_types", "a list with one entry per layer")
+    num_layers = text.integer("num_hidden_layers", len(types))
+    types = [family.layer_names.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     for kind in types:
         if kind not in allowed:
             raise UnsupportedModelError(

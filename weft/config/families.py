@@ -6,28 +6,16 @@ class. A new architecture is registered here and nowhere else. Does not know: va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from weft.config.attention import AttentionConfig, read_attention
+from weft.config.family import Family, MixerReader
 from weft.config.gated_delta_net import read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.json_object import JsonObject
-from weft.config.layer_spec import MixerConfig
-from weft.config.moe import MoeConfig, read_lfm2_moe, read_moe
+from weft.config.mamba_families import MAMBA_FAMILIES
+from weft.config.moe import read_lfm2_moe, read_moe
 from weft.config.short_conv import read_short_conv
-
-MixerReader = Callable[[JsonObject], MixerConfig]
-"""From the (text) config to the geometry of one kind of token mixer."""
-
-
-MoeReader = Callable[[JsonObject, int], MoeConfig]
-
-
-def uniform_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """Every layer is full attention."""
-    return ("full_attention",) * num_layers
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -64,43 +52,6 @@ def lfm2_intermediate_size(text: JsonObject) -> int:
     multiple = text.integer("block_multiple_of", 256)
     size = int(text.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     return -(-size // multiple) * multiple
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What an architecture's name alone decides.
-
-    Attributes:
-        model: ``module:class`` of the model, imported when one is built.
-        mixers: layer type -> module in the decoder layer -> reader of its geometry. Other layer types are refused.
-        layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
-        moe: reads the mixture of experts, from the (text) config and the number of layers; None: layers have none.
-        mlp_bias: ``mlp_bias`` is read (other architectures have none).
-        zero_centered_norm: see ``ModelConfig``.
-        norm_placement: see ``ModelConfig``.
-        windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
-        always_windows: a given ``sliding_window`` is used without ``use_sliding_window``.
-        keys: names of the family's own for keys that others share -> the shared name.
-        intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
-        mtp: checkpoints come with a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
-        multimodal: the language model's numbers stand under ``text_config``.
-        defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
-    """
-
-    model: str
-    mixers: Mapping[str, Mapping[str, MixerReader]]
-    layer_types: Callable[[JsonObject, int], tuple[str, ...]] = uniform_layer_types
-    moe: MoeReader | None = None
-    mlp_bias: bool = False
-    zero_centered_norm: bool = False
-    norm_placement: Mapping[str, str] = field(default_factory=dict)
-    windows_everywhere: bool = False
-    always_windows: bool = False
-    mtp: bool = False
-    multimodal: bool = False
-    keys: Mapping[str, str] = field(default_factory=dict)
-    intermediate_size: Callable[[JsonObject], int] | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -231,4 +182,5 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe(),
     "Qwen3_5ForConditionalGeneration": _qwen3_5(multimodal=True),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True),
+    **MAMBA_FAMILIES,
 }

@@ -100,6 +100,18 @@ class JsonObject:
             raise self.wrong(key, "an integer of at least 0 or a list of such")
         return tuple(items)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of ``count`` numbers, which may be infinite (``Infinity``, or transformers' object for it); empty if
+        not given."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        items: list[Any] = value if isinstance(value, list) else []
+        items = [float("inf") if i in ("Infinity", {"__float__": "Infinity"}) else i for i in items]
+        if len(items) != count or any(isinstance(i, bool) or not isinstance(i, (int, float)) or i != i for i in items):
+            raise self.wrong(key, f"a list of {count} numbers")
+        return tuple(float(i) for i in items)
+
     def wrong(self, key: str, expected: str) -> ConfigError:
         """The error for a value that is not what the key needs."""
         return ConfigError(f"{self.where}: {key}={self.values.get(key)!r} is not valid; expected {expected}")

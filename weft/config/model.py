@@ -19,6 +19,24 @@ MTP_LAYER, MTP_LAYER_TYPE = "mtp.layers.0", "full_attention"
 """Name and type of the decoder layer in the multi-token-prediction head."""
 
 
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Constants that some families scale parts of the model by.
+
+    Attributes:
+        embedding: of the token embeddings.
+        residual: of what every mixer and every MLP adds to the residual stream.
+        logits: of the output head's logits.
+        gate, down: of the dense MLP's gate (before the activation) and of its output.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+
+
 class Mixers(Mapping[str, Mapping[str, MixerConfig]]):
     """Layer type -> name of the module in the decoder layer -> geometry of that token mixer; read only.
 
@@ -50,6 +68,10 @@ class ModelConfig:
         architecture: the class name in the checkpoint, for example ``Qwen3NextForCausalLM``.
         layer_types: one entry per layer, as the checkpoint names them (``full_attention``, ``linear_attention``, ...).
         mixers: the token mixers of every layer type that occurs. A layer with several side by side has several modules.
+        layers_without_mlp: the layers that have token mixers alone. (A layer may also have an MLP alone: its type then
+            has no mixers.)
+        activation: of dense MLPs and experts: ``"silu"`` gates a second projection (SwiGLU), ``"relu2"`` (squared
+            ReLU) stands alone.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         norm_placement: layer type -> where its block's norms stand, if not before mixer and MLP (``pre``): after them
             (``post``), or on both sides (``sandwich``).
@@ -73,6 +95,9 @@ class ModelConfig:
     mixers: Mixers
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
+    layers_without_mlp: frozenset[int] = frozenset()
+    activation: str = "silu"
+    multipliers: Multipliers = Multipliers()
     zero_centered_norm: bool = False
     norm_placement: dict[str, str] = field(default_factory=dict)
     moe: MoeConfig | None = None
@@ -83,6 +108,27 @@ class ModelConfig:
     quantization: QuantizationConfig | None = None
     mtp_layers: int = 0
     runs_mtp: bool = False
+
+    @property
+    def residual_norm_eps(self) -> float:
+        """The eps of the residual stream's norms. With a residual multiplier m the stream is kept divided by m: what is
+        added needs no factor, and ``norm(x / m)`` with ``eps / m**2`` is ``norm(x)`` with eps."""
+        return self.rms_norm_eps / self.multipliers.residual**2
+
+    @property
+    def num_sparse_mlps(self) -> int:
+        """Layers with experts, that of a multi-token-prediction head included."""
+        return 0 if self.moe is None else len(self.moe.sparse_layers) + self.runs_mtp
+
+    @property
+    def num_dense_mlps(self) -> int:
+        """Layers with a dense MLP, that of a multi-token-prediction head included."""
+        return self.num_hidden_layers + self.runs_mtp - self.num_sparse_mlps - len(self.layers_without_mlp)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Projections of a dense MLP or an expert: gate, up and down, or up and down."""
+        return 2 if self.activation == "relu2" else 3
 
     @property
     def is_hybrid(self) -> bool:

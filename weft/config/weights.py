@@ -17,7 +17,7 @@ def linear_weight_bytes(model: ModelConfig, dtype: str) -> int:
 
 def router_weights(model: ModelConfig) -> int:
     """Weights of all routers, which are never quantised."""
-    return 0 if model.moe is None else _num_sparse(model) * model.hidden_size * model.moe.num_experts
+    return 0 if model.moe is None else model.num_sparse_mlps * model.hidden_size * model.moe.num_experts
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
@@ -29,16 +29,11 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
     return plain + (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
 
 
-def _num_sparse(model: ModelConfig) -> int:
-    """Layers with experts, that of a multi-token-prediction head included."""
-    return 0 if model.moe is None else len(model.moe.sparse_layers) + model.runs_mtp
-
-
 def _mlp_weights(model: ModelConfig) -> int:
     """Weights of the dense MLPs, of all experts and of the shared ones."""
-    if model.moe is None:
-        return 3 * model.hidden_size * model.intermediate_size * (model.num_hidden_layers + model.runs_mtp)
-    moe, num_sparse = model.moe, _num_sparse(model)
-    width = moe.num_experts * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
-    dense = (model.num_hidden_layers + model.runs_mtp - num_sparse) * model.intermediate_size
-    return 3 * model.hidden_size * (num_sparse * width + dense)
+    width = model.num_dense_mlps * model.intermediate_size
+    if model.moe is not None:
+        moe = model.moe
+        experts = moe.num_experts * moe.intermediate_size + (moe.shared_expert_intermediate_size or 0)
+        width += model.num_sparse_mlps * experts
+    return model.mlp_matrices * model.hidden_size * width

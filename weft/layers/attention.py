@@ -34,7 +34,8 @@ class Attention(WeightModule):
     def __init__(self, geometry: AttentionConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
         self.name, self._backend = name, context.backend
-        self.head_dim, self._scale = geometry.head_dim, geometry.head_dim**-0.5
+        self.head_dim, self._scale = geometry.head_dim, geometry.scale or geometry.head_dim**-0.5
+        self._in_multiplier, self._out_multiplier = geometry.in_multiplier, geometry.out_multiplier
         self._gated = geometry.output_gate
         self._eps, self._zero_centered = config.rms_norm_eps, config.zero_centered_norm
         self._cos_sin = context.rotary.get(
@@ -81,7 +82,10 @@ class Attention(WeightModule):
         return 0.01, 0.02
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.o_proj(self.attend(self.qkv_proj(hidden_states)))
+        if self._in_multiplier != 1.0:
+            hidden_states = hidden_states * self._in_multiplier
+        out = self.o_proj(self.attend(self.qkv_proj(hidden_states)))
+        return out if self._out_multiplier == 1.0 else out * self._out_multiplier
 
     @split_op("attention", width=lambda layer: layer.qkv_proj.num_heads * layer.head_dim)
     def attend(self, qkv: Tensor) -> Tensor:

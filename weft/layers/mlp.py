@@ -1,21 +1,40 @@
-"""The dense MLP (SwiGLU, arXiv 2002.05202).
+"""Dense MLPs: SwiGLU (arXiv 2002.05202), and squared ReLU without a gate (arXiv 2109.08668).
 
-Job: ``down(silu(gate(x)) * up(x))`` with gate and up merged. Owns: its projections. Does not know: experts.
+Job: ``down(silu(gate(x)) * up(x))`` with gate and up merged, or ``down(relu(up(x)) ** 2)``. Owns: the projections. Does
+not know: experts.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from weft.config.model import ModelConfig
 from weft.layers.context import ModelContext
-from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from weft.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from weft.ops.activation import silu_and_mul
 
 
 class MLP(nn.Module):
-    """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
+    """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, context: ModelContext, *, bias: bool = False) -> None:
+    Args:
+        gate_multiplier, down_multiplier: of the gate before the activation, and of the output (Falcon-H1).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        context: ModelContext,
+        *,
+        bias: bool = False,
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+    ) -> None:
         super().__init__()
+        self._backend = context.backend
+        self._gate_multiplier, self._down_multiplier = gate_multiplier, down_multiplier
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, bias=bias, context=context, what="intermediate_size"
         )
@@ -24,4 +43,32 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj.silu_mul(x))
+        if self._gate_multiplier == 1.0:
+            out = self.down_proj(self.gate_up_proj.silu_mul(x))
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            scaled = torch.cat([gate * self._gate_multiplier, up], dim=-1)
+            out = self.down_proj(silu_and_mul(scaled, backend=self._backend))
+        return out if self._down_multiplier == 1.0 else out * self._down_multiplier
+
+
+class UngatedMLP(nn.Module):
+    """``down(relu(up(x)) ** 2)``: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, context: ModelContext, *, bias: bool = False) -> None:
+        super().__init__()
+        what = "intermediate_size"
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias=bias, context=context, what=what)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, context=context, what=what)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.up_proj(x).relu().square())
+
+
+def dense_mlp(config: ModelConfig, intermediate_size: int, context: ModelContext) -> nn.Module:
+    """The model's kind of MLP, so wide."""
+    hidden_size, bias = config.hidden_size, config.mlp_bias
+    if config.activation == "relu2":
+        return UngatedMLP(hidden_size, intermediate_size, context, bias=bias)
+    gate, down = config.multipliers.gate, config.multipliers.down
+    return MLP(hidden_size, intermediate_size, context, bias=bias, gate_multiplier=gate, down_multiplier=down)

@@ -13,13 +13,18 @@ class RotaryTables:
     """One table per rotary setting, made when the first layer asks for it."""
 
     def __init__(self) -> None:
-        self._tables: list[tuple[RopeConfig, Tensor]] = []
+        self._tables: list[tuple[RopeConfig | None, Tensor]] = []
 
-    def get(self, rope: RopeConfig, max_position_embeddings: int, max_model_len: int, device: torch.device) -> Tensor:
-        """The table for positions below ``max_model_len``; see ``rotary_table``."""
+    def get(
+        self, rope: RopeConfig | None, max_position_embeddings: int, max_model_len: int, device: torch.device
+    ) -> Tensor:
+        """The table for positions below ``max_model_len``; see ``rotary_table``. None: two dimensions stand still."""
         for known, table in self._tables:
             if known == rope:
                 return table
-        table = rotary_table(rope, max_position_embeddings, max_model_len, device)
+        if rope is None:
+            table = torch.tensor([1.0, 0.0], device=device).repeat(max_model_len, 1)
+        else:
+            table = rotary_table(rope, max_position_embeddings, max_model_len, device)
         self._tables.append((rope, table))
         return table

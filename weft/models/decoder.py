@@ -17,7 +17,7 @@ from weft.config.model import ModelConfig, layer_name
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from weft.layers.mlp import MLP
+from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
 from weft.layers.weight import LoadableModel
@@ -42,16 +42,18 @@ class LayerPlace(NamedTuple):
         layer_type: see ``ModelConfig.layer_types``.
         sparse: whether it has experts, and no dense MLP.
         partial_input: whether what it takes is this rank's part of a sum.
+        has_mlp: whether it has an MLP or experts at all.
     """
 
     name: str
     layer_type: str
     sparse: bool
     partial_input: bool = True
+    has_mlp: bool = True
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block: token mixers (several add up), then MLP or experts.
+    """Pre-norm block: token mixers (several add up), then MLP or experts. It may have one of these halves alone.
 
     ``(x, residual) -> (x, residual)``: the layer's input is the sum of both, which the next norm forms.
 
@@ -66,21 +68,24 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace, mixers: Mixers) -> None:
         super().__init__()
-        self._add_norms(config, context, place.partial_input)
         geometries = config.mixers[place.layer_type]
-        self._mixers = tuple(geometries)
+        self._mixers, self._has_mlp = tuple(geometries), place.has_mlp
+        self._add_norms(config, context, place.partial_input)
         for module, geometry in geometries.items():
             self.add_module(module, mixers[type(geometry)](geometry, config, context, f"{place.name}.{module}"))
         self.mlp: nn.Module
         if place.sparse:
             self.mlp = SparseMoe(config, context)
-        else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, context, bias=config.mlp_bias)
+        elif place.has_mlp:
+            self.mlp = dense_mlp(config, config.intermediate_size, context)
         self.kind = (place.layer_type, place.sparse, place.partial_input and context.tp.size > 1)
 
     def _add_norms(self, config: ModelConfig, context: ModelContext, partial_input: bool) -> None:
-        self.input_layernorm = residual_norm(config, context, partial=partial_input)
-        self.post_attention_layernorm = residual_norm(config, context)
+        if self._mixers:
+            self.input_layernorm = residual_norm(config, context, partial=partial_input)
+        if self._has_mlp:
+            partial = bool(self._mixers) or partial_input
+            self.post_attention_layernorm = residual_norm(config, context, partial=partial)
 
     def mix(self, hidden_states: Tensor) -> Tensor:
         """The token mixers: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
@@ -91,9 +96,14 @@ class DecoderLayer(nn.Module):
         return mixed
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.mix(x), residual)
-        return self.mlp(x), residual
+        if self._mixers:
+            x, residual = self.input_layernorm.add(x, residual)
+            x = self.mix(x)
+        if self._has_mlp:
+            x, residual = self.post_attention_layernorm.add(x, residual)
+            x = self.mlp(x)
+        assert residual is not None, "a layer has at least one half, whose norm forms the residual"
+        return x, residual
 
 
 class PostNormLayer(DecoderLayer):
@@ -139,14 +149,15 @@ def _layer_class(config: ModelConfig, index: int) -> type[DecoderLayer]:
 
 def _layer(config: ModelConfig, context: ModelContext, index: int, mixers: Mixers) -> DecoderLayer:
     partial_input = index == 0 or _layer_class(config, index - 1).partial_output
-    place = LayerPlace(layer_name(index), config.layer_types[index], config.is_sparse(index), partial_input)
+    has_mlp = index not in config.layers_without_mlp
+    place = LayerPlace(layer_name(index), config.layer_types[index], config.is_sparse(index), partial_input, has_mlp)
     return _layer_class(config, index)(config, context, place, mixers)
 
 
 def residual_norm(config: ModelConfig, context: ModelContext, *, partial: bool = True) -> ResidualRMSNorm:
     """A norm of the residual stream; see ``ResidualRMSNorm``."""
     return ResidualRMSNorm(
-        config.hidden_size, config.rms_norm_eps, context, zero_centered=config.zero_centered_norm, partial=partial
+        config.hidden_size, config.residual_norm_eps, context, zero_centered=config.zero_centered_norm, partial=partial
     )
 
 
@@ -164,9 +175,12 @@ class Decoder(nn.Module):
         count = config.num_hidden_layers
         self.layers = nn.ModuleList(_layer(config, context, i, mixers) for i in range(count))
         self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
+        self._multiplier = config.multipliers.embedding / config.multipliers.residual
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
+        if self._multiplier != 1.0:
+            x = x * self._multiplier
         for layer in self.layers:
             x, residual = layer(x, residual)
         return self.norm.add(x, residual)[0]
@@ -185,6 +199,7 @@ class CausalLM(LoadableModel):
         self.model = Decoder(config, context, self.mixers)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied)
+        self._multiplier = config.multipliers.logits
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[T] int64 -> [T, hidden_size]``; rows of padding tokens are meaningless."""
@@ -192,4 +207,5 @@ class CausalLM(LoadableModel):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """``[N, hidden_size] -> [N, vocab_size]`` in the model's dtype."""
-        return self.lm_head(hidden_states)
+        logits = self.lm_head(hidden_states)
+        return logits if self._multiplier == 1.0 else logits * self._multiplier

@@ -15,15 +15,15 @@ bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
-from weft.forward_context import Batch, ChunkTable
+from weft.forward_context import Batch
 from weft.ops.backend import Backend
+from weft.ops.chunks import schedule, store_checkpoints, token_grid
 from weft.ops.device_work import device_reference, device_work
 
 _L2_EPS = 1e-6
@@ -126,9 +126,9 @@ def chunk_gated_delta_rule_reference(
     if first == last:
         return out
     chunks = batch.chunks[CHUNK_SIZE]
-    order, sequences, widths = _schedule(chunks.first.tolist()[first : last + 1])
+    order, sequences, widths = schedule(chunks.first.tolist()[first : last + 1])
     chunk_ids = torch.tensor(order, device=v.device)
-    tokens, valid = _token_grid(chunks, chunk_ids)
+    tokens, valid = token_grid(chunks, chunk_ids)
     wq, u, attention, k_decayed, decay = _intra_chunk(q, k, v, g, beta, tokens, valid)
 
     seqs = torch.tensor(sequences, device=v.device) + first
@@ -144,7 +144,7 @@ def chunk_gated_delta_rule_reference(
         u[step] -= from_w
         inter[step] = from_q
         live.mul_(decay[step]).add_(torch.matmul(k_decayed[step].transpose(2, 3), u[step]))
-        _store_checkpoints(state, live, checkpoint_slots[step])
+        store_checkpoints(state, live, checkpoint_slots[step])
         offset += width
 
     o = inter.add_(torch.matmul(attention, u)).transpose(1, 2)  # [chunks, 64, HV, V]
@@ -158,30 +158,6 @@ def _chunk_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor
     q, k, v, g, beta = inputs
     out, state = outputs
     chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out.zero_())
-
-
-def _schedule(first: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Order the chunks for the state pass.
-
-    Args:
-        first: index of the first chunk of each sequence, and the end.
-
-    Returns:
-        Chunk ids in processing order; sequences (local index) by falling number of chunks; and for each step of the
-        pass the number of sequences that still have a chunk.
-    """
-    counts = [b - a for a, b in pairwise(first)]
-    sequences = sorted(range(len(counts)), key=lambda s: -counts[s])
-    widths = [sum(c > i for c in counts) for i in range(max(counts))]
-    order = [first[s] + i for i, width in enumerate(widths) for s in sequences[:width]]
-    return order, sequences, widths
-
-
-def _token_grid(chunks: ChunkTable, chunk_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Token index and validity of every cell, ``[chunks, 64]``; invalid cells point at their chunk's first token."""
-    cells = torch.arange(CHUNK_SIZE, device=chunk_ids.device)
-    valid = cells < chunks.length[chunk_ids, None]
-    return chunks.start[chunk_ids, None].long() + cells * valid, valid
 
 
 def _intra_chunk(
@@ -220,13 +196,6 @@ def _intra_chunk(
     last = log_decay[:, :, -1:]
     wq = torch.cat([w, queries * decayed], dim=2)
     return wq, u.contiguous(), attention, keys * (last - log_decay).exp(), last.exp()
-
-
-def _store_checkpoints(state: Tensor, live: Tensor, checkpoint_slots: list[int]) -> None:
-    rows = [i for i, slot in enumerate(checkpoint_slots) if slot >= 0]
-    if rows:
-        slots = torch.tensor([checkpoint_slots[i] for i in rows], device=state.device)
-        state.index_copy_(0, slots, live[rows].to(state.dtype))
 
 
 def chunk_gated_delta_rule(

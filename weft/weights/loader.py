@@ -27,7 +27,7 @@ from weft.weights.safetensors_folder import FP8, SafetensorsFolder
 
 logger = logging.getLogger(__name__)
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _ROUNDED_AT_ONCE = 2**26  # random float32 values that are held at a time
 _SHOWN = 12  # names listed per kind of problem
 
@@ -116,7 +116,8 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
             for source, target in plan[name].copies:
                 target.copy_(checkpoint.read(stored, source))
         if head is not None:
-            _check_tied_head(checkpoint, head, plan[_EMBEDDING])
+            embedding = model.weight_table.checkpoint_name("model.embed_tokens", "weight")
+            _check_tied_head(checkpoint, head, embedding, plan[embedding])
     for pattern, count in ignored.items():
         logger.info("%d tensors of the checkpoint match %s and are not needed", count, pattern)
     return len(tensors) + (head is not None), ignored
@@ -199,7 +200,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _check_tied_head(checkpoint: SafetensorsFolder, stored: str, embedding: WeightPiece) -> None:
+def _check_tied_head(checkpoint: SafetensorsFolder, stored: str, name: str, embedding: WeightPiece) -> None:
     """A checkpoint with tied embeddings may carry the head a second time, if it is the same."""
     shape = checkpoint.shape(stored)
     same = shape == embedding.shape and all(
@@ -209,5 +210,5 @@ def _check_tied_head(checkpoint: SafetensorsFolder, stored: str, embedding: Weig
     if not same:
         raise WeightsError(
             f"{checkpoint.folder}: config.json has tie_word_embeddings=true, but {stored} (shape {list(shape)}) "
-            f"differs from {_EMBEDDING}; set tie_word_embeddings to false or remove the tensor"
+            f"differs from {name}; set tie_word_embeddings to false or remove the tensor"
         )

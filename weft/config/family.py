@@ -1,0 +1,68 @@
+"""What an architecture's name alone decides: one ``Family`` each, in ``families.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import MixerConfig
+from weft.config.model import Multipliers
+from weft.config.moe import MoeConfig
+
+MixerReader = Callable[[JsonObject], MixerConfig]
+"""From the (text) config to the geometry of one kind of token mixer."""
+
+
+MoeReader = Callable[[JsonObject, int], MoeConfig]
+
+
+def uniform_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every layer is full attention."""
+    return ("full_attention",) * num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture's name alone decides.
+
+    Attributes:
+        model: ``module:class`` of the model, imported when one is built.
+        mixers: layer type -> module in the decoder layer -> reader of its geometry. Other layer types are refused.
+        layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
+        without_mlp: types of layers that have token mixers alone.
+        multipliers: reads the constants that parts of the model are scaled by.
+        activation: the only one that the architecture's MLPs have, see ``ModelConfig``.
+        moe: reads the mixture of experts, from the (text) config and the number of layers; None: layers have none.
+        mlp_bias: ``mlp_bias`` is read (other architectures have none).
+        zero_centered_norm: see ``ModelConfig``.
+        norm_placement: see ``ModelConfig``.
+        windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
+        always_windows: a given ``sliding_window`` is used without ``use_sliding_window``.
+        keys: names of the family's own for keys that others share -> the shared name.
+        layer_names: names of layer types in published files -> those of ``mixers``.
+        intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
+        mtp: checkpoints come with a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
+        multimodal: the language model's numbers stand under ``text_config``.
+        defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
+    """
+
+    model: str
+    mixers: Mapping[str, Mapping[str, MixerReader]]
+    layer_types: Callable[[JsonObject, int], tuple[str, ...]] = uniform_layer_types
+    without_mlp: tuple[str, ...] = ()
+    multipliers: Callable[[JsonObject], Multipliers] | None = None
+    activation: str = "silu"
+    moe: MoeReader | None = None
+    mlp_bias: bool = False
+    zero_centered_norm: bool = False
+    norm_placement: Mapping[str, str] = field(default_factory=dict)
+    windows_everywhere: bool = False
+    always_windows: bool = False
+    mtp: bool = False
+    multimodal: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+    intermediate_size: Callable[[JsonObject], int] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)

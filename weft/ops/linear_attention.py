@@ -1,0 +1,194 @@
+"""Linear attention whose state decays by one number per head and token: Mamba-2's SSD and lightning attention.
+
+Per head, with key k, value v, query q, decay exp(g) and write strength beta (all per token)::
+
+    S_t = exp(g_t) S_{t-1} + k_t (beta_t v_t)^T        S: [K, V]
+    o_t = S_t^T q_t + skip * v_t
+
+Each of the G groups of queries and keys serves ``H / G`` consecutive heads. In Mamba-2 (arXiv 2405.21060) q, k, v are
+C, B, x, beta is the time step and g is the time step times A; in lightning attention (arXiv 2401.04658) beta is one, g
+a constant of the head, and there is no skip.
+
+Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[num_slots, H, K, V]``, float32 or bfloat16
+(rounded at the store only). Does not know: projections, convolution, norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.config.linear_attention import CHUNK_SIZE
+from weft.forward_context import Batch
+from weft.ops.backend import Backend
+from weft.ops.chunks import schedule, store_checkpoints, token_grid
+from weft.ops.device_work import device_reference, device_work
+
+
+def linear_attention_step_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+    state_slots: Tensor,
+) -> Tensor:
+    """One token for each of N rows that continue a state, which advances in place.
+
+    Args:
+        q, k: ``[N, G, K]``.
+        v: ``[N, H, V]``.
+        g, beta: ``[N, H]`` float32; beta None: one.
+        skip: ``[H]`` or None: none.
+        state: ``[num_slots, H, K, V]``.
+        state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
+
+    Returns:
+        ``[N, H, V]`` in v's dtype.
+    """
+    slots, group, values = state_slots.long(), v.shape[1] // q.shape[1], v.float()
+    queries, keys = (x.float().repeat_interleave(group, dim=1) for x in (q, k))
+    written = values if beta is None else values * beta[..., None]
+    new = state.index_select(0, slots).float().mul_(g.exp()[..., None, None])
+    new.addcmul_(keys.unsqueeze(-1), written.unsqueeze(-2))
+    state.index_copy_(0, slots, new.to(state.dtype))
+    out = torch.matmul(queries.unsqueeze(-2), new).squeeze(-2)
+    return _skipped(out, values, skip).to(v.dtype)
+
+
+def _skipped(out: Tensor, values: Tensor, skip: Tensor | None) -> Tensor:
+    return out if skip is None else out.addcmul_(skip.float()[:, None], values)
+
+
+def chunk_linear_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+    batch: Batch,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Torch reference of ``chunk_linear_attention``; chunks in the order of ``schedule``."""
+    out = v.new_zeros(v.shape) if out is None else out
+    if batch.mixture is not None:
+        inputs = [x for x in (q, k, v, g, beta, skip) if x is not None]
+        device_work(_NAMES[beta is None, skip is None], batch, inputs, (out, state), chunk_size=CHUNK_SIZE)
+        return out
+    out[batch.num_tokens :].zero_()
+    first, last = batch.num_decodes, batch.num_seqs
+    if first == last:
+        return out
+    chunks = batch.chunks[CHUNK_SIZE]
+    order, sequences, widths = schedule(chunks.first.tolist()[first : last + 1])
+    chunk_ids = torch.tensor(order, device=v.device)
+    tokens, valid = token_grid(chunks, chunk_ids)
+    queries, inside, written, decay = _intra_chunk(q, k, v, g, beta, tokens, valid)
+
+    seqs = torch.tensor(sequences, device=v.device) + first
+    slots = batch.state_slots[seqs].long()
+    continues = batch.seq_lens[seqs] != batch.cu_seqlens_q.diff()[seqs]
+    running = torch.where(continues[:, None, None, None], state[slots].float(), 0.0)
+    checkpoint_slots = chunks.checkpoint_slot[chunk_ids].tolist()
+    before, offset = queries.new_empty(*queries.shape[:2], CHUNK_SIZE, v.shape[2]), 0
+    for width in widths:
+        step, live = slice(offset, offset + width), running[:width]
+        before[step] = torch.matmul(queries[step], live)
+        live.mul_(decay[step]).add_(written[step])
+        store_checkpoints(state, live, checkpoint_slots[step])
+        offset += width
+    o = (before + inside).transpose(1, 2)[valid]  # [tokens, H, V]
+    rows = tokens[valid]
+    out[rows] = _skipped(o, v[rows].float(), skip).to(out.dtype)
+    state.index_copy_(0, slots, running.to(state.dtype))
+    return out
+
+
+_NAMES = {
+    (no_beta, no_skip): f"chunk_linear_attention{'_without_beta' * no_beta}{'_without_skip' * no_skip}"
+    for no_beta in (False, True)
+    for no_skip in (False, True)
+}
+
+
+def _register(no_beta: bool, no_skip: bool) -> None:
+    @device_reference(_NAMES[no_beta, no_skip])
+    def work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        q, k, v, g, *more = inputs
+        beta = None if no_beta else more[0]
+        skip = None if no_skip else more[-1]
+        out, state = outputs
+        chunk_linear_attention_reference(q, k, v, g, beta, skip, state, batch, out=out.zero_())
+
+
+for _key in _NAMES:
+    _register(*_key)
+
+
+def _intra_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, tokens: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Everything that needs no state, for all chunks at once; cells past the chunk's end have k = v = g = 0.
+
+    Returns:
+        Queries with the decay since the chunk's start ``[C, H, 64, K]``, outputs from inside the chunk
+        ``[C, H, 64, V]``, what the chunk adds to the state ``[C, H, K, V]``, and its whole decay ``[C, H, 1, 1]``.
+    """
+    group = v.shape[1] // k.shape[1]
+
+    def chunked(x: Tensor) -> Tensor:  # [T, H, D] -> [C, H, 64, D] float32, invalid cells zero
+        return torch.where(valid[:, :, None, None], x[tokens].float(), 0.0).transpose(1, 2)
+
+    queries, keys = (chunked(x).repeat_interleave(group, dim=1) for x in (q, k))
+    values = chunked(v) if beta is None else chunked(v) * chunked(beta.unsqueeze(-1))
+    log_decay = chunked(g.unsqueeze(-1)).cumsum(2)
+    lower = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=v.device).tril()
+    pairwise = (log_decay - log_decay.transpose(2, 3)).masked_fill_(~lower, -torch.inf).exp_()
+    inside = torch.matmul(torch.matmul(queries, keys.transpose(2, 3)).mul_(pairwise), values)
+    last = log_decay[:, :, -1:]
+    written = torch.matmul((keys * (last - log_decay).exp()).transpose(2, 3), values)
+    return queries * log_decay.exp(), inside, written, last.exp()
+
+
+def chunk_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+    batch: Batch,
+    *,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the sequences from ``batch.num_decodes`` on through the recurrence, cut as ``batch.chunks`` says.
+
+    Args:
+        q, k: ``[T, G, K]``; tokens may be strided (slices of a wider projection), heads must be dense.
+        v: ``[T, H, V]``, as q; H is a multiple of G.
+        g: ``[T, H]`` float32, at most 0; a constant may be expanded over tokens.
+        beta: ``[T, H]`` float32; None: one.
+        skip: ``[H]``; None: none.
+        state: ``[num_slots, H, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
+            starts here); the final state is written back there, and the state after every chunk with a
+            ``checkpoint_slot`` into that slot, in the same pass.
+        out: ``[T, H, V]`` to write to, optional.
+
+    Returns:
+        ``[T, H, V]`` in v's dtype. Padding rows (``num_tokens`` on) are zero. The rows of decoding sequences are left
+        as they are in a given ``out``, and zero otherwise.
+    """
+    if backend is Backend.TORCH:
+        return chunk_linear_attention_reference(q, k, v, g, beta, skip, state, batch, out=out)
+    from weft.ops.triton.linear_attention import chunk_linear_attention_triton
+
+    return chunk_linear_attention_triton(q, k, v, g, beta, skip, state, batch, out=out)

@@ -1,0 +1,130 @@
+"""What Mamba-2 does between its two projections besides the chunked recurrence: its gates, and the decode step.
+
+Owns: the order of the merged projection on the reading side, ``z | x | B | C | dt``. Does not know: the projections
+themselves, or slots' owners.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.config.mamba2 import Mamba2Config
+from weft.ops.backend import Backend
+from weft.ops.causal_conv1d import causal_conv1d_update_reference
+from weft.ops.group_norm import gated_group_norm_reference
+from weft.ops.linear_attention import linear_attention_step_reference
+
+
+class Mamba2Weights(NamedTuple):
+    """One rank's weights between the projections.
+
+    Attributes:
+        conv_weight: ``[conv_dim, W]``.
+        conv_bias: ``[conv_dim]`` or None.
+        A_log, dt_bias, D: ``[H]`` float32.
+        norm_weight: ``[H * P]``; None: there is no norm.
+        eps: of the norm.
+    """
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor
+    norm_weight: Tensor | None
+    eps: float
+
+
+def mamba2_gates_reference(
+    dt: Tensor, A_log: Tensor, dt_bias: Tensor, limit: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Torch reference of ``mamba2_gates``."""
+    step = F.softplus(dt.float() + dt_bias.float()).clamp(*limit)
+    return step * -A_log.float().exp(), step
+
+
+def mamba2_gates(
+    dt: Tensor, A_log: Tensor, dt_bias: Tensor, limit: tuple[float, float], *, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Log decay ``g = -exp(A_log) * step`` and time step ``softplus(dt + dt_bias)``, kept within ``limit``.
+
+    Args:
+        dt: ``[T, H]``; tokens may be strided (a slice of a wider projection).
+        A_log, dt_bias: ``[H]``.
+
+    Returns:
+        ``(g, step)``, each ``[T, H]`` float32.
+    """
+    if backend is Backend.TORCH:
+        return mamba2_gates_reference(dt, A_log, dt_bias, limit)
+    from weft.ops.triton.mamba2 import mamba2_gates_triton
+
+    return mamba2_gates_triton(dt, A_log, dt_bias, limit)
+
+
+def split_heads(xbc: Tensor, geometry: Mamba2Config) -> tuple[Tensor, Tensor, Tensor]:
+    """``[N, conv_dim]`` -> ``x [N, H, P]``, ``B, C [N, G, N]``, as views."""
+    sizes = [geometry.inner_size, geometry.groups_size, geometry.groups_size]
+    x, b, c = xbc.split(sizes, dim=-1)
+    shape = (geometry.num_groups, geometry.state_size)
+    return x.unflatten(-1, (geometry.num_heads, geometry.head_dim)), b.unflatten(-1, shape), c.unflatten(-1, shape)
+
+
+def mamba2_decode_reference(
+    projected: Tensor,
+    weights: Mamba2Weights,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    geometry: Mamba2Config,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Torch reference of ``mamba2_decode``: the operations that it fuses, one after the other."""
+    w = weights
+    z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
+    g, step = mamba2_gates_reference(dt, w.A_log, w.dt_bias, geometry.dt_limit)
+    xbc = causal_conv1d_update_reference(xbc, w.conv_weight, conv_state, state_slots, bias=w.conv_bias)
+    x, b, c = split_heads(xbc, geometry)
+    y = linear_attention_step_reference(c, b, x, g, step, w.D, state, state_slots).flatten(1)
+    y = gated_group_norm_reference(
+        y, z, w.norm_weight, w.eps, geometry.num_groups, norm_before_gate=geometry.norm_before_gate
+    )
+    padding = (state_slots == 0)[:, None]
+    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
+
+
+def mamba2_decode(
+    projected: Tensor,
+    weights: Mamba2Weights,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    geometry: Mamba2Config,
+    *,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token for each of N rows that continue a state; both states advance in place.
+
+    Args:
+        projected: ``[N, z | x | B | C | dt]``, of the widths ``geometry.part_sizes``.
+        conv_state: ``[num_slots, conv_dim, W - 1]``.
+        state: ``[num_slots, H, N, P]``, float32 or bfloat16.
+        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, whatever they hold; only the
+            reserved slot's state may change. Other slots occur once.
+        geometry: heads and sizes of this rank's share.
+        out: ``[N, H * P]`` to write to; padding rows of it are left as they are.
+
+    Returns:
+        ``[N, H * P]`` in projected's dtype, ready for the output projection.
+    """
+    if backend is Backend.TORCH:
+        return mamba2_decode_reference(projected, weights, conv_state, state, state_slots, geometry, out=out)
+    from weft.ops.triton.mamba2 import mamba2_decode_triton
+
+    return mamba2_decode_triton(projected, weights, conv_state, state, state_slots, geometry, out=out)

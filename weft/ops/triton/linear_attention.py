@@ -1,0 +1,402 @@
+"""Linear attention with one decay per head and token, on the GPU: chunks for prefill, one step for decode.
+
+Job: ``chunk_linear_attention`` in two launches, and the step that the decode operations of Mamba-2 and lightning
+attention share. Owns: tile shapes. Does not know: projections, convolution, norms.
+
+The chunked form (arXiv 2405.21060): inside a chunk, with G the running sum of g and S the state before the chunk::
+
+    P_ij = exp(G_i - G_j) beta_j (q_i . k_j)   for i >= j
+    o    = exp(G) q S + P v + skip v
+    S'   = exp(G_last) S + k^T (exp(G_last - G) beta v)
+
+The first kernel needs no state and runs for all chunks and heads at once: it writes P below its diagonal and the row
+vectors. A token's effect on itself, P's diagonal and the skip, stays in float32. The second walks through the chunks of
+each sequence with a slice of the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints and the final
+state leave in the same pass, and no state in between is written.
+
+Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from weft.config.linear_attention import CHUNK_SIZE
+from weft.forward_context import Batch, ChunkTable
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import softplus
+from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, _check_rows, _precision, _zero_rows
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv, next_power_of_2
+
+_VECTORS = tl.constexpr(4)
+
+# Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
+_METADATA = [
+    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
+    "state_slots",
+]  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """The scan's shape: columns of the state per program, warps, pipeline stages."""
+
+    block_v: int
+    warps: int
+    stages: int
+
+
+class Fixed(NamedTuple):
+    """What the kernels are compiled for.
+
+    Attributes:
+        num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
+        block_k, block_v: of a slice of the state.
+        has_beta, has_skip: whether there are write strengths and a skip.
+        zero_decodes: write zeros to the rows before the first sequence that has chunks.
+        precision: of products of float32 operands.
+        stages: of the pipeline.
+    """
+
+    num_groups: int
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    block_k: int
+    block_v: int
+    has_beta: bool
+    has_skip: bool
+    zero_decodes: bool
+    precision: str
+    stages: int
+
+
+@jit(do_not_specialize_on_alignment=_METADATA)
+def _prepare_kernel(
+    q, k, g, beta, skip, attention, vectors, chunk_start, chunk_length, stride_q, stride_k, stride_g,
+    FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One chunk and head: the attention inside the chunk, and the row vectors."""
+    enter(EARLY)
+    H: tl.constexpr = FIXED.num_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    GROUP: tl.constexpr = FIXED.num_heads // FIXED.num_groups
+    PRECISION: tl.constexpr = FIXED.precision
+    i_chunk, i_head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(chunk_length + i_chunk)
+    if length == 0:
+        return
+    start = tl.load(chunk_start + i_chunk).to(tl.int64)
+    o_row, o_k = tl.arange(0, CHUNK), tl.arange(0, FIXED.block_k)
+    valid = o_row < length
+    rows = start + o_row
+    mask = valid[:, None] & (o_k < K)[None, :]
+    columns = (i_head // GROUP) * K + o_k
+    b_k = tl.load(k + rows[:, None] * stride_k + columns[None, :], mask=mask, other=0.0)
+    b_q = tl.load(q + rows[:, None] * stride_q + columns[None, :], mask=mask, other=0.0)
+    b_g = tl.load(g + rows * stride_g + i_head, mask=valid, other=0.0)
+    decay = tl.cumsum(b_g, 0)
+    to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for the tokens that still count there
+
+    i, j = o_row[:, None], o_row[None, :]
+    between = tl.exp(tl.where(i >= j, decay[:, None] - decay[None, :], float("-inf")))
+    write = tl.exp(to_end)
+    if FIXED.has_beta:
+        b_beta = tl.load(beta + rows * H + i_head, mask=valid, other=0.0)
+        between = between * b_beta[None, :]
+        write = write * b_beta
+    qk = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * between
+    own = tl.sum(tl.where(i == j, qk, 0.0), 1)
+    if FIXED.has_skip:
+        own += tl.load(skip + i_head).to(tl.float32)
+    tile = (i_chunk * H + i_head).to(tl.int64)
+    p_attention = attention + tile * CHUNK * CHUNK + i * CHUNK + j
+    tl.store(p_attention, tl.where(i == j, 0.0, qk).to(attention.dtype.element_ty))
+    p_vectors = vectors + tile * _VECTORS * CHUNK + o_row
+    tl.store(p_vectors, tl.exp(decay))
+    tl.store(p_vectors + CHUNK, write)
+    tl.store(p_vectors + 2 * CHUNK, own)
+    tl.store(p_vectors + 3 * CHUNK, tl.exp(to_end + b_g))
+
+
+@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
+def _scan_kernel(
+    q, k, v, out, state, attention, vectors,
+    chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
+    num_rows, num_seqs, stride_q, stride_k, stride_v,
+    FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One sequence, head and slice of V: the chunks in order, the state's columns in registers."""
+    enter(EARLY)
+    H: tl.constexpr = FIXED.num_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    GROUP: tl.constexpr = FIXED.num_heads // FIXED.num_groups
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    PRECISION: tl.constexpr = FIXED.precision
+    i_v, i_head, i_prefill = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, FIXED.block_k), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_mask, v_mask = o_k < K, o_v < V
+    num_chunks = tl.load(first_chunk + num_seqs)
+    if i_prefill == 0:
+        num_tokens = tl.load(cu_seqlens_q + num_seqs)
+        _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, H, V, CHUNK)
+        if FIXED.zero_decodes:
+            begin = num_tokens
+            if num_chunks > 0:
+                begin = tl.load(chunk_start)
+            _zero_rows(out, 0, begin, i_head, o_v, v_mask, H, V, CHUNK)
+    if num_chunks == 0:
+        return
+    i_seq = tl.load(chunk_seq) + i_prefill  # decodes stand before the first sequence that has chunks
+    if i_seq >= num_seqs:
+        return
+    first, last = tl.load(first_chunk + i_seq), tl.load(first_chunk + i_seq + 1)
+    if first == last:
+        return
+
+    square = o_row[:, None] * CHUNK + o_row[None, :]
+    inside = o_k[:, None] * V + o_v[None, :]
+    state_mask = k_mask[:, None] & v_mask[None, :]
+    slot = tl.load(state_slots + i_seq).to(tl.int64)
+    query_len = tl.load(cu_seqlens_q + i_seq + 1) - tl.load(cu_seqlens_q + i_seq)
+    continues = tl.load(seq_lens + i_seq) != query_len
+    p_state = state + (slot * H + i_head) * K * V + inside
+    b_state = tl.load(p_state, mask=state_mask & continues, other=0.0).to(tl.float32)
+
+    key_columns = (i_head // GROUP) * K + o_k
+    value_columns = i_head * V + o_v
+    operand = q.dtype.element_ty
+    start = tl.load(chunk_start + first).to(tl.int64)
+    length = tl.load(chunk_length + first)
+    for i_chunk in tl.range(first, last, num_stages=FIXED.stages):
+        # The next chunk's length is read one chunk ahead, so that the addresses of its tiles wait for nothing.
+        next_length = tl.load(chunk_length + i_chunk + 1, mask=i_chunk + 1 < last, other=0)
+        valid = o_row < length
+        rows = (start + o_row)[:, None]
+        tile = (i_chunk * H + i_head).to(tl.int64)
+        mask = valid[:, None] & k_mask[None, :]
+        b_k = tl.load(k + rows * stride_k + key_columns[None, :], mask=mask, other=0.0)
+        b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
+        mask = valid[:, None] & v_mask[None, :]
+        b_v = tl.load(v + rows * stride_v + value_columns[None, :], mask=mask, other=0.0)
+        b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
+        p_vectors = vectors + tile * _VECTORS * CHUNK + o_row
+        q_scale, write, own = tl.load(p_vectors), tl.load(p_vectors + CHUNK), tl.load(p_vectors + 2 * CHUNK)
+        chunk_decay = tl.load(vectors + tile * _VECTORS * CHUNK + 3 * CHUNK)
+
+        values = b_v.to(tl.float32)
+        b_out = tl.dot(b_q, b_state.to(operand), input_precision=PRECISION) * q_scale[:, None]
+        b_out = tl.dot(b_attention, b_v, b_out + values * own[:, None], input_precision=PRECISION)
+        b_state = b_state * chunk_decay
+        b_state = tl.dot(tl.trans(b_k), (values * write[:, None]).to(operand), b_state, input_precision=PRECISION)
+        p_out = out + rows * (H * V) + value_columns[None, :]
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+
+        copy_slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
+        if copy_slot >= 0:
+            p_copy = state + (copy_slot * H + i_head) * K * V + inside
+            tl.store(p_copy, b_state.to(state.dtype.element_ty), mask=state_mask)
+        start += length
+        length = next_length
+    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
+
+
+def choose_tile(num_rows: int, head_k_dim: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
+    """The scan's tile.
+
+    Args:
+        num_rows: sequences times heads.
+        head_k_dim, head_v_dim: K and V.
+        dtype: of the operands.
+    """
+    widest = max(16, next_power_of_2(head_v_dim))
+    if dtype == torch.float32:
+        return Tile(min(32, widest), 4, 1)
+    stages = 3 if head_k_dim <= 128 else 2  # the tiles of q and k of all stages stand in shared memory
+    if num_rows * cdiv(head_v_dim, 32) <= 2 * MULTIPROCESSORS:
+        return Tile(min(32, widest), 4, stages)
+    return Tile(min(64, widest), 4, 1)
+
+
+def chunk_linear_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+    batch: Batch,
+    *,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Triton kernels of ``chunk_linear_attention``; float32 inputs are multiplied with float32's accuracy.
+
+    ``tile`` overrides the choice of ``choose_tile`` (tests and measurements).
+    """
+    chunks = batch.chunks[CHUNK_SIZE]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x)
+    assert g.stride(1) == 1 and state.is_contiguous() and (beta is None or beta.is_contiguous())
+    zero_decodes = out is None
+    out = v.new_empty(v.shape) if out is None else out
+    assert out.is_contiguous(), "out must be contiguous"
+    (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
+    # A captured graph does not know how many sequences there will be; short latency is for the case of one.
+    num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
+    tile = tile or choose_tile(num_seqs * num_heads, head_k_dim, head_v_dim, q.dtype)
+    block_k, block_v = max(16, next_power_of_2(head_k_dim)), max(16, tile.block_v)
+    fixed = Fixed(
+        num_groups, num_heads, head_k_dim, head_v_dim, block_k, block_v, beta is not None, skip is not None,
+        zero_decodes, _precision(q.dtype), tile.stages,
+    )  # fmt: skip
+    prepared = _prepare(q, k, g, beta, skip, chunks, fixed)
+    _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
+        q, k, v, out, state, *prepared,
+        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
+        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
+        num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
+        FIXED=fixed, CHUNK=CHUNK_SIZE, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
+    )  # fmt: skip
+    return out
+
+
+def _prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None, chunks: ChunkTable, fixed: Fixed
+) -> tuple[Tensor, Tensor]:
+    """``attention [chunks, H, 64, 64]`` in q's dtype and ``vectors [chunks, H, 4, 64]`` float32."""
+    num_chunks, num_heads = chunks.start.shape[0], fixed.num_heads
+    attention = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
+    vectors = torch.empty(num_chunks, num_heads, _VECTORS.value, CHUNK_SIZE, dtype=torch.float32, device=q.device)
+    # What differs between the two kernels' needs must not compile this one twice.
+    shared = fixed._replace(block_v=0, zero_decodes=False, stages=1)
+    _prepare_kernel[(num_chunks, num_heads)](
+        q, k, g, beta, skip, attention, vectors, chunks.start, chunks.length, q.stride(0), k.stride(0), g.stride(0),
+        FIXED=shared, CHUNK=CHUNK_SIZE, num_warps=4, num_stages=1, **early_launch(q.device),
+    )  # fmt: skip
+    return attention, vectors
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+class StepFixed(NamedTuple):
+    """What the step is compiled for.
+
+    Attributes:
+        num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
+        block_k, block_v: of a tile of the state.
+        time_steps: decays and write strengths come from Mamba-2's time steps; otherwise from constants of the heads.
+        keep_padding: leave rows with slot 0 as they are.
+    """
+
+    num_groups: int
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    block_k: int
+    block_v: int
+    time_steps: bool
+    keep_padding: bool
+
+
+@jit(do_not_specialize_on_alignment=["state_slots"])
+def _step_kernel(
+    q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
+    stride_q, stride_k, stride_v, stride_dt, dt_low, dt_high,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row and head. ``rate [H]``: log of A with time steps, otherwise the log decay itself."""
+    enter(EARLY)
+    H: tl.constexpr = FIXED.num_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    GROUP: tl.constexpr = FIXED.num_heads // FIXED.num_groups
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
+    k_mask = o_k < K
+    slot = tl.load(state_slots + i_row).to(tl.int64)
+    p_out = out + (i_row * H + i_head) * V + o_v
+    if slot == 0:
+        if not FIXED.keep_padding:
+            for j in tl.static_range(TILES):
+                zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
+                tl.store(p_out + j * BLOCK_V, zeros, mask=j * BLOCK_V + o_v < V)
+        return
+    columns = (i_head // GROUP) * K + o_k
+    b_q = tl.load(q + i_row * stride_q + columns, mask=k_mask, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_row * stride_k + columns, mask=k_mask, other=0.0).to(tl.float32)
+    g = tl.load(rate + i_head).to(tl.float32)
+    own = 0.0
+    if FIXED.time_steps:
+        step = softplus(tl.load(dt + i_row * stride_dt + i_head).to(tl.float32) + tl.load(dt_bias + i_head))
+        step = tl.minimum(tl.maximum(step, dt_low), dt_high)
+        g = -tl.exp(g) * step
+        b_k *= step
+        own = tl.load(skip + i_head).to(tl.float32)
+    decay = tl.exp(g)
+    for j in tl.static_range(TILES):
+        values = j * BLOCK_V + o_v
+        v_mask = values < V
+        p_state = state + (slot * H + i_head) * K * V + o_k[:, None] * V + values[None, :]
+        state_mask = k_mask[:, None] & v_mask[None, :]
+        b_state = tl.load(p_state, mask=state_mask, other=0.0).to(tl.float32)
+        b_v = tl.load(v + i_row * stride_v + i_head * V + values, mask=v_mask, other=0.0).to(tl.float32)
+        b_state = b_state * decay + b_k[:, None] * b_v[None, :]
+        tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
+        b_out = tl.sum(b_state * b_q[:, None], 0) + own * b_v
+        tl.store(p_out + j * BLOCK_V, b_out.to(out.dtype.element_ty), mask=v_mask)
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    *,
+    dt: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, 0.0),
+    out: Tensor | None = None,
+    keep_padding: bool = False,
+) -> Tensor:
+    """``linear_attention_step_reference`` in one launch; rows with slot 0 are zero, or kept.
+
+    Args:
+        q, k: ``[N, G, K]``, rows may be strided. v: ``[N, H, V]``, as well.
+        rate: ``[H]`` float32: the log of A where ``dt`` is given, else the log decay of each head.
+        dt: ``[N, H]`` before bias and softplus, rows may be strided; with ``dt_bias [H]``, ``skip [H]`` float32.
+        dt_limit: least and greatest time step.
+        out: ``[N, H, V]`` or ``[N, H * V]`` to write to, contiguous, optional.
+    """
+    (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x)
+    assert state.is_contiguous() and state_slots.is_contiguous() and (dt is None or dt.stride(1) == 1)
+    out = v.new_empty(v.shape) if out is None else out
+    assert out.is_contiguous(), "out must be contiguous"
+    if num_rows:
+        block_k, block_v = (
+            next_power_of_2(head_k_dim),
+            min(64 if head_k_dim <= 128 else 32, next_power_of_2(head_v_dim)),
+        )
+        fixed = StepFixed(
+            num_groups, num_heads, head_k_dim, head_v_dim, block_k, block_v, dt is not None, keep_padding
+        )  # fmt: skip
+        _step_kernel[(num_heads, num_rows)](
+            q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
+            q.stride(0), k.stride(0), v.stride(0), 0 if dt is None else dt.stride(0), *dt_limit,
+            FIXED=fixed, num_warps=4, **early_launch(q.device),
+        )  # fmt: skip
+    return out
