@@ -165,6 +165,8 @@ COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVER
     (arch, "PIECEWISE", "overlap", "eager") for arch in ARCHITECTURES
 ]
 COLUMNS += [("Lfm2ForCausalLM", mode, "overlap", "capture") for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
+COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE", "overlap", "capture")]
+COLUMNS += [("Mamba2ForCausalLM", "FULL", "overlap", "capture")]
 """Model, mode, overlap, and where pieces come from."""
 
 

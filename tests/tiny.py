@@ -13,11 +13,9 @@ import torch
 import transformers
 
 ARCHITECTURES = (
-    "BambaForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
-    "Mamba2ForCausalLM",
     "MistralForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen2ForCausalLM",
@@ -30,6 +28,8 @@ ARCHITECTURES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+MAMBA_ARCHITECTURES = ("BambaForCausalLM", "Mamba2ForCausalLM")
+"""Those with Mamba layers."""
 
 _BASE = {
     "vocab_size": 211,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import ARCHITECTURES, make_config
+from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES, make_config
 from weft.config.attention import AttentionConfig
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.families import FAMILIES
@@ -404,7 +404,7 @@ def test_unknown_architectures_list_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         read(tmp_path, {"architectures": ["GPT2LMHeadModel"]})
     assert all(name in str(error.value) for name in ("GPT2LMHeadModel", *FAMILIES))
-    assert set(ARCHITECTURES) == set(FAMILIES)
+    assert {*ARCHITECTURES, *MAMBA_ARCHITECTURES} == set(FAMILIES)
 
 
 BROKEN = [

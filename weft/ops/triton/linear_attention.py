@@ -356,6 +356,19 @@ def _step_kernel(
         tl.store(p_out + j * BLOCK_V, b_out.to(out.dtype.element_ty), mask=v_mask)
 
 
+class StepTile(NamedTuple):
+    """Columns of the state per tile, and warps."""
+
+    block_v: int
+    warps: int
+
+
+def choose_step_tile(head_k_dim: int, head_v_dim: int) -> StepTile:
+    """The step's tile: at most 8,192 numbers of the state at a time, 64 registers of each thread."""
+    widest = 8192 // next_power_of_2(head_k_dim)
+    return StepTile(max(1, min(widest, next_power_of_2(head_v_dim))), 4)
+
+
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -370,6 +383,7 @@ def linear_attention_step(
     dt_limit: tuple[float, float] = (0.0, 0.0),
     out: Tensor | None = None,
     keep_padding: bool = False,
+    tile: StepTile | None = None,
 ) -> Tensor:
     """``linear_attention_step_reference`` in one launch; rows with slot 0 are zero, or kept.
 
@@ -379,6 +393,7 @@ def linear_attention_step(
         dt: ``[N, H]`` before bias and softplus, rows may be strided; with ``dt_bias [H]``, ``skip [H]`` float32.
         dt_limit: least and greatest time step.
         out: ``[N, H, V]`` or ``[N, H * V]`` to write to, contiguous, optional.
+        tile: overrides the choice of ``choose_step_tile`` (tests and measurements).
     """
     (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -387,16 +402,14 @@ def linear_attention_step(
     out = v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
-        block_k, block_v = (
-            next_power_of_2(head_k_dim),
-            min(64 if head_k_dim <= 128 else 32, next_power_of_2(head_v_dim)),
-        )
+        tile = tile or choose_step_tile(head_k_dim, head_v_dim)
         fixed = StepFixed(
-            num_groups, num_heads, head_k_dim, head_v_dim, block_k, block_v, dt is not None, keep_padding
+            num_groups, num_heads, head_k_dim, head_v_dim, next_power_of_2(head_k_dim), tile.block_v,
+            dt is not None, keep_padding,
         )  # fmt: skip
         _step_kernel[(num_heads, num_rows)](
             q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
             q.stride(0), k.stride(0), v.stride(0), 0 if dt is None else dt.stride(0), *dt_limit,
-            FIXED=fixed, num_warps=4, **early_launch(q.device),
+            FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
         )  # fmt: skip
     return out
