@@ -16,6 +16,7 @@ from weft.errors import ConfigError
 from weft.forward_context import forward_context
 
 LENGTHS = (1, 65, 7)
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
 LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
@@ -85,6 +86,7 @@ def run_layer(name: str) -> Run:
         ("LlamaForCausalLM", "model.layers.0.mlp", {"mlp_bias": True}),
         ("Qwen2ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 2}),
         ("Lfm2ForCausalLM", "model.layers.0.conv", {"conv_bias": True}),
+        ("BambaForCausalLM", "model.layers.0.mamba", {"mamba_proj_bias": True, "mamba_n_groups": 4} | MAMBA),
         ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
         ("Lfm2MoeForCausalLM", "model.layers.2.mlp", {}),
         ("Qwen3NextForCausalLM", "model.layers.3.self_attn", LINEAR | {"attention_bias": True}),

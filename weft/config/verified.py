@@ -51,6 +51,8 @@ VERIFIED: dict[str, Verified] = {
     "Qwen3_5MoeForConditionalGeneration": Verified(True, Ranks.LAYERS),
     "Lfm2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Lfm2MoeForCausalLM": Verified(False, Ranks.LAYERS),
+    "BambaForCausalLM": Verified(False, Ranks.LAYERS),
+    "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(False, Ranks.REFUSED),
 }
 
