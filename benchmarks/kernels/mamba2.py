@@ -25,7 +25,8 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GP
 from weft.config.linear_attention import CHUNK_SIZE
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.linear_attention import chunk_linear_attention_reference
-from weft.ops.mamba2 import Mamba2Weights, mamba2_decode_reference, mamba2_gates_reference, split_heads
+from weft.ops.mamba2 import mamba2_decode_reference, mamba2_gates_reference
+from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.conv_update import causal_conv1d_update_triton
 from weft.ops.triton.group_norm import gated_group_norm_triton

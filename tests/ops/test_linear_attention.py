@@ -16,7 +16,8 @@ from weft.config.mamba2 import Mamba2Config
 from weft.ops.backend import Backend
 from weft.ops.group_norm import gated_group_norm
 from weft.ops.linear_attention import chunk_linear_attention, linear_attention_step_reference
-from weft.ops.mamba2 import Mamba2Weights, mamba2_decode, mamba2_gates, mamba2_gates_reference
+from weft.ops.mamba2 import mamba2_decode, mamba2_gates, mamba2_gates_reference
+from weft.ops.mamba2_parts import Mamba2Weights
 
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 # Groups, heads, K, V: odd sizes force every mask; the real geometry runs where it is quick.

@@ -6,8 +6,6 @@ themselves, or slots' owners.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,26 +15,7 @@ from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.group_norm import gated_group_norm_reference
 from weft.ops.linear_attention import linear_attention_step_reference
-
-
-class Mamba2Weights(NamedTuple):
-    """One rank's weights between the projections.
-
-    Attributes:
-        conv_weight: ``[conv_dim, W]``.
-        conv_bias: ``[conv_dim]`` or None.
-        A_log, dt_bias, D: ``[H]`` float32.
-        norm_weight: ``[H * P]``; None: there is no norm.
-        eps: of the norm.
-    """
-
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    A_log: Tensor
-    dt_bias: Tensor
-    D: Tensor
-    norm_weight: Tensor | None
-    eps: float
+from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 
 
 def mamba2_gates_reference(
@@ -64,14 +43,6 @@ def mamba2_gates(
     from weft.ops.triton.mamba2 import mamba2_gates_triton
 
     return mamba2_gates_triton(dt, A_log, dt_bias, limit)
-
-
-def split_heads(xbc: Tensor, geometry: Mamba2Config) -> tuple[Tensor, Tensor, Tensor]:
-    """``[N, conv_dim]`` -> ``x [N, H, P]``, ``B, C [N, G, N]``, as views."""
-    sizes = [geometry.inner_size, geometry.groups_size, geometry.groups_size]
-    x, b, c = xbc.split(sizes, dim=-1)
-    shape = (geometry.num_groups, geometry.state_size)
-    return x.unflatten(-1, (geometry.num_heads, geometry.head_dim)), b.unflatten(-1, shape), c.unflatten(-1, shape)
 
 
 def mamba2_decode_reference(
