@@ -54,6 +54,7 @@ types: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_file_map.py
+	$(BIN)/python docs/make_tables.py
 
 install: $(INSTALLED)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from docs import make_tables
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,9 +26,6 @@ UNITS = (1.0, 1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 100.0, 2.0**-20, 2.0**-30)
 
 FROM_ELSEWHERE: dict[str, dict[str, str]] = {
     "performance.md": {
-        "5.0": "11.14 ms / 2.224 ms, the rows above it",
-        "6.2": "6.549 ms / 1.050 ms, the rows above it",
-        "1.06": "9.862 ms / 9.336 ms, the rows above it",
         "4.25": "TB/s, what floors are counted with",
     },
     "quantization.md": {
@@ -99,3 +98,23 @@ def test_a_wrong_figure_is_found() -> None:
     file = RESULTS / "w5-h200.json"
     assert missing("10.5 ms and 9.43 s, 81.96%; torch 2.11.0 (`x 1.5`)", [file]) == []
     assert missing("10.4 ms and 9.86 s", [file]) == ["10.4", "9.86"]
+
+
+def test_tables_are_written_from_their_files() -> None:
+    """``make docs`` changes nothing."""
+    document = make_tables.DOCUMENT.read_text(encoding="utf-8")
+    assert make_tables.updated(document) == document
+    named = set(re.findall(r"<!-- table ([\w-]+): begin", document))
+    assert named == {*make_tables.TABLES, "summary"}
+
+
+def test_a_row_behind_a_peer_and_a_missed_goal_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        ("decode of A", "1", 2.0, [1.9, 3.0], 2.5),
+        ("decode of A", "8", 2.0, [2.1], 1.0),
+        ("throughput of A", "", -100.0, [-90.0], -100.0),
+    ]
+    monkeypatch.setattr(make_tables, "compared", lambda: rows)
+    behind, reached, missed = make_tables.summary().splitlines()
+    assert behind.endswith("tables: decode of A at 1.") and reached.endswith("decode of A at 1; throughput of A.")
+    assert missed.endswith("missed: decode of A at 8.")

@@ -1,0 +1,265 @@
+"""Writes the tables of ``docs/performance.md`` from the files of ``benchmarks/results``: ``make docs``.
+
+Job: one function per table, between two markers that name it; above each the files with the day of their measurement.
+Owns: how figures are rounded, what counts as reached. A test fails while a table differs from its files. Rows whose
+file is not there are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "performance.md"
+BLOCK = re.compile(r"(<!-- table ([\w-]+): begin \(make docs\) -->\n).*?(<!-- table \2: end -->)", re.DOTALL)
+
+LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
+BATCHES = (1, 8, 32, 128)
+ENGINES = {"A": "engine-qwen3-0.6b-h200", "B": "engine-qwen3-next-12l-bf16-state-h200"}
+MODELS = {"A": "qwen3-0.6b", "B": "qwen3-next-12l"}
+PEERS = "peers-h200"
+MISSED = ", missed"
+
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    """A result file; empty if it is not there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def shown(value: float | str | None) -> str:
+    """Three digits; integers, and what has more before its point, whole."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, int) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{2 if abs(value) < 10 else 1}f}"
+
+
+def given(value: float | None) -> str:
+    """A figure of a peer, or a goal, as precise as it stands in its file."""
+    return "" if value is None else f"{value:,.10g}"
+
+
+def decode(name: str) -> dict[int, dict[str, Any]]:
+    return {row["batch_size"]: row for row in read(name).get("decode", [])}
+
+
+def first_token(name: str) -> dict[int, dict[str, Any]]:
+    return {row["prompt_len"]: row for row in read(name).get("prefill", [])}
+
+
+def goal(value: float, target: float, *, least: bool = False) -> str:
+    reached = value >= target if least else value <= target
+    return given(target) + ("" if reached else MISSED)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+Table = tuple[Sequence[str], Sequence[str], list[list[str]]]
+"""Names of files, columns, rows."""
+
+
+def decode_table() -> Table:
+    rows = []
+    for model, name in ENGINES.items():
+        peers = read(PEERS)["decode_ms"][model]
+        for batch, row in decode(name).items():
+            ms, at = row["step_ms"], str(batch)
+            others = [given(peers[who].get(at)) for who in ("vllm", "sglang")]
+            rows.append([model, at, shown(ms), *others, shown(row["floor_ms"]), goal(ms, peers["goal"][at])])
+    return [*ENGINES.values(), PEERS], ("", "batch", "Weft", "vLLM", "SGLang", "floor", "goal"), rows
+
+
+def gains_table() -> Table:
+    files, rows = [], []
+    for model, base in MODELS.items():
+        eager, graphs = f"engine-{base}-eager-h200", ENGINES[model]
+        variants = {"eager": eager, "with graphs": graphs, "graphs and torch.compile": f"engine-{base}-compiled-h200"}
+        for what, name in variants.items():
+            if figures := decode(name):
+                files.append(name)
+                row = [shown(figures[b]["step_ms"]) if b in figures else "" for b in BATCHES]
+                rows.append([f"{model}, {what}", *row])
+        slow, fast = decode(eager), decode(graphs)
+        times = [f"{slow[b]['step_ms'] / fast[b]['step_ms']:.1f}x" if b in slow else "" for b in BATCHES]
+        rows.append([f"{model}, graphs over eager", *times])
+    return files, ("batch", *map(str, BATCHES)), rows
+
+
+def first_token_table() -> Table:
+    rows = []
+    for model, name in ENGINES.items():
+        figures, peers = first_token(name), read(PEERS)["first_token_ms"][model]
+        rows.append([f"**{model}**", *(shown(figures[n]["first_token_ms"]) for n in LENGTHS)])
+        for who, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
+            rows.append([label, *(given(peers[who].get(str(n))) for n in LENGTHS)])
+        rows.append(["floor", *(shown(figures[n]["floor_ms"]) for n in LENGTHS)])
+        rows.append(["goal", *(goal(figures[n]["first_token_ms"], peers["goal"][str(n)]) for n in LENGTHS)])
+    return [*ENGINES.values(), PEERS], ("prompt tokens", *(f"{n:,}" for n in LENGTHS)), rows
+
+
+def modes_table() -> Table:
+    files, rows = [], []
+    for model, base in MODELS.items():
+        variants = {
+            "NONE": f"engine-{base}-eager-h200", "PIECEWISE, capture": f"prefill-{base}-piecewise-h200",
+            "PIECEWISE, inductor": f"prefill-{base}-inductor-h200",
+            "PIECEWISE, split at Gated DeltaNet too": f"prefill-{base}-piecewise-gdn-split-h200",
+            "FULL": ENGINES[model],
+        }  # fmt: skip
+        for mode, name in variants.items():
+            if figures := first_token(name):
+                files.append(name)
+                rows.append([f"{model}, {mode}", *(shown(figures[n]["first_token_ms"]) for n in LENGTHS)])
+    return files, ("prompt tokens", *(f"{n:,}" for n in LENGTHS)), rows
+
+
+def long_prompts_table() -> Table:
+    files, rows, lengths = [], [], (4608, 6144, 8192, 12288, 16000)
+    variants = {
+        "no-graph": "steps of 8,192, without a graph", "one-graph": "steps of 8,192, one graph",
+        "segments": "segments of 4,096, a graph each",
+    }  # fmt: skip
+    for model, base in MODELS.items():
+        for key, what in variants.items():
+            if figures := first_token(name := f"long-prefill-{base}-{key}-h200"):
+                files.append(name)
+                rows.append([f"{model}, {what}", *(shown(figures[n]["first_token_ms"]) for n in lengths)])
+    return files, ("prompt tokens", *(f"{n:,}" for n in lengths)), rows
+
+
+def throughput_table() -> Table:
+    rows = []
+    for model, name in ENGINES.items():
+        figures, peers = read(name)["throughput"], read(PEERS)["output_tokens_per_s"][model]
+        value, target = figures["output_tokens_per_s"], peers["goal"]
+        others = [" and ".join(given(v) for v in peers[who]) for who in ("vllm", "sglang")]
+        roofline = figures["roofline_tokens_per_s"]
+        rows.append([model, shown(value), *others, shown(roofline), goal(value, target, least=True)])
+    return [*ENGINES.values(), PEERS], ("output tokens/s", "Weft", "vLLM", "SGLang", "roofline", "goal"), rows
+
+
+def startup_table() -> Table:
+    files, rows = [], []
+    for model, base in MODELS.items():
+        name, peers = f"startup-{base}-h200", read(PEERS)["start_s"][model]
+        files.append(name)
+        for kind in ("cold", "warm"):
+            figures = read(name)["results"][kind]
+            parts = [figures["import_s"], *(figures["stages"][s] for s in ("kernels", "memory", "graphs"))]
+            ours = [shown(figures["total_s"]), _start(peers["vllm"].get(kind)), _start(peers["sglang"].get(kind))]
+            target = goal(figures["total_s"], peers["goal"][kind])
+            rows.append([model, kind, *ours, target, *(shown(part) for part in parts)])
+    columns = ("", "", "Weft", "vLLM", "SGLang", "goal", "import", "kernels", "memory", "graphs")
+    return [*files, PEERS], columns, rows
+
+
+def _start(figures: dict[str, Any] | None) -> str:
+    if figures is None:
+        return ""
+    start = figures["start"] if isinstance(figures["start"], list) else [figures["start"]]
+    return f"{_range(start)} + import {_range(figures['import'])}"
+
+
+def _range(values: Iterable[float]) -> str:
+    return " to ".join(f"{value:g}" for value in values)
+
+
+def prefix_table() -> Table:
+    ours = {"Weft": "w5-h200", "Weft, caching off": "w5-off-h200"}
+    peers = read(PEERS)["prefix_reuse_B"]
+    found = {who: read(name)["results"] for who, name in ours.items()} | peers
+    keys = {"cached_share": lambda v: f"{100 * v:.1f}%", "ttft_ms": shown, "total_s": shown}
+    rows = [[who, *(show(figures[key]) for key, show in keys.items())] for who, figures in found.items()]
+    best, target = found["Weft"], peers["goal"]
+    rows[-1] = ["goal", *(
+        show(target[key]) + ("" if (best[key] >= target[key]) == (key == "cached_share") else MISSED)
+        for key, show in keys.items()
+    )]  # fmt: skip
+    columns = ("", "prompt tokens reused", "median time to first token, ms", "total, s")
+    return [*ours.values(), PEERS], columns, rows
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
+    "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
+    "prefix": prefix_table,
+}  # fmt: skip
+
+
+# -- the document ----------------------------------------------------------------------------------------------------
+
+
+def rendered(table: Table) -> str:
+    """Its files with their days, and the table."""
+    files, columns, rows = table
+    named = ", ".join(f"`{name}.json` ({read(name)['date'][:10]})" for name in dict.fromkeys(files))
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return f"{named}:\n\n" + "\n".join(lines) + "\n" if rows else "Not measured yet.\n"
+
+
+def updated(document: str) -> str:
+    """``document`` with fresh tables."""
+
+    def fresh(found: re.Match[str]) -> str:
+        text = summary() if found[2] == "summary" else rendered(TABLES[found[2]]())
+        return found[1] + text + found[3]
+
+    return BLOCK.sub(fresh, document)
+
+
+def compared() -> list[tuple[str, str, float, list[float], float]]:
+    """What has a goal: what, at which size, our figure, the peers', the goal. Less is better: rates are negative."""
+    peers, rows = read(PEERS), []
+    for model, name in ENGINES.items():
+        for what, key, figures, field in (
+            ("decode", "decode_ms", decode(name), "step_ms"),
+            ("first tokens", "first_token_ms", first_token(name), "first_token_ms"),
+        ):
+            theirs = peers[key][model]
+            for at, row in figures.items():
+                others = [theirs[who][str(at)] for who in ("vllm", "sglang")]
+                rows.append((f"{what} of {model}", f"{at:,}", row[field], others, theirs["goal"][str(at)]))
+        rates = peers["output_tokens_per_s"][model]
+        rate = read(name)["throughput"]["output_tokens_per_s"]
+        others = [-value for who in ("vllm", "sglang") for value in rates[who]]
+        rows.append((f"throughput of {model}", "", -rate, others, -rates["goal"]))
+        starts = read(f"startup-{MODELS[model]}-h200")["results"]
+        for kind, target in peers["start_s"][model]["goal"].items():
+            rows.append((f"starts of {model}", kind, starts[kind]["total_s"], [], target))
+    reuse, theirs = read("w5-h200")["results"], peers["prefix_reuse_B"]
+    for what, key, sign in (("hits", "cached_share", -1), ("first tokens", "ttft_ms", 1), ("total", "total_s", 1)):
+        others = [sign * f[key] for who, f in theirs.items() if who != "goal"]
+        rows.append((f"{what} of prefix reuse", "", sign * reuse[key], others, sign * theirs["goal"][key]))
+    return rows
+
+
+def summary() -> str:
+    """Where Weft is behind a peer, and which goals are reached and missed."""
+    behind, reached, missed = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
+    for what, at, ours, others, target in compared():
+        (reached if ours <= target else missed).setdefault(what, []).append(at)
+        if any(other < ours - 0.001 * abs(ours) for other in others):  # theirs are rounded
+            behind.setdefault(what, []).append(at)
+    lines = [f"Behind vLLM or SGLang, of all that is compared in these tables: {_listed(behind) or 'nothing'}."]
+    lines += [f"Goals reached: {_listed(reached)}.", f"Goals missed: {_listed(missed)}."]
+    return "\n".join(f"* {line}" for line in lines) + "\n"
+
+
+def _listed(found: dict[str, list[str]]) -> str:
+    parts = [f"{what} at {', '.join(sizes)}" if any(sizes) else what for what, sizes in found.items()]
+    return "; ".join(parts).replace("at cold, warm", "cold and warm").replace("at cold", "cold").replace(
+        "at warm", "warm"
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
