@@ -78,6 +78,24 @@ def kernels_us(replay: Callable[[], Any], replays: int = 5) -> list[dict[str, An
     return sorted(rows, key=lambda row: -row["us"])
 
 
+def profile_decode(runner: ModelRunner, model: str, batches: list[int], context: int) -> dict[int, Any]:
+    """Replay time and kernels of a decode step, by batch size; printed as well."""
+    result: dict[int, Any] = {}
+    for batch in batches:
+        runner.run(decode_orders(runner, batch, context))
+        size = padded_size(runner, batch)
+        graphs = runner.graphs.decode
+        assert graphs is not None
+        run = partial(graphs.replay, size, batch)
+        replay, kernels = graph_ms(run), kernels_us(run)
+        result[batch] = {"replay_ms": replay, "kernels": kernels}
+        busy, launches = sum(k["us"] for k in kernels) / 1e3, sum(k["launches"] for k in kernels)
+        print(f"{model} batch {batch}: replay {replay:.3f} ms, kernels {busy:.3f} ms in {launches:.0f} launches")
+        for row in kernels[:14]:
+            print(f"   {row['us']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
@@ -99,20 +117,8 @@ def main() -> None:
         "benchmark": "decode_profile",
         **report.provenance("cuda"),
         "model": args.model,
-        "batches": {},
+        "batches": profile_decode(runner, args.model, args.batches, args.context),
     }
-    for batch in args.batches:
-        runner.run(decode_orders(runner, batch, args.context))
-        size = padded_size(runner, batch)
-        graphs = runner.graphs.decode
-        assert graphs is not None
-        run = partial(graphs.replay, size, batch)
-        replay, kernels = graph_ms(run), kernels_us(run)
-        result["batches"][batch] = {"replay_ms": replay, "kernels": kernels}
-        busy, launches = sum(k["us"] for k in kernels) / 1e3, sum(k["launches"] for k in kernels)
-        print(f"{args.model} batch {batch}: replay {replay:.3f} ms, kernels {busy:.3f} ms in {launches:.0f} launches")
-        for row in kernels[:14]:
-            print(f"   {row['us']:9.1f} us {row['launches']:6.1f}  {row['kernel']}")
     Path(args.json).write_text(json.dumps(result, indent=1))
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/prefill_profile.py --model qwen3-0.6b --lengths 128 1024 8192 --json FILE
 
-The floor is measured where it can be: the model's matrix products at that length (experts excepted), replayed in one
-graph; plus, from bytes and FLOPs, the attention, the gated delta rule and the experts at the device's ceilings.
+With ``--batches`` decode steps too, as ``decode_profile.py``, in the same process. The floor of a prefill is measured
+where it can be: the model's matrix products at that length (experts excepted), replayed in one graph; plus, from bytes
+and FLOPs, the attention, the gated delta rule and the experts at the device's ceilings.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.decode_profile import CONFIGS, graph_ms, kernels_us
+from benchmarks.decode_profile import CONFIGS, graph_ms, kernels_us, profile_decode
 from weft import report
 from weft.bench.roofline import Work, ceilings_of
 from weft.config import resolve
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.ops.e4m3 import E4M3
 from weft.runner.model_runner import ModelRunner
 
 
@@ -39,19 +41,24 @@ def prefill_orders(runner: ModelRunner, length: int) -> SchedulerOutput:
 
 
 def products_ms(runner: ModelRunner, length: int) -> float:
-    """Milliseconds of all dense matrix products of the model at that length, in one graph."""
+    """Milliseconds of all dense matrix products of the model at that length, in one graph; in FP8 without scales."""
     weights = [
         p for name, p in runner.model.named_parameters()
-        if p.dim() == 2 and not any(other in name for other in ("embed", "lm_head", "conv1d"))
+        if p.dim() == 2 and not any(other in name for other in ("embed", "lm_head", "conv1d", "scale"))
     ]  # fmt: skip
+    one = torch.ones((), device="cuda")
     inputs = {
-        width: torch.randn(length, width, dtype=weights[0].dtype, device="cuda")
-        for width in {w.shape[1] for w in weights}
+        (width, dtype): torch.randn(length, width, dtype=torch.bfloat16, device="cuda").to(dtype)
+        for width, dtype in {(w.shape[1], w.dtype) for w in weights}
     }
 
     def run() -> None:
         for weight in weights:
-            F.linear(inputs[weight.shape[1]], weight)
+            x = inputs[weight.shape[1], weight.dtype]
+            if weight.dtype is E4M3:
+                torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            else:
+                F.linear(x, weight)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -84,7 +91,9 @@ def rest_ms(runner: ModelRunner, length: int) -> dict[str, float]:
         weights = 3 * model.hidden_size * moe.intermediate_size
         hit = moe.num_experts * (1 - (1 - moe.num_experts_per_tok / moe.num_experts) ** length)
         flops = 2.0 * weights * length * moe.num_experts_per_tok
-        floors["experts"] = len(moe.sparse_layers) * Work(hit * weights * 2, flops).floor_s(ceilings)
+        bytes_each = 2 if model.quantization is None else 1
+        work = Work(hit * weights * bytes_each, flops * bytes_each / 2)  # FP8 products take half as long
+        floors["experts"] = len(moe.sparse_layers) * work.floor_s(ceilings)
     return {name: seconds * 1e3 for name, seconds in floors.items()}
 
 
@@ -92,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 8192])
+    parser.add_argument("--batches", type=int, nargs="*", default=[])
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
@@ -106,6 +116,7 @@ def main() -> None:
         **report.provenance("cuda"),
         "model": args.model,
         "lengths": {},
+        "batches": profile_decode(runner, args.model, args.batches, 1088),
     }
     for length in args.lengths:
         runner.run(prefill_orders(runner, length))

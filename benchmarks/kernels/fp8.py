@@ -420,8 +420,10 @@ def write_table(name: str, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--sizes", default="", help="products whose names begin so")
     parser.add_argument("--only", choices=("square", "experts", "products"), help="leave the others out")
     args = parser.parse_args()
+    SIZES[:] = [size for size in SIZES if size.name.startswith(args.sizes)]
     torch.manual_seed(0)
     if args.tune and ON_GPU:
         compile_all(args.only)
