@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -173,6 +175,22 @@ class Reference:
     def logits(self, tokens: list[int]) -> Tensor:
         """``[len(tokens), vocab_size]`` of one uncached pass."""
         return self(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+class RoundedKeysAndValues:
+    """A model of transformers whose eager attention sees keys and values as an FP8 cache without scales holds them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self._modeling = model, sys.modules[type(model).__module__]
+        self._attend = self._modeling.eager_attention_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(self._modeling, "eager_attention_forward", self._rounded):
+            return self.model(*args, **kwargs)
+
+    def _rounded(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key, value = (x.clamp(-448, 448).to(torch.float8_e4m3fn).float() for x in (key, value))
+        return self._attend(module, query, key, value, *args, **kwargs)
 
 
 class _RoundedInputs(TorchFunctionMode):

@@ -27,6 +27,7 @@ from tests.tiny import make_model
 from weft import LLM, SamplingParams
 from weft.executor.multi_process import MultiProcessExecutor
 from weft.messages import SchedulerOutput
+from weft.ops.e4m3 import E4M3
 from weft.request import Request, RequestStatus
 from weft.runner.model_runner import ModelRunner
 
@@ -60,6 +61,16 @@ class Reference:
             self._known[key] = greedy(self._model, prompt, count)
         return self._known[key][:count]
 
+    def check(self, prompt: list[int], output: list[int]) -> None:
+        assert output == self(prompt, len(output))
+
+
+def fill_with_nan(cache: torch.Tensor, places: torch.Tensor) -> None:
+    if cache.dtype is E4M3:  # torch cannot fill it
+        cache.view(torch.uint8).index_fill_(0, places, 0x7F)
+    else:
+        cache.index_fill_(0, places, float("nan"))
+
 
 @dataclass
 class Poisoned:
@@ -71,6 +82,7 @@ class Poisoned:
     steps: list[SchedulerOutput] = field(default_factory=list)
     hog: list[int] = field(default_factory=list)
     num_cases: int = 0
+    policy: str = "exact"
 
     def __post_init__(self) -> None:
         if self.is_late:
@@ -95,7 +107,7 @@ class Poisoned:
         for name, spec in runner.spec.layers.items():
             for tensors, unowned in ((spec.paged, pages), (spec.states, slots)):
                 for tensor in tensors:
-                    runner.caches[name][tensor.name].index_fill_(0, unowned, float("nan"))
+                    fill_with_nan(runner.caches[name][tensor.name], unowned)
 
     def begin(self) -> str:
         """A new case. Returns its salt: nothing that other cases left can be hit."""
@@ -366,8 +378,11 @@ def check(engine: Poisoned, path: str, phase: str, length: int) -> None:
         num_cached = prime(engine, path, prompt, salt)
         engine.steps.clear()
         request, companions = RUNS[phase](engine, prompt, salt)
-        assert request.num_cached_tokens == num_cached
+        if engine.policy == "exact":
+            assert request.num_cached_tokens == num_cached
+        else:
+            assert request.num_cached_tokens <= num_cached
     for each in (request, *companions):
-        assert each.output_token_ids == engine.reference(each.prompt_token_ids, len(each.output_token_ids))
+        engine.reference.check(each.prompt_token_ids, each.output_token_ids)
         assert each.finish_reason == "length" or (path, phase, each) == ("preempted", "prefill", companions[0])
     engine.llm._core.scheduler.check()

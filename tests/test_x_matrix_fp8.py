@@ -1,0 +1,97 @@
+"""The x-matrix of quantised models: FP8 weights, and an FP8 KV cache.
+
+Greedy tokens are those of transformers' model with the same weights, whose linear layers round their inputs, or whose
+attention rounds keys and values. A sample: every graph mode, every checkpoint policy, two ranks, each over paths and
+phases that the whole matrix (``test_x_matrix.py``) crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import fp8_checkpoints
+from tests.fp8_checkpoints import RoundedKeysAndValues, make_fp8_checkpoint
+from tests.ranks import fork_ranks
+from tests.test_x_matrix import Poisoned, Reference, check, open_engine
+from tests.tiny import make_model
+
+NAMES = {"weights": "Qwen3NextForCausalLM", "kv": "Qwen3NextForCausalLM", "kv, no states": "Qwen3ForCausalLM"}
+COLUMNS = [
+    ("weights", "NONE", "in turn", "exact", 1),
+    ("weights", "FULL_DECODE_ONLY", "overlap", "aligned", 1),
+    ("weights", "FULL_AND_PIECEWISE", "overlap", "exact", 1),
+    ("weights", "FULL", "overlap", "finish_only", 1),
+    ("weights", "FULL", "overlap", "exact", 2),
+    ("kv", "NONE", "in turn", "finish_only", 1),
+    ("kv, no states", "FULL_DECODE_ONLY", "overlap", "exact", 1),
+    ("kv", "FULL_AND_PIECEWISE", "overlap", "aligned", 1),
+    ("kv", "FULL", "overlap", "exact", 1),
+    ("kv", "FULL", "overlap", "exact", 2),
+]
+"""What is in FP8, graph mode, overlap, checkpoint policy, ranks."""
+CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode", 65), ("preempted", "mixed", 63)]
+
+
+class RoundedReference(Reference):
+    """Equal but for what rounding leaves undecided: the order of a float32 sum can bring a value to the other side of a
+    border between two e4m3 numbers. So where two tokens are nearly as good, the other one may come: one that is short
+    of the best by a tenth of the logits' standard deviation. A token of wrong logits is short by three, about."""
+
+    def check(self, prompt: list[int], output: list[int]) -> None:
+        logits = self._logits(prompt + output)[len(prompt) - 1 : -1]
+        short = logits.amax(-1) - logits[torch.arange(len(output)), output]
+        assert (short <= logits.std(-1) / 10).all(), short
+        assert (short > 0).sum() <= 1, "most tokens are the reference's"
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    return {kind: make_reference(kind, tmp_path_factory.mktemp("tiny")) for kind in NAMES}
+
+
+def make_reference(kind: str, folder: Path) -> Reference:
+    if kind == "weights":
+        # Two KV heads and twice the linear ones: each of two ranks gets whole blocks of 128 rows.
+        more = {
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 256,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        }
+        fp8 = make_fp8_checkpoint(NAMES[kind], "block", folder, max_position_embeddings=1100, **more)
+        return RoundedReference(fp8_checkpoints.Reference(NAMES[kind], folder, "block"), fp8)
+    model = make_model(NAMES[kind], max_position_embeddings=1100)
+    model.save_pretrained(folder)
+    return RoundedReference(RoundedKeysAndValues(model), folder)
+
+
+@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(map(str, p)))
+def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    kind, mode, overlap, policy, ranks = request.param
+    settings: dict[str, Any] = (
+        {"piecewise_cuda_graph_tokens": [2**n for n in range(10)]} if mode in ("FULL", "FULL_AND_PIECEWISE") else {}
+    )
+    settings |= {"state_checkpoint_policy": policy, "tensor_parallel_size": ranks}
+    if kind != "weights":
+        settings["kv_cache_dtype"] = "fp8"
+    with ExitStack() as stack:
+        if ranks > 1:
+            stack.enter_context(fork_ranks(poisoned=True))
+        engine = stack.enter_context(open_engine(kind, mode, overlap, "capture", references, **settings))
+        engine.policy = policy
+        yield engine
+
+
+@pytest.mark.parametrize(("path", "phase", "length"), CASES)
+def test_tokens_are_those_of_the_reference(engine: Poisoned, path: str, phase: str, length: int) -> None:
+    check(engine, path, phase, length)
