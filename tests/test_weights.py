@@ -99,9 +99,10 @@ def test_experts_fused_or_one_by_one(arch: str, tmp_path: Path) -> None:
     def fuse(tensors: dict[str, Tensor]) -> None:
         groups: dict[str, dict[str, list[Tensor]]] = {}
         for name in sorted(tensors):
-            match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+            match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight", name)
             if match:
-                groups.setdefault(match[1], {}).setdefault(match[3], []).append(tensors.pop(name))
+                part = {"w1": "gate", "w3": "up", "w2": "down"}.get(match[3], match[3].removesuffix("_proj"))
+                groups.setdefault(match[1], {}).setdefault(part, []).append(tensors.pop(name))
         assert groups
         for prefix, parts in groups.items():
             tensors[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], dim=1)

@@ -173,7 +173,9 @@ class WeightTable:
         *parents, leaf = module_name.split(".")
         parent = ".".join(self.modules.get(component, component) for component in parents)
         if leaf not in self.packed or not part[0].isdigit():
-            inside = ".".join(self.modules.get(component, component) for component in part.split("."))
+            inside = part
+            if part.count(".") > 1:  # 7.gate_proj.weight, of an expert
+                inside = ".".join(self.modules.get(component, component) for component in part.split("."))
             return f"{parent}.{self.modules.get(leaf, leaf)}.{inside}".removeprefix(".")
         index, _, parameter = part.partition(".")
         return f"{parent}.{self.packed[leaf][int(index)]}.{parameter}"

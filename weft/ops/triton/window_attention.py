@@ -1,0 +1,329 @@
+"""Attention over sliding windows in state slots: a decode kernel, a prefill kernel, and the stores of windows.
+
+Job: ``weft/ops/window_attention.py`` on the GPU. Owns: tile shapes and grids. Does not know: layers.
+
+The query heads that share a key head stand together as rows of one tile. A decoding row meets its own key and value as
+they came from the projection and the others in its window; the program then replaces the entry that left the window,
+which no program reads. A prefill reads the tokens before the step from the window and the step's own from the
+projection; windows are stored by launches after it, checkpoints first, because they still need the old window.
+
+Graph-safe: grids depend on padded sizes alone; which sequences prefill is read from the chunk table on the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.triton.attention_prefill import prefill_tile
+from weft.ops.triton.attention_tiles import LOG2E, accumulate, precision, sequence_of_block
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv, next_power_of_2
+
+_LOG2E = tl.constexpr(LOG2E)
+_LOWEST = tl.constexpr(-1e30)
+"""Where the running maximum starts: a row's first tiles may hold no key that it sees."""
+
+_METADATA = [
+    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
+    "state_slots", "positions",
+]  # fmt: skip
+
+
+class Fixed(NamedTuple):
+    """What the kernels are compiled for.
+
+    Attributes:
+        head_dim, group, num_kv_heads, window: of the layer; so many query heads share a key head.
+        tokens, rows, keys, block_d: of a tile.
+        precision: of products of float32 operands.
+        stages: of the pipeline.
+        sinks: whether heads have one.
+        keep_padding: leave the output of rows with slot 0 as it is.
+    """
+
+    head_dim: int
+    group: int
+    num_kv_heads: int
+    window: int
+    tokens: int
+    rows: int
+    keys: int
+    block_d: int
+    precision: str
+    stages: int
+    sinks: bool
+    keep_padding: bool
+
+
+@triton.jit
+def _start(sinks, heads, in_group, FIXED: tl.constexpr):
+    """The online softmax before the first key: with sinks, it has seen a key whose value is zero."""
+    ROWS: tl.constexpr = FIXED.rows
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    row_max = tl.full([ROWS], _LOWEST, dtype=tl.float32)
+    if FIXED.sinks:
+        row_max = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
+        row_sum += 1.0
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def _load(k, v, rows, valid, dims, FIXED: tl.constexpr):
+    """Keys and values ``[len(rows), BLOCK_D]``, from pointers to a head of row 0 and the rows' offsets."""
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = rows[:, None] + dims[None, :]
+    return tl.load(k + offsets, mask=mask, other=0.0), tl.load(v + offsets, mask=mask, other=0.0)
+
+
+@jit(do_not_specialize_on_alignment=_METADATA)
+def _window_decode_kernel(
+    q, k, v, k_window, v_window, state_slots, positions, sinks, out, scale_log2, stride_q, stride_out,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row and key head."""
+    enter(EARLY)
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    GROUP: tl.constexpr = FIXED.group
+    WINDOW: tl.constexpr = FIXED.window
+    ROWS: tl.constexpr = FIXED.rows
+    KEYS: tl.constexpr = FIXED.keys
+    PRECISION: tl.constexpr = FIXED.precision
+    ENTRY: tl.constexpr = FIXED.num_kv_heads * HEAD_DIM
+    kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lanes, dims = tl.arange(0, ROWS), tl.arange(0, FIXED.block_d)
+    in_group = lanes < GROUP
+    heads = kv_head * GROUP + lanes
+    mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
+    inside = heads[:, None] * HEAD_DIM + dims[None, :]
+    slot = tl.load(state_slots + row).to(tl.int64)
+    if slot == 0:
+        if not FIXED.keep_padding:
+            tl.store(out + row * stride_out + inside, tl.zeros(inside.shape, out.dtype.element_ty), mask=mask)
+        return
+    position = tl.load(positions + row)
+    newest = (position % WINDOW).to(tl.int32)
+    count = tl.minimum(position, WINDOW).to(tl.int32)  # entries that hold a token from before this step
+    queries = tl.load(q + row * stride_q + inside, mask=mask, other=0.0)
+    acc, row_sum, row_max = _start(sinks, heads, in_group, FIXED)
+    own = tl.arange(0, 16)  # as many as a matrix product takes
+    p_new = row * ENTRY + kv_head * HEAD_DIM
+    b_k, b_v = _load(k + p_new, v + p_new, own * 0, own == 0, dims, FIXED)
+    acc, row_sum, row_max = accumulate(
+        acc, row_sum, row_max, queries, b_k, b_v, (own == 0)[None, :], scale_log2, PRECISION, True
+    )
+    p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
+    for start in tl.range(0, count, KEYS, num_stages=FIXED.stages):
+        entries = start + tl.arange(0, KEYS)
+        valid = (entries < count) & (entries != newest)
+        b_k, b_v = _load(k_window + p_window, v_window + p_window, entries * ENTRY, valid, dims, FIXED)
+        acc, row_sum, row_max = accumulate(
+            acc, row_sum, row_max, queries, b_k, b_v, valid[None, :], scale_log2, PRECISION, True
+        )
+    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row * stride_out + inside, result, mask=mask)
+    stored = p_window + newest * ENTRY + dims
+    new_k = tl.load(k + p_new + dims, mask=dims < HEAD_DIM, other=0.0)
+    new_v = tl.load(v + p_new + dims, mask=dims < HEAD_DIM, other=0.0)
+    tl.store(k_window + stored, new_k.to(k_window.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(v_window + stored, new_v.to(v_window.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
+def _window_prefill_kernel(
+    q, k, v, k_window, v_window, chunk_seq, first_chunk, cu_seqlens_q, seq_lens, state_slots, sinks, out,
+    scale_log2, num_seqs, stride_q,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one sequence that has chunks, and one key head."""
+    enter(EARLY)
+    HEAD_DIM: tl.constexpr = FIXED.head_dim
+    GROUP: tl.constexpr = FIXED.group
+    WINDOW: tl.constexpr = FIXED.window
+    TOKENS: tl.constexpr = FIXED.tokens
+    ROWS: tl.constexpr = FIXED.rows
+    KEYS: tl.constexpr = FIXED.keys
+    PRECISION: tl.constexpr = FIXED.precision
+    ENTRY: tl.constexpr = FIXED.num_kv_heads * HEAD_DIM
+    kv_head, block = tl.program_id(0), tl.program_id(1)
+    if tl.load(first_chunk + num_seqs) == 0:
+        return
+    first_seq = tl.load(chunk_seq)  # decodes, one token each, stand before it
+    seq = sequence_of_block(cu_seqlens_q, block, first_seq, first_seq, num_seqs, TOKENS)
+    begin = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - begin
+    first = (block - ((begin - first_seq) // TOKENS + seq - first_seq)) * TOKENS
+    if first >= query_len:
+        return
+    before = tl.load(seq_lens + seq) - query_len
+    slot = tl.load(state_slots + seq).to(tl.int64)
+    lanes, dims = tl.arange(0, ROWS), tl.arange(0, FIXED.block_d)
+    tokens = first + lanes // GROUP
+    in_block = (lanes < TOKENS * GROUP) & (tokens < query_len)
+    heads = kv_head * GROUP + lanes % GROUP
+    mask = in_block[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = (begin + tokens).to(tl.int64)[:, None]
+    inside = heads[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(q + rows * stride_q + inside, mask=mask, other=0.0)
+    acc, row_sum, row_max = _start(sinks, heads, in_block, FIXED)
+
+    p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
+    oldest = tl.maximum(0, before + first - WINDOW + 1)  # position of the oldest token that the block sees
+    for start in tl.range(oldest, before, KEYS, num_stages=FIXED.stages):
+        keys = start + tl.arange(0, KEYS)
+        valid = keys < before
+        b_k, b_v = _load(k_window + p_window, v_window + p_window, (keys % WINDOW) * ENTRY, valid, dims, FIXED)
+        visible = valid[None, :] & (keys[None, :] > (before + tokens - WINDOW)[:, None])
+        acc, row_sum, row_max = accumulate(
+            acc, row_sum, row_max, queries, b_k, b_v, visible, scale_log2, PRECISION, True
+        )
+    p_new = begin.to(tl.int64) * ENTRY + kv_head * HEAD_DIM
+    end = tl.minimum(first + TOKENS, query_len)
+    for start in tl.range(tl.maximum(0, first - WINDOW + 1), end, KEYS, num_stages=FIXED.stages):
+        keys = start + tl.arange(0, KEYS)
+        b_k, b_v = _load(k + p_new, v + p_new, keys * ENTRY, keys < end, dims, FIXED)
+        visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] > (tokens - WINDOW)[:, None])
+        acc, row_sum, row_max = accumulate(
+            acc, row_sum, row_max, queries, b_k, b_v, visible, scale_log2, PRECISION, True
+        )
+    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows * (FIXED.num_kv_heads * GROUP * HEAD_DIM) + inside, result, mask=mask)
+
+
+@jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
+def _store_windows_kernel(
+    k, v, k_window, v_window, chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk,
+    cu_seqlens_q, seq_lens, state_slots, num_seqs,
+    WINDOW: tl.constexpr, ENTRY: tl.constexpr, FINAL: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some entries of the window after one chunk, or (``FINAL``) after one sequence's last token."""
+    enter(EARLY)
+    target = tl.program_id(0)
+    if FINAL:
+        if tl.load(first_chunk + num_seqs) == 0:
+            return
+        seq = tl.load(chunk_seq) + target
+        if seq >= num_seqs:
+            return
+        if tl.load(first_chunk + seq) == tl.load(first_chunk + seq + 1):
+            return
+        to_slot = tl.load(state_slots + seq)
+    else:
+        to_slot = tl.load(checkpoint_slot + target)
+        if (to_slot < 0) | (tl.load(chunk_length + target) == 0):
+            return
+        seq = tl.load(chunk_seq + target)
+    begin = tl.load(cu_seqlens_q + seq)
+    before = tl.load(seq_lens + seq) - (tl.load(cu_seqlens_q + seq + 1) - begin)
+    length = tl.load(seq_lens + seq)
+    if not FINAL:
+        length = before + tl.load(chunk_start + target) + tl.load(chunk_length + target) - begin
+    entries = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    position = length - 1 - (length - 1 - entries + WINDOW) % WINDOW  # the newest that belongs to the entry
+    position = tl.where(entries < WINDOW, position, -1)
+    inner = (columns < ENTRY)[None, :]
+    is_new = (position >= before)[:, None] & inner
+    new = (begin + position - before).to(tl.int64)[:, None] * ENTRY + columns[None, :]
+    inside = entries[:, None] * ENTRY + columns[None, :]
+    to = to_slot.to(tl.int64) * WINDOW * ENTRY + inside
+    b_k = tl.load(k + new, mask=is_new, other=0.0).to(k_window.dtype.element_ty)
+    b_v = tl.load(v + new, mask=is_new, other=0.0).to(v_window.dtype.element_ty)
+    stored = is_new
+    if not FINAL:
+        is_old = ((position >= 0) & (position < before))[:, None] & inner
+        old = tl.load(state_slots + seq).to(tl.int64) * WINDOW * ENTRY + inside
+        b_k = tl.where(is_new, b_k, tl.load(k_window + old, mask=is_old, other=0.0))
+        b_v = tl.where(is_new, b_v, tl.load(v_window + old, mask=is_old, other=0.0))
+        stored = is_new | is_old
+    tl.store(k_window + to, b_k, mask=stored)
+    tl.store(v_window + to, b_v, mask=stored)
+
+
+def _fixed(
+    q: Tensor, k_window: Tensor, rows: int, keys: int, stages: int, sinks: Tensor | None, keep_padding: bool
+) -> Fixed:
+    _, window, num_kv_heads, head_dim = k_window.shape
+    group = q.shape[1] // num_kv_heads
+    return Fixed(
+        head_dim, group, num_kv_heads, window, rows // group, rows, keys, max(16, next_power_of_2(head_dim)),
+        precision(q), stages, sinks is not None, keep_padding,
+    )  # fmt: skip
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, k_window: Tensor, v_window: Tensor) -> None:
+    assert k.is_contiguous() and v.is_contiguous() and k_window.is_contiguous() and v_window.is_contiguous()
+    assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and k.dtype == v.dtype == q.dtype
+
+
+def window_attention_decode_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_window: Tensor,
+    v_window: Tensor,
+    state_slots: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``window_attention_decode`` of ``weft/ops/window_attention.py``."""
+    _check(q, k, v, k_window, v_window)
+    keep, out = out is not None, torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    head_dim, element = q.shape[2], q.element_size()
+    rows = max(16, next_power_of_2(q.shape[1] // k_window.shape[2]))
+    keys = max(16, min(64, 32768 // (next_power_of_2(head_dim) * element)))
+    stages = 2 if element == 4 or head_dim > 128 else 3
+    fixed = _fixed(q, k_window, rows, keys, stages, sinks, keep)
+    _window_decode_kernel[(k_window.shape[2], q.shape[0])](
+        q, k, v, k_window, v_window, state_slots, positions, q if sinks is None else sinks, out, scale * LOG2E,
+        q.stride(0), out.stride(0), FIXED=fixed, num_warps=4, **early_launch(q.device),
+    )  # fmt: skip
+    return out
+
+
+def window_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_window: Tensor,
+    v_window: Tensor,
+    batch: Batch,
+    *,
+    chunk_size: int,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``window_attention`` of ``weft/ops/window_attention.py``."""
+    _check(q, k, v, k_window, v_window)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    chunks = batch.chunks[chunk_size]
+    (_, window, num_kv_heads, head_dim), num_seqs = k_window.shape, chunks.first.shape[0] - 1
+    tile = prefill_tile(q.shape[0], q.shape[1], head_dim, q.shape[1] // num_kv_heads, q.element_size())
+    fixed = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
+    tables = (chunks.seq, chunks.first, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
+    _window_prefill_kernel[(num_kv_heads, q.shape[0] // fixed.tokens + chunks.max_seqs + 1)](
+        q, k, v, k_window, v_window, *tables, q if sinks is None else sinks, out, scale * LOG2E, num_seqs, q.stride(0),
+        FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
+    )  # fmt: skip
+    entry = num_kv_heads * head_dim
+    columns = min(512, next_power_of_2(entry))
+    for targets, final in ((chunks.seq.shape[0], False), (chunks.max_seqs, True)):
+        _store_windows_kernel[(targets, cdiv(window, 16), cdiv(entry, columns))](
+            k, v, k_window, v_window, chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
+            batch.cu_seqlens_q, batch.seq_lens, batch.state_slots, num_seqs,
+            WINDOW=window, ENTRY=entry, FINAL=final, ENTRIES=16, COLUMNS=columns, num_warps=4, **early_launch(q.device),
+        )  # fmt: skip
+    return out
