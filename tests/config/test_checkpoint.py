@@ -15,6 +15,7 @@ from weft.config.attention import AttentionConfig
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.families import FAMILIES
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
 from weft.config.moe import MoeConfig
 from weft.config.rope import RopeConfig
@@ -281,6 +282,35 @@ def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None
     assert read(tmp_path, tiny("Qwen3ForCausalLM", sliding_window=4096, use_sliding_window=True, max_window_layers=2))
 
 
+@pytest.mark.parametrize(
+    ("arch", "changes", "layers"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 64}, [0, 1, 2, 3]),
+        ("MistralForCausalLM", {"sliding_window": 512}, []),  # no context outgrows it
+        ("MistralForCausalLM", {"sliding_window": None}, []),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, [1, 2, 3]),
+        ("Qwen3ForCausalLM", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, []),
+        ("Qwen3ForCausalLM", {"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 0}, []),
+        ("Qwen3MoeForCausalLM", {"sliding_window": 64, "use_sliding_window": True}, [0, 1, 2, 3]),
+        ("Qwen2MoeForCausalLM", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, [0, 2]),
+    ],
+)
+def test_layers_with_a_window(arch: str, changes: dict[str, Any], layers: list[int], tmp_path: Path) -> None:
+    """As transformers chooses them, whether or not it wrote ``layer_types`` down."""
+    dense = {"mlp_only_layers": []} if "Moe" in arch else {}
+    reference = make_config(arch, num_hidden_layers=4, **dense, **changes)
+    written = {"architectures": [arch], **json.loads(reference.to_json_string())}
+    if changes.get("use_sliding_window"):
+        written |= changes  # transformers drops what it does not use
+    for config in (written, {key: value for key, value in written.items() if key != "layer_types"}):
+        model = read(tmp_path, config)
+        specs = model.layer_specs(CacheDtypes())
+        assert [i for i in range(4) if specs[f"model.layers.{i}.self_attn"].states] == layers
+    theirs = getattr(reference, "layer_types", None)
+    if theirs is not None:
+        assert [i for i, kind in enumerate(theirs) if kind == "sliding_attention"] == layers
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -293,23 +323,7 @@ def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None
             r"quant_method='awq' is not supported; supported are fp8",
         ),
         (
-            "Qwen3ForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "from layer 1 on",
-        ),
-        (
-            "Qwen3MoeForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 64},
-            "sliding_window=64 .*set use_sliding",
-        ),
-        (
-            "Qwen3MoeForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
-            "sliding_window=64 from layer 0 on",
-        ),
-        ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": None}, "sliding_window=4096 from"),
-        (
-            "Qwen3ForCausalLM",
+            "LlamaForCausalLM",
             {"layer_types": ["full_attention", "sliding_attention"]},
             "'sliding_attention', which is not",
         ),
@@ -317,12 +331,6 @@ def test_unused_sliding_window_and_unknown_keys_are_fine(tmp_path: Path) -> None
             "LlamaForCausalLM",
             {"layer_types": ["linear_attention"] * 2},
             "'linear_attention', which is not supported for",
-        ),
-        ("MistralForCausalLM", {"sliding_window": 64}, "sliding_window=64 is not supported; set sliding_window to"),
-        (
-            "Qwen2ForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1},
-            "use_sliding_window=true with sliding_window=4096 from layer 1 on is not supported",
         ),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
         (
@@ -353,6 +361,11 @@ def test_unsupported_values(arch: str, changes: dict[str, Any], message: str, tm
 @pytest.mark.parametrize(
     ("arch", "changes", "message"),
     [
+        (
+            "Qwen3ForCausalLM",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types holds 'sliding_attention', but use_sliding_window is false",
+        ),
         (
             "LlamaForCausalLM",
             {"num_key_value_heads": 3},

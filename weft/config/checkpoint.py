@@ -78,7 +78,6 @@ def _refuse_unsupported(config: JsonObject, family: Family) -> None:
 
 def _model_config(architecture: str, family: Family, top: JsonObject, text: JsonObject) -> ModelConfig:
     layer_types = _layer_types(text, family)
-    _refuse_sliding_window(text, family, len(layer_types))
     return ModelConfig(
         architecture=architecture,
         model_type=text.text("model_type", ""),
@@ -150,25 +149,6 @@ def _layer_types(text: JsonObject, family: Family) -> tuple[str, ...]:
             f"{text.where}: layer_types has {len(types)} entries but num_hidden_layers={num_layers}; they must agree"
         )
     return tuple(types)
-
-
-def _refuse_sliding_window(text: JsonObject, family: Family, num_layers: int) -> None:
-    if not text.boolean("use_sliding_window", family.always_windows) or not text.given("sliding_window"):
-        return
-    if family.always_windows:
-        window, end = text.integer("sliding_window"), text.integer("max_position_embeddings")
-        if window >= end:
-            return
-        raise UnsupportedModelError(
-            f"{text.where}: sliding_window={window} is not supported; set sliding_window to null to attend to the "
-            f"whole context, or max_position_embeddings (now {end}) to {window} to end there"
-        )
-    first = 0 if family.windows_everywhere else text.integer("max_window_layers", 0, low=0)
-    if first < num_layers:
-        raise UnsupportedModelError(
-            f"{text.where}: use_sliding_window=true with sliding_window={text.raw('sliding_window')} from layer "
-            f"{first} on is not supported; set use_sliding_window to false to attend to the whole context"
-        )
 
 
 def _dtype(top: JsonObject, text: JsonObject) -> str:

@@ -6,16 +6,23 @@ class. A new architecture is registered here and nowhere else. Does not know: va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 
 from weft.config.attention import AttentionConfig, read_attention
-from weft.config.family import Family, MixerReader
+from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.json_object import JsonObject
 from weft.config.mamba_families import MAMBA_FAMILIES
 from weft.config.moe import read_lfm2_moe, read_moe
 from weft.config.short_conv import read_short_conv
+from weft.config.sliding_window import (
+    all_sliding,
+    all_sliding_if_used,
+    read_sliding_window,
+    sliding_every_other,
+    sliding_from_layer,
+)
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -95,7 +102,7 @@ _LFM2_MOE = {"vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168
              "rms_norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True, "num_experts": 32,
              "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 _LFM2_KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
-_LFM2_MIXERS: Mapping[str, Mapping[str, MixerReader]] = {
+_LFM2_MIXERS: Mixers = {
     "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, qk_norm=True)},
     "conv": {"conv": read_short_conv},
 }
@@ -104,10 +111,14 @@ _OLMO_HYBRID = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 
                 "num_attention_heads": 30, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4,
                 "eos_token_id": 100257}  # fmt: skip
 
-_PLAIN_ATTENTION = {"full_attention": {"self_attn": read_attention}}
-_UNBIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=False)}}
-_BIASED_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qkv_bias=True)}}
-_QK_NORM_ATTENTION = {"full_attention": {"self_attn": partial(read_attention, qk_norm=True)}}
+
+def _windowed(attention: Callable[[JsonObject], AttentionConfig], *, switched: bool = True) -> Mixers:
+    """Layers of full attention, and the same with a window."""
+    window = partial(read_sliding_window, attention=attention, switched=switched)
+    return {"full_attention": {"self_attn": attention}, "sliding_attention": {"self_attn": window}}
+
+
+_QK_NORM_ATTENTION = _windowed(partial(read_attention, qk_norm=True))
 _GATED_ATTENTION = partial(read_attention, qk_norm=True, output_gate=True, partial_rotary_factor=0.25)
 
 _hybrid = partial(
@@ -125,28 +136,39 @@ _QWEN3_5_EXPERTS = partial(read_moe, shared_expert=True, always_renormalise=True
 _qwen3_5_moe = partial(_qwen3_5, moe=_QWEN3_5_EXPERTS, defaults=_QWEN3_5_MOE)
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("weft.models.llama:LlamaForCausalLM", _PLAIN_ATTENTION, mlp_bias=True, defaults=_LLAMA),
+    "LlamaForCausalLM": Family(
+        "weft.models.llama:LlamaForCausalLM",
+        {"full_attention": {"self_attn": read_attention}},
+        mlp_bias=True,
+        defaults=_LLAMA,
+    ),
     "MistralForCausalLM": Family(
         "weft.models.llama:LlamaForCausalLM",
-        _UNBIASED_ATTENTION,
-        windows_everywhere=True,
-        always_windows=True,
+        _windowed(partial(read_attention, qkv_bias=False), switched=False),
+        layer_types=all_sliding,
         defaults=_MISTRAL,
     ),
-    "Qwen2ForCausalLM": Family("weft.models.llama:LlamaForCausalLM", _BIASED_ATTENTION, defaults=_QWEN2),
+    "Qwen2ForCausalLM": Family(
+        "weft.models.llama:LlamaForCausalLM",
+        _windowed(partial(read_attention, qkv_bias=True)),
+        layer_types=sliding_from_layer,
+        defaults=_QWEN2,
+    ),
     "Qwen2MoeForCausalLM": Family(
         "weft.models.qwen2_moe:Qwen2MoeForCausalLM",
-        {"full_attention": {"self_attn": read_qwen2_moe_attention}},
+        _windowed(read_qwen2_moe_attention),
+        layer_types=sliding_every_other,
         moe=partial(read_moe, shared_expert=True),
-        windows_everywhere=True,
         defaults=_QWEN2_MOE,
     ),
-    "Qwen3ForCausalLM": Family("weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, defaults=_QWEN3),
+    "Qwen3ForCausalLM": Family(
+        "weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, layer_types=sliding_from_layer, defaults=_QWEN3
+    ),
     "Qwen3MoeForCausalLM": Family(
         "weft.models.qwen3_moe:Qwen3MoeForCausalLM",
         _QK_NORM_ATTENTION,
+        layer_types=all_sliding_if_used,
         moe=read_moe,
-        windows_everywhere=True,
         defaults=_QWEN3_MOE,
     ),
     "Lfm2ForCausalLM": Family(

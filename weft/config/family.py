@@ -14,6 +14,8 @@ from weft.config.moe import MoeConfig
 MixerReader = Callable[[JsonObject], MixerConfig]
 """From the (text) config to the geometry of one kind of token mixer."""
 
+Mixers = Mapping[str, Mapping[str, MixerReader]]
+"""Layer type -> module in the decoder layer -> reader of its geometry."""
 
 MoeReader = Callable[[JsonObject, int], MoeConfig]
 
@@ -29,7 +31,7 @@ class Family:
 
     Attributes:
         model: ``module:class`` of the model, imported when one is built.
-        mixers: layer type -> module in the decoder layer -> reader of its geometry. Other layer types are refused.
+        mixers: other layer types are refused.
         layer_types: the type of every layer, of so many, where ``config.json`` has no ``layer_types``.
         without_mlp: types of layers that have token mixers alone.
         multipliers: reads the constants that parts of the model are scaled by.
@@ -38,8 +40,6 @@ class Family:
         mlp_bias: ``mlp_bias`` is read (other architectures have none).
         zero_centered_norm: see ``ModelConfig``.
         norm_placement: see ``ModelConfig``.
-        windows_everywhere: where sliding windows are used, every layer has one, whatever ``max_window_layers`` says.
-        always_windows: a given ``sliding_window`` is used without ``use_sliding_window``.
         keys: names of the family's own for keys that others share -> the shared name.
         layer_names: names of layer types in published files -> those of ``mixers``.
         intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
@@ -49,7 +49,7 @@ class Family:
     """
 
     model: str
-    mixers: Mapping[str, Mapping[str, MixerReader]]
+    mixers: Mixers
     layer_types: Callable[[JsonObject, int], tuple[str, ...]] = uniform_layer_types
     without_mlp: tuple[str, ...] = ()
     multipliers: Callable[[JsonObject], Multipliers] | None = None
@@ -58,8 +58,6 @@ class Family:
     mlp_bias: bool = False
     zero_centered_norm: bool = False
     norm_placement: Mapping[str, str] = field(default_factory=dict)
-    windows_everywhere: bool = False
-    always_windows: bool = False
     mtp: bool = False
     multimodal: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)

@@ -7,10 +7,13 @@ reused where its window was stored whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.config.attention import AttentionConfig
+from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+from weft.errors import ConfigError
 
 CHUNK_SIZE = 64
 """Tokens between the windows that a prefill can store without an extra boundary."""
@@ -43,3 +46,52 @@ class SlidingWindowConfig:
     def check_shares(self, tp_size: int) -> None:
         """As attention."""
         self.attention.check_shares(tp_size)
+
+
+def read_sliding_window(
+    text: JsonObject, *, attention: Callable[[JsonObject], AttentionConfig], switched: bool = False
+) -> SlidingWindowConfig | AttentionConfig:
+    """Read ``sliding_window``; full attention where no context can outgrow the window.
+
+    Args:
+        attention: reads the rest of the layer.
+        switched: ``use_sliding_window`` must be true, where it is false by default.
+
+    Raises:
+        ConfigError: there are such layers, but no window.
+    """
+    if switched and not text.boolean("use_sliding_window", False):
+        raise ConfigError(
+            f"{text.where}: layer_types holds 'sliding_attention', but use_sliding_window is false; set it to true, or "
+            "make those layers 'full_attention'"
+        )
+    window = text.integer("sliding_window")
+    if window >= text.integer("max_position_embeddings", 32768):
+        return attention(text)
+    return SlidingWindowConfig(attention(text), window)
+
+
+def all_sliding(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every layer has a window, if there is one (Mistral)."""
+    return ("sliding_attention" if text.given("sliding_window") else "full_attention",) * num_layers
+
+
+def all_sliding_if_used(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every layer has a window, if ``use_sliding_window`` says so (Qwen3-MoE)."""
+    return all_sliding(text, num_layers) if _is_used(text) else ("full_attention",) * num_layers
+
+
+def sliding_from_layer(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Layers from ``max_window_layers`` on have a window, if ``use_sliding_window`` says so (Qwen2, Qwen3)."""
+    first = text.integer("max_window_layers", low=0) if _is_used(text) else num_layers
+    return tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
+
+
+def sliding_every_other(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Every other layer below ``max_window_layers`` has a window, if ``use_sliding_window`` says so (Qwen2-MoE)."""
+    end = text.integer("max_window_layers", low=0) if _is_used(text) else 0
+    return tuple("sliding_attention" if i < end and i % 2 == 0 else "full_attention" for i in range(num_layers))
+
+
+def _is_used(text: JsonObject) -> bool:
+    return text.boolean("use_sliding_window", False) and text.given("sliding_window")

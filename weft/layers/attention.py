@@ -93,21 +93,32 @@ class Attention(WeightModule):
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
         scaled = cache["k"].dtype is E4M3 and self.k_scale is not None
+        q, gate = self._rotate(qkv, batch.positions, cache["k"], cache["v"], batch.slot_mapping, scaled=scaled)
+        attended = paged_attention(q, cache["k"], cache["v"], batch, scale=self._scale, backend=self._backend)
+        attended = attended.flatten(1)
+        if scaled and self.v_scale is not None:
+            attended = (attended * self.v_scale).to(qkv.dtype)
+        return attended if gate is None else sigmoid_mul(attended, gate, backend=self._backend)
+
+    def _rotate(
+        self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, scaled: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries and the output gate as attention takes them; keys and values into the cache. See ``qk_norm_rope``."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if self._norm_spans_heads and q_norm is not None and k_norm is not None:
             qkv = self._normalize_whole(qkv, q_norm, k_norm)
             q_norm, k_norm = None, None
-        q, gate = qk_norm_rope(
+        return qk_norm_rope(
             qkv,
             q_norm.weight if q_norm is not None else None,
             k_norm.weight if k_norm is not None else None,
             self._eps,
             self._zero_centered,
             self._cos_sin,
-            batch.positions,
-            cache["k"],
-            cache["v"],
-            batch.slot_mapping,
+            positions,
+            k_cache,
+            v_cache,
+            slot_mapping,
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=self.head_dim,
@@ -116,13 +127,6 @@ class Attention(WeightModule):
             v_scale=self.v_scale if scaled else None,
             backend=self._backend,
         )
-        attended = paged_attention(q, cache["k"], cache["v"], batch, scale=self._scale, backend=self._backend)
-        attended = attended.flatten(1)
-        if scaled and self.v_scale is not None:
-            attended = (attended * self.v_scale).to(qkv.dtype)
-        if gate is not None:
-            attended = sigmoid_mul(attended, gate, backend=self._backend)
-        return attended
 
     def _normalize_whole(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """The projection with all query heads normalised together, and all key heads."""

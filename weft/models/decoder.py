@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
 from weft.config.model import ModelConfig, layer_name
+from weft.config.sliding_window import SlidingWindowConfig
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from weft.layers.mlp import dense_mlp
 from weft.layers.moe import SparseMoe
 from weft.layers.norm import OutputRMSNorm, ResidualRMSNorm, ResidualSum
+from weft.layers.sliding_window import SlidingWindowAttention
 from weft.layers.weight import LoadableModel
 
 ATTENTION_PARTS: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -192,7 +194,7 @@ class CausalLM(LoadableModel):
     Class attributes of a family: ``weight_table``, and ``mixers`` where it has kinds of token mixers of its own.
     """
 
-    mixers: ClassVar[Mixers] = {AttentionConfig: Attention}
+    mixers: ClassVar[Mixers] = {AttentionConfig: Attention, SlidingWindowConfig: SlidingWindowAttention}
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()

@@ -4,8 +4,8 @@ Job: attend over a sequence's window and this step's tokens, and keep the window
 windows, ``[num_slots, window, Hkv, D]``: the entry of a token is its position modulo the window. Does not know: rotary
 embedding (keys are stored as they are compared), or what a layer is.
 
-Entries that a short sequence has not reached may hold anything, NaN included; they are never read. A *sink* is a learned
-score per head that takes part in the softmax and has no value (arXiv 2309.17453, as in gpt-oss).
+Entries that a short sequence has not reached may hold anything, NaN included; they are never read. A *sink* is a
+learned score per head that takes part in the softmax and has no value (arXiv 2309.17453, as in gpt-oss).
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ def window_attention_reference(
         before = length - (end - begin)
         stored = range(max(0, before - k_window.shape[1]), before)
         keys, values = (
-            torch.cat([_entries(windows[slot], stored), new[tokens]])
-            for windows, new in ((k_window, k), (v_window, v))
+            torch.cat([_entries(windows[slot], stored), new[tokens]]) for windows, new in ((k_window, k), (v_window, v))
         )
         out[tokens] = _attend(q[tokens], keys, values, before - stored.start, k_window.shape[1], scale, sinks)
         stops = {targets[i]: ends[i] - begin for i in range(first[seq], first[seq + 1]) if targets[i] >= 0}
@@ -139,11 +138,12 @@ def window_attention_reference(
 @device_reference("window_attention")
 def _prefill_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     q, k, v, scale, *sinks = inputs
-    out, *windows = outputs
+    out, k_window, v_window = outputs
     (chunk_size,) = batch.chunks
+    sink = sinks[0] if sinks else None
     out.copy_(
         window_attention_reference(
-            q, k, v, *windows, batch, chunk_size=chunk_size, scale=scale.item(), sinks=sinks[0] if sinks else None
+            q, k, v, k_window, v_window, batch, chunk_size=chunk_size, scale=scale.item(), sinks=sink
         )
     )
 

@@ -1,0 +1,62 @@
+"""Attention over a sliding window of one decoder layer.
+
+Job: full attention's projections, norms and rotation; attend over the window in the sequence's state slot. Owns: the
+order of stores and reads. Does not know: how states are allocated or forked; it finds its window by its own name in the
+forward context.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.config.model import ModelConfig
+from weft.config.sliding_window import CHUNK_SIZE, SlidingWindowConfig
+from weft.forward_context import get_forward_context
+from weft.graph.split_ops import split_op
+from weft.layers.attention import Attention
+from weft.layers.context import ModelContext
+from weft.ops.activation import sigmoid_mul
+from weft.ops.window_attention import window_attention, window_attention_decode
+
+
+class SlidingWindowAttention(Attention):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum; padding rows are zero."""
+
+    def __init__(self, geometry: SlidingWindowConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
+        super().__init__(geometry.attention, config, context, name)
+
+    @split_op("sliding_window", width=lambda layer: layer.qkv_proj.num_heads * layer.head_dim)
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
+        context = get_forward_context()
+        batch, cache, backend = context.batch, context.caches[self.name], self._backend
+        rows = qkv.shape[0]
+        # This step's keys and values, in the form of a cache with a page per token.
+        k, v = (qkv.new_empty(rows, 1, *cache[name].shape[2:]) for name in ("k", "v"))
+        own_pages = torch.arange(rows, device=qkv.device)
+        q, gate = self._rotate(qkv, batch.positions, k, v, own_pages, scaled=False)
+        k, v = k.squeeze(1), v.squeeze(1)
+        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
+        if batch.num_decodes == rows:
+            attended = self._decode(q, k, v, slots, None)
+        else:
+            if batch.chunks:
+                attended = window_attention(
+                    q, k, v, cache["k"], cache["v"], batch, chunk_size=CHUNK_SIZE, scale=self._scale, backend=backend
+                )
+            else:  # decodes and padding
+                attended = torch.zeros_like(q)
+            count = slots.shape[0]
+            if count:
+                self._decode(q[:count], k[:count], v[:count], slots, attended[:count])
+        attended = attended.flatten(1)
+        return attended if gate is None else sigmoid_mul(attended, gate, backend=backend)
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, out: Tensor | None) -> Tensor:
+        """The first rows of the batch, one token each; see ``window_attention_decode``."""
+        context = get_forward_context()
+        cache, positions = context.caches[self.name], context.batch.positions[: q.shape[0]]
+        return window_attention_decode(
+            q, k, v, cache["k"], cache["v"], slots, positions, scale=self._scale, backend=self._backend, out=out
+        )
