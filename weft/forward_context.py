@@ -67,8 +67,9 @@ class Verification:
 
     Attributes:
         query_len: tokens of each sequence, its drafts and one more; token ``i`` belongs to sequence ``i // query_len``.
-        slots: ``[S, query_len]`` int32, the slot that receives the state after each token. The last one of a row is
-            the sequence's working slot, which holds the state before the step. Padding sequences: 0.
+        slots: ``[S, query_len]`` int32, the slot that receives the state after each token; 0: nothing is kept. A
+            sequence with fewer drafts ends in tokens that are padding. Its working slot, which holds the state before
+            the step, may be among its slots. Padding sequences: all 0.
     """
 
     query_len: int

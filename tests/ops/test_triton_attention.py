@@ -10,12 +10,13 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
-from weft.forward_context import Batch
+from weft.forward_context import Batch, Verification
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
-from weft.ops.triton.attention_decode import launch_decode  # isort: skip
+from weft.ops.triton.attention_decode import MOST_ROWS, launch_decode  # isort: skip
 from weft.ops.triton.attention_tiles import Tile  # isort: skip
+from weft.ops.triton.sizes import next_power_of_2  # isort: skip
 
 ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -82,6 +83,42 @@ def test_equals_plain_attention(case: str, heads: tuple[int, int, int], dtype: t
     error = (out[: batch.num_tokens].double() - want).norm() / want.norm()
     assert error < TOLERANCE[dtype]
     assert (out[batch.num_tokens :] == 0).all(), "padding rows are written, as zeros"
+
+
+VERIFIED = [(heads, n) for heads in HEADS for n in (2, 3, 4, 8)] if ON_GPU else [*zip(HEADS, (2, 4, 8), strict=True)]
+
+
+@pytest.mark.parametrize(("heads", "query_len"), VERIFIED)
+@pytest.mark.parametrize("dtype", list(TOLERANCE) if ON_GPU else [torch.float16])
+def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype: torch.dtype) -> None:
+    """A few tokens of every sequence: the last split holds some, one or none of the keys that the first of them see."""
+    hq, hkv, dim = heads
+    contexts = [1, 255, 256 - query_len, 257 - query_len, 511]
+    batch = on_device(make_batch([query_len] * len(contexts), contexts, pad_seqs=1))
+    slots = torch.zeros(len(contexts) + 1, query_len, dtype=torch.int32, device=DEVICE)
+    batch = dataclasses.replace(batch, verification=Verification(query_len, slots))
+    cache = torch.full((int(batch.page_table.max()) + 1, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE)
+    q = torch.randn(batch.num_tokens, hq, dim, device=DEVICE).to(dtype)
+    expected = []
+    for s, context in enumerate(contexts):
+        positions = torch.arange(context + query_len, device=DEVICE)
+        values = torch.randn(context + query_len, hkv, dim, device=DEVICE).to(dtype)
+        cache.flatten(0, 1)[batch.page_table[s].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = (
+            values
+        )
+        expected.append(plain_attention(q[s * query_len : (s + 1) * query_len], values, values, dim**-0.5))
+    out = torch.full_like(q, torch.nan)
+    paged_attention(q, cache, cache, batch, scale=dim**-0.5, backend=Backend.TRITON, out=out)
+    want = torch.cat(expected)
+    assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype]
+    rows = query_len * hq // hkv
+    if rows > (32 if ON_GPU else MOST_ROWS) or dtype == torch.float32:
+        return
+    pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
+    for tile in (pipelined, pipelined._replace(held_splits=16, warps=8)):
+        out = torch.full_like(q, torch.nan)
+        launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, query_len=query_len)
+        assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype], tile
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

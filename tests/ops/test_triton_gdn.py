@@ -21,6 +21,7 @@ from weft.ops.gated_delta_rule import (
     gdn_gates_reference,
 )
 from weft.ops.gdn_decode import gdn_decode
+from weft.ops.gdn_verify import gdn_verify
 from weft.ops.norm import gated_rms_norm
 from weft.ops.triton import causal_conv1d as conv
 from weft.ops.triton import gated_norm
@@ -163,6 +164,77 @@ def test_decode_step(
     close(out / expected[0].float().std(), expected[0] / expected[0].float().std(), dtype)
     assert torch.equal(conv[1:], expected[1][1:])
     close(state[1:], expected[2][1:], dtype if dtype != torch.float32 else state_dtype)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize(("kernel", "num_tokens"), [(2, 2), (4, 3), (4, 8)])
+def test_verify_step(
+    heads: tuple[int, int, int, int], dtype: torch.dtype, state_dtype: torch.dtype, kernel: int, num_tokens: int
+) -> None:
+    """Outputs, and the states after every token; the third sequence is padding."""
+    hk, hv, dk, dv = heads
+    channels, seqs, num_slots = 2 * hk * dk + hv * dv, 4, 4 * num_tokens + 3
+    projected = torch.randn(seqs * num_tokens, channels + hv * dv + 2 * hv, device=DEVICE).to(dtype)
+    projected[2 * num_tokens : 3 * num_tokens] = torch.nan
+    weights: list[Any] = [
+        torch.randn(channels, kernel, device=DEVICE).to(dtype),
+        torch.linspace(-5, 2, hv, device=DEVICE),
+        torch.linspace(-3, 3, hv, device=DEVICE),
+        torch.randn(dv, device=DEVICE).to(dtype),
+        1e-6,
+    ]
+    conv = torch.randn(num_slots, channels, kernel - 1, device=DEVICE).to(dtype)
+    recurrent = torch.randn(num_slots, hv, dk, dv, device=DEVICE).to(state_dtype)
+    slots = (torch.randperm(num_slots - 1)[: seqs * num_tokens] + 1).view(seqs, num_tokens).int().to(DEVICE)
+    slots[2] = 0
+    working = slots[:, -1].contiguous()
+    if num_tokens > 2:  # the last sequence has fewer drafts: nothing is kept after its last token
+        slots[3, -2:] = slots[3, -2:].roll(-1) * torch.tensor([1, 0], device=DEVICE)
+    written = slots[slots > 0].long()
+    untouched = [slot for slot in range(1, num_slots) if slot not in written.tolist()]
+    for state in (conv, recurrent):  # what is only written may hold anything
+        state[[slot for slot in written.tolist() if slot not in working.tolist()]] = torch.nan
+    geometry = GatedDeltaNetConfig(hk, hv, dk, dv, kernel, negative_eigenvalues=kernel == 2)
+    got_conv, got_state = conv.clone(), recurrent.clone()
+    out = gdn_verify(projected, *weights, got_conv, got_state, working, slots, geometry, backend=TRITON)
+    # The reference in float32: it rounds between its operations, the kernel at the end alone.
+    wide = [w.float() if isinstance(w, Tensor) else w for w in weights]
+    want_conv, want_state = conv.float(), recurrent.clone()
+    want = gdn_verify(projected.float(), *wide, want_conv, want_state, working, slots, geometry, backend=TORCH)
+    assert (out[2 * num_tokens : 3 * num_tokens] == 0).all(), "padding rows must be zero"
+    close(out / want.std(), want / want.std(), dtype)
+    assert torch.equal(got_conv[written].float(), want_conv[written])
+    error = (got_state - want_state)[written].float().norm() / want_state[written].float().norm()
+    # The interpreter cuts bfloat16 off where a GPU rounds, and every token does it again.
+    assert error < (1e-6 if state_dtype == torch.float32 else 2**-8 if ON_GPU else 2**-5)
+    for got, before in ((got_conv, conv), (got_state, recurrent)):
+        torch.testing.assert_close(got[untouched], before[untouched], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_verified_token_leaves_the_state_of_a_decode_step() -> None:
+    """What as many decode steps leave, rounded states included: to the bit where both kernels are interpreted."""
+    geometry = GatedDeltaNetConfig(2, 4, 16, 8, 4)
+    rows = geometry.conv_dim + geometry.value_dim + 8
+    projected = torch.randn(2, 3, rows, device=DEVICE)
+    weights: list[Any] = [torch.randn(geometry.conv_dim, 4), torch.zeros(4), torch.zeros(4), torch.ones(8)]
+    weights = [*(weight.to(DEVICE) for weight in weights), 1e-6]
+    conv, state = torch.randn(8, geometry.conv_dim, 3), torch.randn(8, 4, 16, 8).bfloat16()
+    conv, state = conv.to(DEVICE), state.to(DEVICE)
+    slots = torch.tensor([[5, 6, 1], [3, 7, 2]], dtype=torch.int32, device=DEVICE)
+    working = slots[:, -1].contiguous()
+    stepwise = conv.clone(), state.clone()
+    gdn_verify(projected.flatten(0, 1), *weights, conv, state, working, slots, geometry, backend=TRITON)
+    for i in range(3):
+        gdn_decode(projected[:, i], *weights, *stepwise, working, geometry, backend=TRITON)
+        after = slots[:, i].long()
+        assert torch.equal(conv[after], stepwise[0][working.long()])
+        error = (state[after] - stepwise[1][working.long()]).float().norm() / state[after].float().norm()
+        assert error <= (2**-8 if ON_GPU else 0.0)
 
 
 CONV_TILES = [

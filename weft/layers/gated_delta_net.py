@@ -27,6 +27,7 @@ from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_param
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
 from weft.ops.gdn_decode import gdn_decode
+from weft.ops.gdn_verify import gdn_verify
 from weft.parallel.tensor_parallel import TensorParallel
 
 
@@ -190,6 +191,8 @@ class GatedDeltaNet(WeightModule):
         """Everything between the projections: ``[T, q | k | v | z | b | a] -> [T, value_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
+        if batch.verification is not None:
+            return self._verify(projected, cache, batch.state_slots, batch.verification.slots)
         slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
         if batch.num_decodes == projected.shape[0]:
             return self._decode(projected, cache, slots)
@@ -201,6 +204,23 @@ class GatedDeltaNet(WeightModule):
         if count:
             self._decode(projected[:count], cache, slots, out=mixed[:count])
         return mixed
+
+    def _verify(self, projected: Tensor, cache: LayerCache, state_slots: Tensor, slots: Tensor) -> Tensor:
+        """As many rows of each sequence as ``slots [S, T]`` has columns; these slots keep the states after each row."""
+        return gdn_verify(
+            projected,
+            self.conv1d.weight,
+            self.A_log,
+            self.dt_bias,
+            self.norm.weight,
+            self._eps,
+            cache["conv"],
+            cache["recurrent"],
+            state_slots,
+            slots,
+            self.local,
+            backend=self._backend,
+        )
 
     def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or

@@ -29,6 +29,9 @@ def paged_attention_reference(
     if batch.mixture is not None:
         device_work("paged_attention", batch, (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64)), (out,))
         return out
+    if batch.verification is not None:
+        _decode(q, k_cache, v_cache, batch, scale, out, batch.verification.query_len)
+        return out
     if batch.num_decodes:
         _decode(q, k_cache, v_cache, batch, scale, out)
     if batch.num_decodes < batch.num_seqs:
@@ -44,28 +47,35 @@ def _attention_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Te
     paged_attention_reference(q, k_cache, v_cache, batch, scale=scale.item(), out=outputs[0])
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
-    """Decoding rows in blocks of similar length, longest first; in a captured graph, whose host knows no lengths, as
-    one block over all the pages that there may be."""
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, query_len: int = 1
+) -> None:
+    """Sequences with ``query_len`` rows each, in blocks of similar length, longest first; in a captured graph, whose
+    host knows no lengths, as one block over all the pages that there may be."""
+    count = batch.num_decodes if query_len == 1 else batch.num_seqs
     if batch.token_count is not None:
-        seq_lens = batch.seq_lens[: batch.num_decodes, None]
-        out[:] = _decode_block(q, k_cache, v_cache, batch.page_table, seq_lens, batch.max_seq_len, scale, ragged=True)
+        seq_lens = batch.seq_lens[:count, None]
+        out[:] = _decode_block(
+            q, k_cache, v_cache, batch.page_table, seq_lens, batch.max_seq_len, scale, query_len, ragged=True
+        )
         return
-    order = batch.seq_lens[: batch.num_decodes].argsort(descending=True)
+    order = batch.seq_lens[:count].argsort(descending=True)
     lengths = batch.seq_lens[order].tolist()
     token_size = k_cache.shape[2] * k_cache.shape[3]
     begin = 0
-    while begin < batch.num_decodes:
+    while begin < count:
         end = begin + max(1, _BLOCK_ELEMENTS // (lengths[begin] * token_size))
         rows = order[begin:end]
-        out[rows] = _decode_block(
-            q[rows],
+        tokens = rows if query_len == 1 else (rows[:, None] * query_len + torch.arange(query_len)).flatten()
+        out[tokens] = _decode_block(
+            q[tokens],
             k_cache,
             v_cache,
             batch.page_table[rows],
             batch.seq_lens[rows, None],
             lengths[begin],
             scale,
+            query_len,
             ragged=end - begin > 1,
         )
         begin = end
@@ -79,12 +89,13 @@ def _decode_block(
     seq_lens: Tensor,
     longest: int,
     scale: float,
+    query_len: int,
     *,
     ragged: bool,
 ) -> Tensor:
-    """One query per sequence, of at most ``longest`` tokens (all of exactly that many unless ``ragged``); the
-    query heads of a group stand as rows, so that keys need no repetition."""
-    n, (_, page_size, num_kv_heads, head_dim) = q.shape[0], k_cache.shape
+    """The last ``query_len`` tokens of sequences of at most ``longest`` tokens (all of exactly that many unless
+    ``ragged``); they and the query heads of a group stand as rows, so that keys need no repetition."""
+    n, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
     offsets = torch.arange(longest, dtype=torch.int32, device=q.device)
     # Positions past the end read the sequence's last token instead: real numbers, to which the mask gives no weight.
     slots = _slots(page_table, torch.minimum(offsets, seq_lens - 1), page_size).flatten()
@@ -92,9 +103,16 @@ def _decode_block(
         c.flatten(0, 1).index_select(0, slots).to(q.dtype).view(n, longest, num_kv_heads, head_dim).transpose(1, 2)
         for c in (k_cache, v_cache)
     )
-    mask = (offsets < seq_lens)[:, None, None] if ragged else None
-    attended = F.scaled_dot_product_attention(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale=scale)
-    return attended.flatten(1, 2)
+    if query_len == 1:
+        mask = (offsets < seq_lens)[:, None, None] if ragged else None
+        attended = F.scaled_dot_product_attention(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale=scale)
+        return attended.flatten(1, 2)
+    ends = seq_lens - torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=q.device)
+    seen = offsets < ends[:, :, None]  # [n, query, key]
+    rows = q.reshape(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # [n, Hkv, group, query, D]
+    mask = seen.repeat(1, rows.shape[2], 1)[:, None]
+    attended = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, mask, scale=scale)
+    return attended.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(n * query_len, -1, head_dim)
 
 
 def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.config.triton_version import is_known
 from weft.forward_context import Batch
-from weft.ops.triton.attention_decode import decode_tile, launch_decode
+from weft.ops.triton.attention_decode import MOST_ROWS, decode_tile, launch_decode
 from weft.ops.triton.attention_prefill import launch_prefill, prefill_tile
 
 GLUON_IS_KNOWN = is_known(triton.__version__)
@@ -34,6 +34,9 @@ def paged_attention_triton(
 ) -> Tensor:
     """``paged_attention`` of ``weft/ops/attention.py``; float32 inputs keep float32 accuracy."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
+        _decode(q, k_cache, v_cache, batch, scale, out, batch.verification.query_len)
+        return out
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
     only_decodes = batch.max_query_len == 1 and batch.mixture is None
     decodes = only_decodes or batch.num_decodes > 0 or batch.mixture is not None
@@ -70,8 +73,17 @@ def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
     return num_seqs <= 2 * (q.shape[0] // hopper.block_tokens(q.shape[1] // k_cache.shape[2]))
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
+def verifies(q: Tensor, k_cache: Tensor, query_len: int) -> bool:
+    """Whether the rows of so many tokens fit in a tile of the decode kernel; the prefill kernel takes the others."""
+    return query_len * (q.shape[1] // k_cache.shape[2]) <= MOST_ROWS
+
+
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, query_len: int = 1
+) -> None:
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
-    tile = decode_tile(batch.seq_lens.shape[0], num_kv_heads, head_dim, group, q.element_size(), table_tokens)
-    launch_decode(q, k_cache, v_cache, batch, scale, out, tile)
+    rows = group * query_len
+    num_seqs = batch.seq_lens.shape[0]
+    tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, q.element_size(), table_tokens)
+    launch_decode(q, k_cache, v_cache, batch, scale, out, tile, query_len=query_len)

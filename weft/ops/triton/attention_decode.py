@@ -1,9 +1,10 @@
-"""Paged attention of sequences with one query token, split over the keys.
+"""Paged attention of sequences with one query token, or a few where drafts are verified, split over the keys.
 
 Job: the decode kernel and the merge of its splits. Owns: the size of a split, tile shapes, grids. Does not know:
 layers, or who filled the pages.
 
-The query heads that share a key head stand together as rows of one tile, so each key is read once per group. Keys are
+The query heads that share a key head stand together as rows of one tile, with all of the sequence's query tokens, so
+each key is read once per group. Keys are
 cut into splits of one of two sizes; a second kernel merges the splits' partial results by their log-sum-exp
 (Flash-Decoding). A row's result depends on no other row, and on their number only in that it chooses the tile and, for
 wide page tables, the size of splits, hence the order of sums. Partial results take ``num_seqs * max_splits * Hq * (D +
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
+from weft.ops.triton.attention_merge import merge_kernel
 from weft.ops.triton.attention_tiles import (
     LOG2E,
     METADATA,
@@ -32,7 +34,7 @@ from weft.ops.triton.attention_tiles import (
     load_keys_values,
     precision,
 )
-from weft.ops.triton.early_launch import early_launch, enter, release, wait
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -56,6 +58,15 @@ split, which loads all its keys at once: nothing else would move meanwhile. In l
 fewer warps than these programs have: where page tables hold more tokens, all sequences take that. So do heads of more
 than the last number: the keys of a split would not fit in shared memory."""
 
+MOST_ROWS = 64
+"""Query tokens times heads of a group that a tile holds."""
+
+_LOWEST = tl.constexpr(-1e30)
+"""A maximum below all scores, of rows that may see none of a split's keys: finite, so that differences are numbers."""
+
+_HELD_ROWS = 32
+"""More rows need more registers than a program has that holds all keys of a split."""
+
 _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
 
@@ -65,6 +76,7 @@ class Fixed(NamedTuple):
 
     Attributes:
         head_dim, group, num_heads, page_size: of the model; so many query heads share a key head.
+        query_len: query tokens of each sequence.
         split: tokens of a split.
         rows, keys, block_d: of a tile.
         precision: of products of float32 operands.
@@ -77,6 +89,7 @@ class Fixed(NamedTuple):
     group: int
     num_heads: int
     page_size: int
+    query_len: int
     split: int
     rows: int
     keys: int
@@ -95,14 +108,17 @@ def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
     acc, row_sum, row_max = softmax
     out, partial, partial_lse, max_splits, stride_out = results
     row, seq, split, num_splits = place
-    head_ids, dims, in_group, mask = lanes
+    head_ids, tokens, dims, in_group, mask = lanes
     HEAD_DIM: tl.constexpr = FIXED.head_dim
+    if FIXED.query_len > 1:  # the last split may hold nothing that the first tokens see
+        row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
     acc = acc / row_sum[:, None]
     if num_splits == 1:
-        offsets = head_ids[:, None] * HEAD_DIM + dims[None, :]
+        offsets = tokens.to(tl.int64)[:, None] * stride_out + head_ids[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out + row.to(tl.int64) * stride_out + offsets, acc.to(out.dtype.element_ty), mask=mask)
     else:
-        at = (seq.to(tl.int64) * max_splits + split) * FIXED.num_heads + head_ids
+        at = (seq.to(tl.int64) * max_splits + split) * (FIXED.num_heads * FIXED.query_len)
+        at += tokens * FIXED.num_heads + head_ids
         tl.store(partial_lse + at, row_max + tl.log2(row_sum), mask=in_group)
         tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
 
@@ -111,16 +127,17 @@ def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
 def _decode_held_split(
     q_row, cache, results, place, lanes, inside, kv_len, scale_log2, FIXED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """One split in one step. Its keys and values were written before this step, but for the newest token's: they load
+    """One split in one step. Its keys and values were written before this step, but for the newest tokens': they load
     while the kernel before this one still runs."""
     SPLIT: tl.constexpr = FIXED.split
     PAGE_SIZE: tl.constexpr = FIXED.page_size
     PRECISION: tl.constexpr = FIXED.precision
     table = cache[2]
     _row, _seq, split, num_splits = place
-    head_ids, dims, _in_group, mask = lanes
+    head_ids, query_tokens, dims, _in_group, mask = lanes
     BLOCK_D: tl.constexpr = FIXED.block_d
-    newest = kv_len - 1
+    QUERY_LEN: tl.constexpr = FIXED.query_len
+    newest = kv_len - QUERY_LEN
     tokens = split * SPLIT + tl.arange(0, SPLIT)
     stored = tokens < newest
     page = tl.load(table + tokens // PAGE_SIZE, mask=stored, other=0)
@@ -129,15 +146,16 @@ def _decode_held_split(
     queries = tl.load(q_row + inside, mask=mask, other=0.0)
     acc = tl.zeros([head_ids.shape[0], BLOCK_D], dtype=tl.float32)
     row_sum = tl.zeros([head_ids.shape[0]], dtype=tl.float32)
-    row_max = tl.full([head_ids.shape[0]], float("-inf"), dtype=tl.float32)
+    row_max = tl.full([head_ids.shape[0]], _LOWEST if QUERY_LEN > 1 else float("-inf"), dtype=tl.float32)
     if split == num_splits - 1:
         tail = newest + tl.arange(0, 16)  # as many as a matrix product takes
-        is_newest = tail == newest
+        is_newest = tail < kv_len
         tail_page = tl.load(table + tail // PAGE_SIZE, mask=is_newest, other=0)
         tail_k, tail_v = load_keys_values(cache, tail_page, tail, is_newest, dims, FIXED, True)
         acc, row_sum, row_max = accumulate(
-            acc, row_sum, row_max, queries, tail_k, tail_v, is_newest[None, :], scale_log2, PRECISION, True
-        )
+            acc, row_sum, row_max, queries, tail_k, tail_v, tail[None, :] <= (newest + query_tokens)[:, None],
+            scale_log2, PRECISION, True,
+        )  # fmt: skip
     acc, row_sum, row_max = accumulate(
         acc, row_sum, row_max, queries, k, v, stored[None, :], scale_log2, PRECISION, True
     )  # fmt: skip
@@ -148,7 +166,7 @@ def _decode_held_split(
 def _decode_sequence(
     inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Every ``step``-th split of one sequence and key head, if the sequence has one query token.
+    """Every ``step``-th split of one sequence and key head, if the sequence has ``query_len`` query tokens.
 
     With EARLY this is where the program waits for the kernels before it; one without a split leaves at once.
     """
@@ -165,19 +183,22 @@ def _decode_sequence(
     STAGES: tl.constexpr = FIXED.stages
     AHEAD: tl.constexpr = FIXED.ahead
     HELD_SPLITS: tl.constexpr = FIXED.held_splits
+    QUERY_LEN: tl.constexpr = FIXED.query_len
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
     kv_len = tl.load(seq_lens + seq)
-    head_ids = kv_head * GROUP + tl.arange(0, ROWS)
+    head_ids = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
+    query_tokens = tl.arange(0, ROWS) // GROUP
     dims = tl.arange(0, BLOCK_D)
-    in_group = tl.arange(0, ROWS) < GROUP
+    in_group = query_tokens < QUERY_LEN
     mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
-    inside = head_ids[:, None] * HEAD_DIM + dims[None, :]
+    inside = query_tokens.to(tl.int64)[:, None] * stride_q + head_ids[:, None] * HEAD_DIM + dims[None, :]
     q_row = q + row.to(tl.int64) * stride_q
     table = page_table + seq.to(tl.int64) * stride_table
     cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)
-    lanes = (head_ids, dims, in_group, mask)
-    if query_len == 1:
+    lanes = (head_ids, query_tokens, dims, in_group, mask)
+    last_seen = kv_len - QUERY_LEN + query_tokens
+    if query_len == QUERY_LEN:
         num_splits = tl.cdiv(kv_len, SPLIT)
         if first_split < num_splits:
             if HELD_SPLITS > 0:  # noqa: SIM102 (known to the compiler)
@@ -190,7 +211,7 @@ def _decode_sequence(
                 for split in range(first_split, num_splits, step):
                     acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
                     row_sum = tl.zeros([ROWS], dtype=tl.float32)
-                    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+                    row_max = tl.full([ROWS], _LOWEST if QUERY_LEN > 1 else float("-inf"), dtype=tl.float32)
                     end = tl.minimum(kv_len, split * SPLIT + SPLIT)
                     ahead = split * SPLIT + tl.arange(0, KEYS)
                     next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
@@ -204,8 +225,11 @@ def _decode_sequence(
                         else:
                             page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
                         k, v = load_keys_values(cache, page, tokens, valid, dims, FIXED, True)
+                        visible = valid[None, :]
+                        if QUERY_LEN > 1:
+                            visible = visible & (tokens[None, :] <= last_seen[:, None])
                         acc, row_sum, row_max = accumulate(
-                            acc, row_sum, row_max, queries, k, v, valid[None, :], scale_log2, PRECISION, True
+                            acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
                         )
                     _store_split((acc, row_sum, row_max), results, (row, seq, split, num_splits), lanes, FIXED)
     else:
@@ -248,7 +272,7 @@ def _decode_kernel(
             first_split = tl.program_id(1)
             seq = tl.program_id(2)
             step = tl.num_programs(1)
-        if (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
+        if (FIXED.query_len == 1) & (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
             wait(EARLY)
             ROWS: tl.constexpr = FIXED.rows
             BLOCK_D: tl.constexpr = FIXED.block_d
@@ -261,58 +285,6 @@ def _decode_kernel(
         _decode_sequence(inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED, EARLY)
 
 
-@triton.jit
-def _merge(
-    out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, head, seq,
-    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The splits of one sequence and query head, in order, if it decodes and has several."""
-    row = tl.load(cu_seqlens_q + seq)
-    query_len = tl.load(cu_seqlens_q + seq + 1) - row
-    kv_len = tl.load(seq_lens + seq)
-    num_splits = tl.cdiv(kv_len, SPLIT)
-    if (query_len == 1) & (num_splits > 1):
-        dims = tl.arange(0, BLOCK_D)
-        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-        weight_sum = 0.0
-        largest = float("-inf")
-        for start in range(0, num_splits, SPLITS):
-            splits = start + tl.arange(0, SPLITS)
-            valid = splits < num_splits
-            place = (seq.to(tl.int64) * max_splits + splits) * NUM_HEADS + head
-            lse = tl.load(partial_lse + place, mask=valid, other=float("-inf"))
-            mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
-            values = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-            new_largest = tl.maximum(largest, tl.max(lse, 0))
-            shrink = tl.exp2(largest - new_largest)
-            weights = tl.exp2(lse - new_largest)
-            acc = acc * shrink + tl.sum(values * weights[:, None], 0)
-            weight_sum = weight_sum * shrink + tl.sum(weights, 0)
-            largest = new_largest
-        result = (acc / weight_sum).to(out.dtype.element_ty)
-        tl.store(out + row.to(tl.int64) * stride_out + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
-
-
-@jit(
-    do_not_specialize=["num_seqs", "max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q", "counts"]
-)
-def _merge_kernel(
-    out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits, stride_out,
-    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIXTURE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    enter(EARLY, 64)  # more programs stand behind an attention that fills the GPU: what followed would start unevenly
-    if MIXTURE:
-        num_seqs = tl.load(counts + 2)
-    seq = tl.program_id(1)
-    while seq < num_seqs:
-        _merge(
-            out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, tl.program_id(0), seq,
-            HEAD_DIM, NUM_HEADS, SPLIT, SPLITS, BLOCK_D,
-        )  # fmt: skip
-        seq += tl.num_programs(1)
-
-
 def split_size(table_tokens: int, num_seqs: int) -> int:
     """Tokens per split of the decode kernel, for a page table that holds so many tokens of each sequence."""
     is_short = table_tokens <= _SHORT_TABLE or num_seqs * cdiv(table_tokens, _SHORT_SPLIT) <= _SHORT_SPLITS
@@ -320,13 +292,16 @@ def split_size(table_tokens: int, num_seqs: int) -> int:
 
 
 def decode_tile(
-    num_seqs: int, num_kv_heads: int, head_dim: int, group: int, element_size: int, table_tokens: int
+    num_seqs: int, num_kv_heads: int, head_dim: int, num_rows: int, element_size: int, table_tokens: int
 ) -> Tile:
-    """Tile of the decode kernel: up to 32 KiB of keys, and as much of values, per stage."""
+    """Tile of the decode kernel, for so many rows (heads of a group, times query tokens): up to 32 KiB of keys, and as
+    much of values, per stage."""
     keys = max(16, min(64, 32768 // (next_power_of_2(head_dim) * element_size)))
-    rows, work = max(16, next_power_of_2(group)), num_seqs * num_kv_heads
+    rows, work = max(16, next_power_of_2(num_rows)), num_seqs * num_kv_heads
     if element_size == 4:
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
+    if rows > _HELD_ROWS:
+        return Tile(rows, keys, warps=8, stages=2, ahead=False)
     if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= _HELD_HEAD:
         return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS)
     if work < _FEW_SEQUENCES:
@@ -338,9 +313,10 @@ def decode_tile(
 
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, split: int | None = None, aim: int | None = None,
+    *, query_len: int = 1, split: int | None = None, aim: int | None = None,
 ) -> None:  # fmt: skip
-    """Sequences with one query token, and padding rows below the number of sequences, with a given tile."""
+    """Sequences with ``query_len`` query tokens, with a given tile; if that is 1, padding rows below the number of
+    sequences too."""
     check_layout(q, k_cache, v_cache, out)
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
@@ -353,7 +329,7 @@ def launch_decode(
     mixture = batch.mixture
     counts = batch.seq_lens if mixture is None else mixture.counts
     merges = max_splits > 1
-    shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
+    shape = (num_seqs, max_splits, query_len * num_heads) if merges else (1, 1, 1)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     block_d = max(16, next_power_of_2(head_dim))
@@ -366,8 +342,8 @@ def launch_decode(
     if mixture is not None:
         held_splits = 0
     fixed = Fixed(
-        head_dim, num_heads // num_kv_heads, num_heads, page_size, split, tile.rows, tile.keys, block_d, precision(q),
-        tile.stages, tile.ahead, held_splits, splits_last, mixture is not None,
+        head_dim, num_heads // num_kv_heads, num_heads, page_size, query_len, split, tile.rows, tile.keys, block_d,
+        precision(q), tile.stages, tile.ahead, held_splits, splits_last, mixture is not None,
     )  # fmt: skip
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
@@ -377,8 +353,8 @@ def launch_decode(
     )  # fmt: skip
     if merges:
         at_once = num_seqs if mixture is None else min(num_seqs, _MIXTURE_MERGES)
-        _merge_kernel[(num_heads, at_once)](
+        merge_kernel[(num_heads * query_len, at_once)](
             out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, out.stride(0),
             HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d,
-            MIXTURE=mixture is not None, num_warps=2, **early_launch(q.device),
+            QUERY_LEN=query_len, MIXTURE=mixture is not None, num_warps=2, **early_launch(q.device),
         )  # fmt: skip

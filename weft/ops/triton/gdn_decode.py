@@ -67,7 +67,7 @@ def _convolve(row, weight, p_state, channels, mask, W: tl.constexpr):
 
 
 @triton.jit
-def _store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
+def store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
     """Write some channels' states."""
     for j in tl.static_range(W - 1):
         tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
@@ -163,9 +163,9 @@ def _gdn_decode_kernel(
         b_beta *= 2.0
     tl.store(p_vectors + 2 * K + 2 * GROUP * V + GROUP + o_h, b_beta, mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
-    _store_inputs(p_conv, q_kept, q_channels, k_mask, W)
-    _store_inputs(p_conv, k_kept, k_channels, k_mask, W)
-    _store_inputs(p_conv, v_kept, v_channels, g_mask, W)
+    store_inputs(p_conv, q_kept, q_channels, k_mask, W)
+    store_inputs(p_conv, k_kept, k_channels, k_mask, W)
+    store_inputs(p_conv, v_kept, v_channels, g_mask, W)
 
     b_q = tl.load(p_vectors + o_k, mask=k_mask, other=0.0)
     b_k = tl.load(p_vectors + K + o_k, mask=k_mask, other=0.0)

@@ -1,0 +1,68 @@
+"""The merge of attention's splits: partial results of one row over parts of its keys become one result.
+
+Job: the second kernel of paged decode attention. Owns: the layout of partial results on the reading side. Does not
+know: how splits are computed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.early_launch import enter
+from weft.ops.triton.launch import jit
+
+
+@triton.jit
+def _merge(
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, head, seq,
+    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+):  # fmt: skip
+    """The splits of one sequence, query token and head (``head`` counts through all tokens), in order, if the sequence
+    has so many tokens and several splits."""
+    row = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - row
+    kv_len = tl.load(seq_lens + seq)
+    num_splits = tl.cdiv(kv_len, SPLIT)
+    if (query_len == QUERY_LEN) & (num_splits > 1):
+        dims = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+        weight_sum = 0.0
+        largest = float("-inf")
+        for start in range(0, num_splits, SPLITS):
+            splits = start + tl.arange(0, SPLITS)
+            valid = splits < num_splits
+            place = (seq.to(tl.int64) * max_splits + splits) * (NUM_HEADS * QUERY_LEN) + head
+            lse = tl.load(partial_lse + place, mask=valid, other=float("-inf"))
+            mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+            values = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+            new_largest = tl.maximum(largest, tl.max(lse, 0))
+            shrink = tl.exp2(largest - new_largest)
+            weights = tl.exp2(lse - new_largest)
+            acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+            weight_sum = weight_sum * shrink + tl.sum(weights, 0)
+            largest = new_largest
+        result = (acc / weight_sum).to(out.dtype.element_ty)
+        p_out = out + (row + head // NUM_HEADS).to(tl.int64) * stride_out + head % NUM_HEADS * HEAD_DIM
+        tl.store(p_out + dims, result, mask=dims < HEAD_DIM)
+
+
+@jit(
+    do_not_specialize=["num_seqs", "max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q", "counts"]
+)
+def merge_kernel(
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits, stride_out,
+    HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERY_LEN: tl.constexpr, MIXTURE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    enter(EARLY, 64)  # more programs stand behind an attention that fills the GPU: what followed would start unevenly
+    if MIXTURE:
+        num_seqs = tl.load(counts + 2)
+    seq = tl.program_id(1)
+    while seq < num_seqs:
+        _merge(
+            out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, tl.program_id(0), seq,
+            HEAD_DIM, NUM_HEADS, SPLIT, SPLITS, BLOCK_D, QUERY_LEN,
+        )  # fmt: skip
+        seq += tl.num_programs(1)

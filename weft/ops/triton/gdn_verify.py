@@ -1,0 +1,223 @@
+"""A few tokens of Gated DeltaNet per sequence, with the state after each, as one kernel.
+
+Job: ``gdn_verify`` on the GPU, one launch. Owns: in which order a program walks tokens and tiles of the state. Does not
+know: layers.
+
+As in the decode kernel, a program serves one sequence and one key head with all value heads of its group. It computes
+queries, keys, values, gates and decays of all tokens first and leaves them in a small float32 buffer. Then every tile
+of the state is read once, taken through all tokens in registers, and stored after each: T tokens cost T + 1 times the
+state in memory traffic, where T decode steps cost 2 T times. The outputs of a value head come from several tiles, so
+they are normalised at the end, out of the buffer.
+
+Graph-safe: the grid is the padded number of sequences; sequences with slot 0 write zeros and leave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import softplus
+from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
+from weft.ops.triton.gdn_decode import store_inputs
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import next_power_of_2
+
+_BLOCK_V, _WARPS = 64, 4
+
+
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        num_tokens: of each sequence.
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel, negative_eigenvalues: of the layer, as in
+            ``GatedDeltaNetConfig``.
+        block_k, block_v: of a tile of the state.
+        block_g, block_h, block_o: powers of two that hold a group's values, its value heads, one value head.
+    """
+
+    num_tokens: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel: int
+    negative_eigenvalues: bool
+    block_k: int
+    block_v: int
+    block_g: int
+    block_h: int
+    block_o: int
+
+
+@triton.jit
+def _load_inputs(p_state, channels, mask, W: tl.constexpr):
+    """The last ``W - 1`` inputs of some channels, oldest first; ``p_state``: the sequence's states ``[C, W - 1]``."""
+    kept = ()
+    for j in tl.static_range(W - 1):
+        value = tl.load(p_state + channels * (W - 1) + j, mask=mask, other=0.0)
+        kept = kept + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return kept
+
+
+@triton.jit
+def _convolve(row, weight, kept, channels, mask, W: tl.constexpr):
+    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their inputs with the newest one."""
+    newest = tl.load(row + channels, mask=mask, other=0.0)
+    y = newest.to(tl.float32) * tl.load(weight + channels * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
+    later = ()
+    for j in tl.static_range(W - 1):
+        y += kept[j].to(tl.float32) * tl.load(weight + channels * W + j, mask=mask, other=0.0).to(tl.float32)
+        if j > 0:
+            later = later + (kept[j],)  # type: ignore[assignment]  # noqa: RUF005
+    later = later + (newest.to(kept[0].dtype),)  # type: ignore[assignment]  # noqa: RUF005
+    return y * tl.sigmoid(y), later
+
+
+@triton.jit
+def _gates(row, A_log, dt_bias, heads, mask, C: tl.constexpr, VALUE_DIM: tl.constexpr, FIXED: tl.constexpr):
+    """Decays and write strengths of some value heads."""
+    HV: tl.constexpr = FIXED.num_v_heads
+    beta = tl.sigmoid(tl.load(row + C + VALUE_DIM + heads, mask=mask, other=0.0).to(tl.float32))
+    if FIXED.negative_eigenvalues:
+        beta *= 2.0
+    b_a = tl.load(row + C + VALUE_DIM + HV + heads, mask=mask, other=0.0).to(tl.float32)
+    b_a += tl.load(dt_bias + heads, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + heads, mask=mask, other=0.0).to(tl.float32))
+    return tl.exp(-rate * softplus(b_a)), beta
+
+
+@jit(do_not_specialize_on_alignment=["state_slots", "slots"])
+def _gdn_verify_kernel(
+    projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
+    stride_row, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One sequence and key head."""
+    enter(EARLY, 0)
+    T: tl.constexpr = FIXED.num_tokens
+    HK: tl.constexpr = FIXED.num_k_heads
+    HV: tl.constexpr = FIXED.num_v_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    W: tl.constexpr = FIXED.conv_kernel
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    BLOCK_G: tl.constexpr = FIXED.block_g
+    i_key_head, i_seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    GROUP: tl.constexpr = HV // HK
+    KEY_DIM: tl.constexpr = HK * K
+    VALUE_DIM: tl.constexpr = HV * V
+    C: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
+    VALUES: tl.constexpr = 2 * K  # where the values begin in a token's vectors: q | k | v | decay | beta | output
+    DECAYS: tl.constexpr = VALUES + GROUP * V
+    OUTPUTS: tl.constexpr = DECAYS + 2 * GROUP
+    VECTORS: tl.constexpr = OUTPUTS + GROUP * V
+    o_k, o_v, o_o = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V), tl.arange(0, FIXED.block_o)
+    o_g, o_h = tl.arange(0, BLOCK_G), tl.arange(0, FIXED.block_h)
+    k_mask, g_mask, h_mask, o_mask = o_k < K, o_g < GROUP * V, o_h < GROUP, o_o < V
+    slot = tl.load(state_slots + i_seq).to(tl.int64)
+    p_out = out + i_seq * T * VALUE_DIM + i_key_head * GROUP * V
+    if slot == 0:
+        for t in range(T):
+            tl.store(p_out + t * VALUE_DIM + o_g, tl.zeros([BLOCK_G], out.dtype.element_ty), mask=g_mask)
+        return
+    p_slots = slots + i_seq * T
+    p_conv = conv_state + slot * C * (W - 1)
+    p_vectors = vectors + (i_seq * HK + i_key_head) * T * VECTORS
+    row = projected + i_seq * T * stride_row
+    q_channels = i_key_head * K + o_k
+    k_channels = KEY_DIM + q_channels
+    v_channels = 2 * KEY_DIM + i_key_head * GROUP * V + o_g
+    q_kept = _load_inputs(p_conv, q_channels, k_mask, W)
+    k_kept = _load_inputs(p_conv, k_channels, k_mask, W)
+    v_kept = _load_inputs(p_conv, v_channels, g_mask, W)
+    tl.debug_barrier()  # convolution states are read before any of them is overwritten
+    for t in tl.static_range(T):
+        b_q, q_kept = _convolve(row, conv_weight, q_kept, q_channels, k_mask, W)
+        b_k, k_kept = _convolve(row, conv_weight, k_kept, k_channels, k_mask, W)
+        b_v, v_kept = _convolve(row, conv_weight, v_kept, v_channels, g_mask, W)
+        decay, beta = _gates(row, A_log, dt_bias, i_key_head * GROUP + o_h, h_mask, C, VALUE_DIM, FIXED)
+        p_token = p_vectors + t * VECTORS
+        tl.store(p_token + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
+        tl.store(p_token + K + o_k, l2_normalize(b_k), mask=k_mask)
+        tl.store(p_token + VALUES + o_g, b_v, mask=g_mask)
+        tl.store(p_token + DECAYS + o_h, decay, mask=h_mask)
+        tl.store(p_token + DECAYS + GROUP + o_h, beta, mask=h_mask)
+        after = tl.load(p_slots + t).to(tl.int64)
+        p_after = conv_state + after * C * (W - 1)
+        store_inputs(p_after, q_kept, q_channels, k_mask & (after > 0), W)
+        store_inputs(p_after, k_kept, k_channels, k_mask & (after > 0), W)
+        store_inputs(p_after, v_kept, v_channels, g_mask & (after > 0), W)
+        row += stride_row
+    tl.debug_barrier()  # the vectors of all tokens are written
+
+    for i in tl.static_range(GROUP):
+        for j in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
+            columns = j * BLOCK_V + o_v
+            v_mask = columns < V
+            tile = ((i_key_head * GROUP + i) * K + o_k[:, None]) * V + columns[None, :]
+            tile_mask = k_mask[:, None] & v_mask[None, :]
+            b_state = tl.load(state + slot * HV * K * V + tile, mask=tile_mask, other=0.0).to(tl.float32)
+            for t in range(T):
+                p_vector = p_vectors + t * VECTORS
+                query = tl.load(p_vector + o_k, mask=k_mask, other=0.0)
+                key = tl.load(p_vector + K + o_k, mask=k_mask, other=0.0)
+                value = tl.load(p_vector + VALUES + i * V + columns, mask=v_mask, other=0.0)
+                fade, strength = tl.load(p_vector + DECAYS + i), tl.load(p_vector + DECAYS + GROUP + i)
+                b_o, b_next = delta_rule_step(b_state, query, key, value, fade, strength)
+                stored = b_next.to(state.dtype.element_ty)
+                after = tl.load(p_slots + t).to(tl.int64)
+                tl.store(state + after * HV * K * V + tile, stored, mask=tile_mask & (after > 0))
+                tl.store(p_vector + OUTPUTS + i * V + columns, b_o, mask=v_mask)
+                b_state = stored.to(tl.float32)
+    tl.debug_barrier()  # the outputs of all tiles are written
+    row = projected + i_seq * T * stride_row + C + i_key_head * GROUP * V
+    norm = tl.load(norm_weight + o_o, mask=o_mask, other=0.0).to(tl.float32)
+    for t in range(T):
+        for i in tl.static_range(GROUP):
+            b_out = tl.load(p_vectors + t * VECTORS + OUTPUTS + i * V + o_o, mask=o_mask, other=0.0)
+            gate = tl.load(row + t * stride_row + i * V + o_o, mask=o_mask, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(b_out * b_out, 0) / V + eps)
+            normed = b_out * scale * gate * tl.sigmoid(gate) * norm
+            tl.store(p_out + t * VALUE_DIM + i * V + o_o, normed.to(out.dtype.element_ty), mask=o_mask)
+
+
+def gdn_verify_triton(
+    projected: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv_state: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    slots: Tensor,
+    geometry: GatedDeltaNetConfig,
+) -> Tensor:
+    """Triton kernel of ``gdn_verify``; all arithmetic in float32, rounded at the stores only."""
+    (num_seqs, num_tokens), g = slots.shape, geometry
+    assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
+    assert conv_state.is_contiguous() and state.is_contiguous()
+    assert state_slots.is_contiguous() and slots.is_contiguous()
+    out = projected.new_empty(num_seqs * num_tokens, g.value_dim)
+    group = g.num_v_heads // g.num_k_heads
+    width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
+    vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
+    if num_seqs:
+        fixed = Fixed(
+            num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
+            next_power_of_2(g.head_k_dim), min(_BLOCK_V, next_power_of_2(g.head_v_dim)),
+            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), next_power_of_2(g.head_v_dim),
+        )  # fmt: skip
+        _gdn_verify_kernel[(g.num_k_heads, num_seqs)](
+            projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
+            projected.stride(0), eps, FIXED=fixed, num_warps=_WARPS, **early_launch(projected.device),
+        )  # fmt: skip
+    return out
