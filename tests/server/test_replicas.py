@@ -26,14 +26,14 @@ MODULE = "tests.server.fake_engine"
 class Server:
     """Hears what the set says."""
 
-    def __init__(self, count: int = 2, **settings: Any) -> None:
+    def __init__(self, count: int = 2, module: str = MODULE, **settings: Any) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         self.others: list[wire.FromEngine] = []
         self.status: int | None = None
         self.stats = wire.EngineStats()
         given = {"data_parallel_size": count, "device": "cpu"} | settings
-        self.set = ReplicaSet(given, self.hear, self.exited, MODULE)
+        self.set = ReplicaSet(given, self.hear, self.exited, module)
 
     def hear(self, message: wire.FromEngine) -> None:
         if not isinstance(message, wire.Outputs):

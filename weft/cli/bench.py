@@ -1,4 +1,4 @@
-"""``weft bench latency | throughput | prefill | startup | prefix | serve``.
+"""``weft bench latency | throughput | prefill | startup | prefix | scaling | serve``.
 
 Job: flags of the benchmarks' workloads, and their figures as a table and as JSON. Owns: the verb's output.
 Does not know: how things are measured.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weft import report
 from weft.bench import latency, prefill, startup, throughput
 from weft.bench.prefix_workloads import WORKLOADS
-from weft.cli import bench_serve
+from weft.cli import bench_scaling, bench_serve
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import Parser, add_verb
 from weft.errors import ConfigError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
 
 
-_KINDS = "{latency,throughput,prefill,startup,prefix,serve}"
+_KINDS = "{latency,throughput,prefill,startup,prefix,scaling,serve}"
 
 
 def add_parser(verbs: Any) -> None:
@@ -36,6 +36,7 @@ def add_parser(verbs: Any) -> None:
     _add_prefill(kinds)
     _add_startup(kinds)
     _add_prefix(kinds)
+    bench_scaling.add_parser(kinds)
     bench_serve.add_parser(kinds)
 
 

@@ -99,9 +99,14 @@ class EngineConfig:
     enable_custom_all_reduce: bool = _option(
         "bool", False, "sum few rows over GPUs by a kernel of Weft's own, fused with the norm, instead of NCCL"
     )
-    distributed_executor_backend: Literal["uni", "mp", "external_launcher"] = _option(
-        "text", None, "who runs the ranks: uni (this process, one rank), mp (a process for each further rank) or "
-        "external_launcher (torchrun has started them); default: what fits", choices=("uni", "mp", "external_launcher"),
+    data_parallel_backend: Literal["mp", "ray"] = _option(
+        "text", None, "where replicas run: mp (processes of this machine) or ray (actors on the machines of a Ray "
+        "cluster; weft serve); default: mp, or ray with distributed_executor_backend=ray", choices=("mp", "ray"),
+    )  # fmt: skip
+    distributed_executor_backend: Literal["uni", "mp", "external_launcher", "ray"] = _option(
+        "text", None, "who runs the ranks: uni (this process, one rank), mp (a process for each further rank), "
+        "external_launcher (torchrun has started them) or ray (Ray finds a machine with room for all of them; weft "
+        "serve); default: what fits", choices=("uni", "mp", "external_launcher", "ray"),
     )  # fmt: skip
     # memory
     gpu_memory_utilization: float = _option(

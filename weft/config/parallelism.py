@@ -23,8 +23,29 @@ def is_launched() -> bool:
     return all(variable in os.environ for variable in TORCHRUN)
 
 
+def is_on_ray(settings: Mapping[str, Any]) -> bool:
+    """True if engines are to run in actors of a Ray cluster.
+
+    Raises:
+        ConfigError: of two settings one says so and the other one says otherwise.
+    """
+    replicas, ranks = settings.get("data_parallel_backend"), settings.get("distributed_executor_backend")
+    if (replicas, ranks) in (("mp", "ray"), ("ray", "external_launcher")):
+        raise ConfigError(
+            f"data_parallel_backend={replicas!r} and distributed_executor_backend={ranks!r} do not go together; "
+            "leave one out"
+        )
+    return "ray" in (replicas, ranks)
+
+
 def refuse_replicas(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError where only one engine can be."""
+    """Raises ConfigError where only one engine can be, in this process."""
+    if is_on_ray(settings):
+        name = next(n for n in ("distributed_executor_backend", "data_parallel_backend") if settings.get(n) == "ray")
+        raise ConfigError(
+            f"{name}='ray': Ray finds machines for the engines of `weft serve`; here rank 0 runs in this process and "
+            "the others beside it: use mp, in an actor of your own if Ray is to choose the machine"
+        )
     if (settings.get("data_parallel_size") or 1) != 1:
         raise ConfigError(
             f"data_parallel_size={settings['data_parallel_size']}: replicas stand behind `weft serve`, which routes "
@@ -87,7 +108,15 @@ def _check_devices(device: str, size: int) -> None:
 
 def _choose_backend(values: dict[str, Any], reasons: dict[str, str], size: int) -> None:
     name = "distributed_executor_backend"
-    given, launched = values[name], is_launched()
+    on_ray = is_on_ray(values)
+    if values["data_parallel_backend"] is None:
+        values["data_parallel_backend"] = "ray" if on_ray else "mp"
+        reasons["data_parallel_backend"] = "as the ranks" if on_ray else "processes of this machine"
+    given, launched = values[name], is_launched() and not on_ray
+    if given == "ray":
+        values[name] = "mp" if size > 1 else "uni"
+        reasons[name] = "ray: on the machine that it finds, all ranks in its bundle"
+        return
     if given is None:
         values[name], reasons[name] = _default_backend(size, launched)
         return

@@ -1,7 +1,8 @@
 """Starts the engine process and notices its end.
 
 Job: spawn, hand over the settings, pass messages on, tell when the process has ended, stop it.
-Owns: the child process, its private directory and the server's side of its sockets. Does not know: requests, HTTP.
+Owns: the child process, its private directory and the server's side of its sockets; and what every engine that runs
+elsewhere has in common (``EngineHandle``). Does not know: requests, HTTP.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.engine import wire
-from weft.engine.channel import EngineStart, ServerChannel
+from weft.engine.channel import Address, EngineStart, ServerChannel
 from weft.engine.heartbeat import Pulse
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,107 @@ _GRACE_S = 10.0
 """Seconds that an engine gets to leave after ``Shutdown`` before it is killed."""
 
 
-class EngineProcess:
-    """One engine process, from its start to its end. Make it in the main thread, inside the running event loop.
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they can be sent."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+
+
+def spawn(start: EngineStart, module: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A child process that is an engine: ``python -m module``. It does not outlive the calling thread."""
+    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=os.environ | environment)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(msgspec.msgpack.encode(start))
+        process.stdin.close()
+    return process
+
+
+class EngineHandle(ABC):
+    """An engine that runs elsewhere, from its start to its end. Made inside the running event loop.
+
+    Args:
+        on_message: called in the event loop with each message of the engine.
+        on_exit: called in the event loop, once, with the exit status when the engine has ended (negative: a signal).
+    """
+
+    def __init__(self, on_message: Callable[[wire.FromEngine], None], on_exit: Callable[[int], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._channel: ServerChannel | None = None
+        self._has_failed = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Of the engine's process, on its machine; 0 if it is not known yet."""
+
+    @property
+    @abstractmethod
+    def silence_s(self) -> float:
+        """Seconds since the engine's last sign of life; infinite before the first."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
+
+    def _open(self, where: Path | str) -> Address:
+        """Make the channel (see ``ServerChannel``); what the engine has to know of it."""
+        self._channel = ServerChannel(where)
+        self._channel.receive(self._take)
+        return self._channel.address
+
+    def send(self, message: wire.ToEngine) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _take(self, content: bytes) -> None:
+        try:
+            message = wire.decode_from_engine(content)
+            self._hear(message)
+        except Exception:
+            # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
+            logger.exception("a message of the engine could not be handled; the engine is ended")
+            assert self._channel is not None
+            self._channel.stop_reading()
+            self.kill()
+            return
+        if isinstance(message, wire.Failed):
+            self._has_failed.set()
+
+    def _hear(self, message: wire.FromEngine) -> None:
+        self._on_message(message)
+
+    async def _settle(self, status: int) -> None:
+        """The engine has gone. What it sent before it went is read first."""
+        if status == wire.FAILED_STATUS:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_failed.wait(), _FAILURE_TIMEOUT_S)
+        else:
+            await asyncio.sleep(0.05)  # what it had sent may be on its way through the socket
+        if self._channel is not None:
+            self._channel.close()
+        self._ended.set()
+        self._on_exit(status)
+
+    async def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ask it to leave, kill it if it does not within ``grace_s`` seconds, and wait for its end."""
+        if grace_s > 0 and not self._ended.is_set():
+            self.send(wire.Shutdown())
+        try:
+            await asyncio.wait_for(self._ended.wait(), grace_s)
+        except TimeoutError:
+            self.kill()
+            await self._ended.wait()
+
+
+class EngineProcess(EngineHandle):
+    """An engine process on this machine. Make it in the main thread.
 
     Args:
         settings: what the user set, keyword arguments of ``weft.config.resolve``.
-        on_message: called in the event loop with each message of the engine.
-        on_exit: called in the event loop, once, with the exit status when the process has ended (negative: a signal).
+        on_message, on_exit: see ``EngineHandle``.
         module: what ``python -m`` runs.
         verbose: it says on stderr what it decides.
         environment: its variables, besides this process's.
@@ -61,52 +157,28 @@ class EngineProcess:
         verbose: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on_message = on_message
-        self._on_exit = on_exit
+        super().__init__(on_message, on_exit)
         self._directory = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
-        self.pulse = Pulse(self._directory / "heartbeat")
-        self._channel = ServerChannel(self._directory)
-        self._process = self._spawn([sys.executable, "-m", module], settings, verbose, environment or {})
-        self._has_failed = asyncio.Event()
-        self._channel.receive(self._take)
+        heartbeat = self._directory / "heartbeat"
+        self.pulse = Pulse(heartbeat)
+        start = EngineStart(self._open(self._directory), str(heartbeat), os.getpid(), plain(settings), verbose)
+        self._process = spawn(start, module, environment or {})
         self._watchdog = asyncio.create_task(self._poll())
-        self._ended = asyncio.Event()
         threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
-
-    def _spawn(
-        self, command: Sequence[str], settings: dict[str, Any], verbose: bool, environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-        start = EngineStart(str(self._directory), os.getpid(), plain, verbose)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.msgpack.encode(start))
-        process.stdin.close()
-        return process
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: wire.ToEngine) -> None:
-        self._channel.send(message)
+    @property
+    def silence_s(self) -> float:
+        return self.pulse.silence_s
 
-    def _take(self, content: bytes) -> None:
-        try:
-            message = wire.decode_from_engine(content)
-            if isinstance(message, wire.Ready):
-                # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
-                shutil.rmtree(self._directory, ignore_errors=True)
-            self._on_message(message)
-        except Exception:
-            # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
-            logger.exception("a message of the engine could not be handled; the engine is ended")
-            self._channel.stop_reading()
-            self.kill()
-            return
-        if isinstance(message, wire.Failed):
-            self._has_failed.set()
+    def _hear(self, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Ready):
+            # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._on_message(message)
 
     async def _poll(self) -> None:
         while True:
@@ -122,31 +194,12 @@ class EngineProcess:
             return
 
     def _end(self, status: int) -> None:
-        """The process is gone. What it sent before it went is read first."""
-        self._loop.create_task(self._settle(status))
+        self._watchdog.cancel()
+        self._settling = self._loop.create_task(self._settle(status))
 
     async def _settle(self, status: int) -> None:
-        if status == wire.FAILED_STATUS:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_failed.wait(), _FAILURE_TIMEOUT_S)
-        else:
-            await asyncio.sleep(0.05)  # what it had sent may be on its way through the socket
-        self._watchdog.cancel()
-        self._channel.close()
+        await super()._settle(status)
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._ended.set()
-        self._on_exit(status)
-
-    async def stop(self, grace_s: float = _GRACE_S) -> None:
-        """Ask it to leave, kill it if it does not within ``grace_s`` seconds, and wait for its end."""
-        if grace_s > 0 and not self._ended.is_set() and self._process.returncode is None:
-            self.send(wire.Shutdown())
-        try:
-            await asyncio.wait_for(self._ended.wait(), grace_s)
-        except TimeoutError:
-            self.kill()
-            await self._ended.wait()
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()

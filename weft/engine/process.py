@@ -216,10 +216,9 @@ def main(make: Start = start_core) -> int:
         signal.signal(number, signal.SIG_IGN)  # the server hears them too and says when to leave
     level = logging.INFO if start.verbose else logging.WARNING
     log = configure_logging(logging.Formatter("engine: %(name)s: %(message)s"), level)
-    directory = Path(start.directory)
-    heartbeat = Heartbeat(directory / "heartbeat", start.parent_pid)
+    heartbeat = Heartbeat(Path(start.heartbeat), start.parent_pid)
     heartbeat.start()
-    channel = EngineChannel(directory)
+    channel = EngineChannel(start.address)
     try:
         core, capacity = make(start, channel)
         gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection

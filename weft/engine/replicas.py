@@ -1,6 +1,6 @@
-"""Several engine processes behind one: data parallelism on one machine.
+"""Several engines behind one: data parallelism, on one machine or on those of a Ray cluster.
 
-Job: start the replicas, route requests, survive the death of one. Owns: their processes, and which request is where.
+Job: start the replicas, route requests, survive the death of one. Owns: the engines, and which request is where.
 Does not know: text, HTTP; to the server it looks like one ``EngineProcess``.
 
 When a replica dies, another process is started in its place. Its requests that nobody has seen a token of go to
@@ -19,9 +19,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.engine import wire
+from weft.config.parallelism import is_on_ray
+from weft.engine import ray_cluster, wire
 from weft.engine.gpus import devices_of_replica
-from weft.engine.launcher import ENGINE_MODULE, EngineProcess
+from weft.engine.launcher import ENGINE_MODULE, EngineHandle, EngineProcess
+from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
 from weft.engine.views import Snapshot
 from weft.request import RequestSpec
@@ -34,6 +36,9 @@ STABLE_AFTER_S = 60.0
 FROZEN_AFTER_S = 10.0
 """A replica without a sign of life for so long is killed, and another one is started."""
 
+PLACEMENT_PATIENCE_S = 60.0
+"""How long a server that starts waits for room in a Ray cluster."""
+
 _LOOK_S = 1.0
 
 
@@ -42,7 +47,7 @@ class Member:
     """One replica: its process, and what it has said."""
 
     index: int
-    process: EngineProcess | None = None
+    process: EngineHandle | None = None
     capacity: wire.Capacity | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     failed: wire.Failed | None = None
@@ -78,8 +83,11 @@ class ReplicaSet:
     ) -> None:
         self._settings, self._module, self._verbose = settings, module, verbose
         self._on_message, self._on_exit = on_message, on_exit
-        self.members = [Member(index) for index in range(settings["data_parallel_size"])]
-        self._devices = devices_of_replica(settings)
+        self.members = [Member(index) for index in range(settings.get("data_parallel_size") or 1)]
+        self._on_ray = is_on_ray(settings)
+        if self._on_ray:
+            ray_cluster.check_installed()
+        self._devices = (lambda index: {}) if self._on_ray else devices_of_replica(settings)
         self._router = Router(len(self.members), max_num_seqs=1)
         self._open: dict[str, Open] = {}
         self._is_configured = self._is_ready = self._is_over = self._is_closing = False
@@ -89,14 +97,20 @@ class ReplicaSet:
 
     def _start(self, member: Member) -> None:
         member.capacity, member.failed, member.stats = None, None, EngineStats()
-        member.process = EngineProcess(
-            self._settings,
-            lambda message: self._hear(member, message),
-            lambda status: self._ended(member, status),
-            self._module,
-            verbose=self._verbose,
-            environment=self._devices(member.index),
+        member.process = self._launch(
+            member, lambda message: self._hear(member, message), lambda status: self._ended(member, status)
         )
+
+    def _launch(
+        self, member: Member, hear: Callable[[wire.FromEngine], None], ended: Callable[[int], None]
+    ) -> EngineHandle:
+        if not self._on_ray:
+            environment = self._devices(member.index)
+            return EngineProcess(
+                self._settings, hear, ended, self._module, verbose=self._verbose, environment=environment
+            )
+        patience_s = None if self._is_ready else PLACEMENT_PATIENCE_S  # one that comes back waits for its turn
+        return RayEngine(self._settings, hear, ended, self._module, verbose=self._verbose, patience_s=patience_s)
 
     # -- towards the replicas ------------------------------------------------------------------------------------
 
@@ -207,13 +221,9 @@ class ReplicaSet:
         }
 
     @property
-    def pulse(self) -> ReplicaSet:
-        return self
-
-    @property
     def silence_s(self) -> float:
         """Seconds since the last sign of life of the replica that gave one last: the set lives as long as one does."""
-        return min((m.process.pulse.silence_s for m in self.members if m.process is not None), default=float("inf"))
+        return min((m.process.silence_s for m in self.members if m.process is not None), default=float("inf"))
 
     @property
     def pid(self) -> int:
@@ -224,7 +234,7 @@ class ReplicaSet:
         while True:
             await asyncio.sleep(_LOOK_S)
             for member in self.members:
-                if member.is_ready and member.process is not None and member.process.pulse.silence_s > FROZEN_AFTER_S:
+                if member.is_ready and member.process is not None and member.process.silence_s > FROZEN_AFTER_S:
                     logger.error("replica %d has given no sign of life for %.0f s", member.index, FROZEN_AFTER_S)
                     member.process.kill()
 

@@ -12,6 +12,7 @@ which all processes of a machine share on Linux.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
@@ -111,6 +112,12 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
             request.cache_report = self.cache_report
         times = request.times
         times.first_scheduled, times.first_token, times.finished = self.first_scheduled, self.first_token, self.finished
+
+
+def moved(update: Update, seconds: float) -> Update:
+    """The update with moments of a clock that shows ``seconds`` more."""
+    moments = {name: getattr(update, name) for name in ("first_scheduled", "first_token", "finished")}
+    return replace(update, **{name: at + seconds for name, at in moments.items() if at is not None})
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.config import EngineConfig
+from weft.config.parallelism import is_on_ray
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
@@ -173,7 +174,7 @@ class Service:
             return None
         if self.state in (State.STARTING, State.DEAD):
             return self.state.value
-        if self._process is None or self._process.pulse.silence_s > FROZEN_AFTER_S:
+        if self._process is None or self._process.silence_s > FROZEN_AFTER_S:
             return "frozen"
         return None
 
@@ -193,7 +194,8 @@ class Service:
         self.state = State.STARTING
         self._began = time.monotonic()
         self._failed = None
-        many = (self._engine_settings.get("data_parallel_size") or 1) > 1
+        settings = self._engine_settings
+        many = (settings.get("data_parallel_size") or 1) > 1 or is_on_ray(settings)
         self._process = (ReplicaSet if many else EngineProcess)(
             self._engine_settings, self._hear, self._on_exit, self._engine_module, verbose=self._verbose
         )

@@ -1,0 +1,59 @@
+"""``weft bench scaling``: tiny, end to end, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import RunWeft
+from tests.server.fake_engine import CAPACITY
+from weft.bench import scaling
+from weft.errors import EngineDeadError
+
+
+def test_scaling(run_weft: RunWeft, tmp_path: Path) -> None:
+    target = tmp_path / "scaling.json"
+    small = ["--num-prompts", 3, "--queue-len", 2, 5, "--batch-sizes", 1, 2, "--prompt-len", 5, "--output-len", 3]
+    few = ["--warmups", 0, "--repeats", 1, "--device", "cpu", "--cpu-cache-gib", 0.05, "--max-num-seqs", 4]
+    result = run_weft("bench", "scaling", "--tensor-parallel-sizes", 1, *small, *few, "--json", target)
+    assert result.status == 0 and "replicas" in result.out
+    figures = json.loads(target.read_text())
+    rows = figures["results"]
+    assert [(row["tensor_parallel_size"], row["data_parallel_size"]) for row in rows] == [(1, 1), (1, 2)]
+    assert all(row["output_tokens_per_s"] > 0 and set(row["decode_ms"]) == {"1", "2"} for row in rows)
+    assert rows[0]["throughput_gain"] == 1.0 and {"device", "command", "date", "config"} <= set(figures)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp", 2], "--tensor-parallel-size is what this benchmark varies; use --tensor-parallel-sizes"),
+        (["--queue-len", 5, 2], "--queue-len 5 2: give MIN and MAX"),
+        (["--batch-sizes", 0], "--batch-sizes 0: give 1 or more"),
+    ],
+)
+def test_refusals(flags: list[object], message: str, run_weft: RunWeft) -> None:
+    result = run_weft("bench", "scaling", *flags)
+    assert result.status == 2 and message in result.err
+
+
+def test_an_engine_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    async def main() -> None:
+        engines = scaling.Engines({"device": "cpu"}, "tests.server.fake_engine")
+        try:
+            await engines.ready()
+            run = asyncio.create_task(engines.run([[1] * 9] * 3, [CAPACITY.max_model_len] * 3, 0.0))
+            while not engines._open:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            engines._set.kill()
+            await run
+        finally:
+            await engines.close()
+
+    with pytest.raises(EngineDeadError, match="a request failed"):
+        asyncio.run(main())

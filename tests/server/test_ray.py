@@ -1,0 +1,152 @@
+"""Replicas on a Ray cluster: two nodes on this machine, with token authentication."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.server.fake_engine import CAPACITY, SLOW
+from tests.server.running import RunningServer, is_alive, wait_until
+from tests.server.test_replicas import Server, serve
+from weft.engine import ray_cluster, wire
+from weft.errors import ConfigError
+
+if find_spec("ray") is None:
+    pytest.skip("Ray is not installed (pip install 'weft[ray]')", allow_module_level=True)
+
+WHOLE_NODE = {"data_parallel_backend": "ray", "tensor_parallel_size": 2}
+"""Two processors for two ranks: all that a node has."""
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "a-token-that-only-this-test-knows-0123456789")
+        import ray  # reads the mode now
+        from ray.cluster_utils import Cluster
+
+        node = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster.add_node(**{name: value for name, value in node.items() if name != "include_dashboard"})
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def engines(server: Server) -> list[int]:
+    return [member.process.pid for member in server.set.members if member.process is not None]
+
+
+def num_free() -> float:
+    """Processors of the cluster that nobody has."""
+    import ray
+
+    return ray.available_resources().get("CPU", 0)
+
+
+def run(body: Callable[[Server], Awaitable[None]], **settings: Any) -> Server:
+    """On a set that is ready; nothing is left of it, on no node."""
+    pids: list[int] = []
+
+    async def watched(server: Server) -> None:
+        try:
+            await body(server)
+        finally:
+            await server.until(lambda: all(engines(server)))
+            pids.extend(engines(server))
+
+    server = serve(watched, **WHOLE_NODE | settings)
+    assert pids and not any(map(is_alive, pids))
+    wait_until(lambda: num_free() == 4, LIMIT_S)
+    return server
+
+
+def test_two_replicas_on_two_nodes_and_one_killed_under_load(cluster: Any) -> None:
+    """What nobody has seen a token of starts anew on the other node, the rest ends with an error; it comes back."""
+
+    async def body(server: Server) -> None:
+        assert server.capacity is not None and server.capacity.max_num_seqs == 2 * CAPACITY.max_num_seqs
+        assert num_free() == 0, "each replica has a node to itself"
+        places = [server.ask(f"r{i}", [100 + i, 7, 8]) for i in range(4)]
+        assert sorted(places) == [0, 0, 1, 1]
+        await server.until(lambda: len(server.ends) == 4)
+        assert server.tokens == {f"r{i}": [100 + i, 7, 8] for i in range(4)}
+
+        seen = server.ask("seen", [5] * 100, count=4000, priority=SLOW)
+        other = server.ask("other", [6] * 100, count=4000, priority=SLOW)
+        assert {seen, other} == {0, 1}
+        await server.until(lambda: bool(server.tokens.get("seen")) and bool(server.tokens.get("other")))
+        await server.until(lambda: all(engines(server)))
+        victim = engines(server)[seen]
+        os.kill(victim, signal.SIGSTOP)
+        assert server.ask("unseen", [5] * 100) == seen, "its prompt is cached there"
+        os.kill(victim, signal.SIGKILL)
+        await server.until(lambda: "unseen" in server.ends and "seen" in server.ends)
+        assert server.ends["seen"] == "error" and server.tokens["unseen"] == [5] * 3
+        length = len(server.tokens["other"])
+        await server.until(lambda: len(server.tokens["other"]) > length)
+        await server.until(lambda: server.set.members[seen].is_ready)
+        assert server.set.members[seen].num_restarts == 1 and server.status is None
+        server.set.send(wire.FinishRequests(["other"]))
+        assert victim not in engines(server)
+
+    run(body)
+
+
+def test_a_replica_that_has_no_room_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.replicas.PLACEMENT_PATIENCE_S", 0.0)
+
+    async def main() -> Server:
+        server = Server(1, data_parallel_backend="ray", tensor_parallel_size=3)
+        await server.until(lambda: server.status is not None)
+        await server.set.stop(grace_s=0.0)
+        return server
+
+    server = asyncio.run(main())
+    assert server.status == wire.FAILED_STATUS
+    failed = next(m for m in server.others if isinstance(m, wire.Failed))
+    assert "a replica needs 3 CPU on one machine of the Ray cluster" in failed.message and failed.user_error
+
+
+def test_a_server_over_ray(cluster: Any) -> None:
+    running = RunningServer("--distributed-executor-backend", "ray", "--tp", "2", "--device", "cpu")
+    try:
+        running.wait_ready()
+        assert running.chat("hello").status_code == 200
+        assert "weft:replica_up{" in running.client.get("/metrics").text
+        assert running.stop() == 0
+    finally:
+        running.close()
+
+
+def test_two_ranks_on_one_node_generate_what_one_generates(cluster: Any) -> None:
+    from weft import LLM, SamplingParams
+
+    prompt = list(range(300, 340))
+    with LLM(device="cpu", cpu_cache_gib=0.05, max_num_seqs=2, skip_tokenizer_init=True) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        alone = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    async def body(server: Server) -> None:
+        server.ask("r", prompt, count=8)
+        await server.until(lambda: "r" in server.ends)
+        assert server.tokens["r"] == alone
+
+    run(body, count=1, module="weft.engine.process", cpu_cache_gib=0.05, max_num_seqs=2)
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"need ray; install it with: pip install 'weft\[ray\]'"):
+        ray_cluster.check_installed()

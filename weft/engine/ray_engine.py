@@ -1,0 +1,144 @@
+"""An engine on a machine of a Ray cluster, with the interface of ``EngineProcess``.
+
+Job: find room for it, start it in an actor there, notice its end. Owns: the placement group, the actor, the server's
+side of the sockets. Does not know: Ray's interface (``ray_cluster.py``), requests.
+
+Messages do not pass through Ray: the engine connects to the server's sockets over TCP (``channel.py``). What starts the
+engine goes through Ray, the question whether it is alive, and the news of its end. An engine whose connection breaks
+ends itself, since messages are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from weft.engine import ray_cluster, wire
+from weft.engine.channel import EngineStart
+from weft.engine.clock_offset import ClockOffset
+from weft.engine.launcher import ENGINE_MODULE, EngineHandle, plain
+from weft.errors import WeftError
+from weft.request import RequestSpec
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 0.5
+"""Seconds between two questions whether the engine is alive."""
+
+_SLACK_S = 20.0
+"""How long an answer to that question may take before the engine counts as silent."""
+
+
+class RayEngine(EngineHandle):
+    """An engine in a Ray actor.
+
+    Args:
+        settings: what the user set, keyword arguments of ``weft.config.resolve``.
+        on_message, on_exit: see ``EngineHandle``.
+        module: what ``python -m`` runs there.
+        verbose: it says on stderr what it decides.
+        patience_s: how long to wait for room in the cluster; None: as long as it takes.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        on_message: Callable[[wire.FromEngine], None],
+        on_exit: Callable[[int], None],
+        module: str = ENGINE_MODULE,
+        *,
+        verbose: bool = False,
+        patience_s: float | None = None,
+    ) -> None:
+        super().__init__(on_message, on_exit)
+        self._settings, self._module, self._verbose, self._patience_s = plain(settings), module, verbose, patience_s
+        self._actor: Any = None
+        self._pid = 0
+        self._told_silence_s, self._told_at = 0.0, time.monotonic()
+        self._clock = ClockOffset()
+        self._life = asyncio.create_task(self._live())
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    def silence_s(self) -> float:
+        return self._told_silence_s + max(0.0, time.monotonic() - self._told_at - _SLACK_S)
+
+    def kill(self) -> None:
+        if self._actor is None:
+            self._life.cancel()
+        else:
+            ray_cluster.kill_actor(self._actor)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        """From the search for room to the end."""
+        group, status = None, -signal.SIGKILL
+        try:
+            began = time.monotonic()
+            await asyncio.to_thread(ray_cluster.connect)
+            ray_cluster.keep_signals()
+            bundle = ray_cluster.bundle_of(self._settings)
+            group = await ray_cluster.reserve(bundle, self._patience_s)
+            self._on_message(wire.Stage("placed", time.monotonic() - began, "by Ray"))
+            self._actor = ray_cluster.start_actor(group, bundle)
+            status = await self._run()
+        except asyncio.CancelledError:
+            pass  # killed before there was an actor
+        except WeftError as error:
+            status = wire.FAILED_STATUS
+            self._on_message(wire.failure(error))
+            self._has_failed.set()
+        except Exception as error:  # the actor or its machine has gone
+            logger.error("an engine on the Ray cluster has gone: %s", str(error).strip().replace("\n", " "))
+        await self._settle(status)
+        if self._actor is not None:
+            ray_cluster.kill_actor(self._actor)
+        if group is not None:
+            ray_cluster.release(group)
+
+    async def _run(self) -> int:
+        """The engine's exit status. Raises Ray's error if the actor ends first."""
+        address = self._open(await asyncio.to_thread(ray_cluster.this_address))
+        start = msgspec.msgpack.encode(EngineStart(address, "", 0, self._settings, self._verbose))
+        ended = self._actor.run.remote(start, self._module)
+        beats = asyncio.create_task(self._ask())
+        try:
+            return await ended
+        finally:
+            beats.cancel()
+
+    async def _ask(self) -> None:
+        """Is it alive? An error is the actor's end, which ``_run`` hears of."""
+        with contextlib.suppress(Exception):
+            while True:
+                asked = time.monotonic()
+                self._pid, silence_s, theirs = await self._actor.beat.remote()
+                self._told_silence_s, self._told_at = silence_s, time.monotonic()
+                self._clock.note(asked, theirs, self._told_at)
+                await asyncio.sleep(_BEAT_S)
+
+    # -- moments -------------------------------------------------------------------------------------------------
+
+    def send(self, message: wire.ToEngine) -> None:
+        offset = self._clock.seconds
+        if offset and isinstance(message, RequestSpec):
+            message = replace(message, arrival_time=message.arrival_time - offset)
+        super().send(message)
+
+    def _hear(self, message: wire.FromEngine) -> None:
+        offset = self._clock.seconds
+        if offset and isinstance(message, wire.Outputs):
+            message = replace(message, updates=[wire.moved(update, offset) for update in message.updates])
+        self._on_message(message)
