@@ -28,7 +28,13 @@ ARCHITECTURES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-MAMBA_ARCHITECTURES = ("BambaForCausalLM", "Mamba2ForCausalLM")
+MAMBA_ARCHITECTURES = (
+    "BambaForCausalLM",
+    "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "Mamba2ForCausalLM",
+    "NemotronHForCausalLM",
+)
 """Those with Mamba layers."""
 
 _BASE = {
@@ -71,6 +77,46 @@ _MAMBA2_LAYER = {
 }
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _BAMBA = _MAMBA2_LAYER | _NO_TOKENS | {"num_hidden_layers": 4, "attn_layer_indices": [2], "rms_norm_eps": 1e-6}
+_GRANITE = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.3,
+}
+_FALCON_H1 = {
+    "mamba_d_ssm": 96,
+    "mamba_rms_norm": True,
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.2,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [0.9, 1.1],
+}
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 16,
+    "layer_norm_epsilon": 1e-6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
 _MAMBA2 = _NO_TOKENS | {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -94,8 +140,19 @@ _VISION = {
     "num_position_embeddings": 16,
 }
 
+_WITHOUT_HEAD_DIM = {key: value for key, value in _BASE.items() if key != "head_dim"}
+
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "BambaForCausalLM": ("BambaConfig", {k: v for k, v in _BASE.items() if k != "head_dim"} | _BAMBA),
+    "BambaForCausalLM": ("BambaConfig", _WITHOUT_HEAD_DIM | _BAMBA),
+    "FalconH1ForCausalLM": ("FalconH1Config", _WITHOUT_HEAD_DIM | _MAMBA2_LAYER | _NO_TOKENS | _FALCON_H1),
+    "GraniteMoeHybridForCausalLM": (
+        "GraniteMoeHybridConfig",
+        _WITHOUT_HEAD_DIM | _MAMBA2_LAYER | _NO_TOKENS | _GRANITE,
+    ),
+    "NemotronHForCausalLM": (
+        "NemotronHConfig",
+        {k: v for k, v in _BASE.items() if k != "num_hidden_layers"} | _NO_TOKENS | _NEMOTRON,
+    ),
     "Mamba2ForCausalLM": ("Mamba2Config", _MAMBA2),
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
@@ -140,7 +197,7 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
         model = getattr(transformers, arch)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "layernorm.weight", "dt_bias", ".bias")):
+            if name.endswith(("norm.weight", "layernorm.weight", "norm_f.weight", "dt_bias", ".bias", ".D")):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "correction_bias")):

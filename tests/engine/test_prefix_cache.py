@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import assert_idle
-from tests.tiny import MAMBA_ARCHITECTURES
 from weft import LLM, SamplingParams
 from weft.outputs import RequestOutput
 
@@ -76,9 +75,10 @@ BRANCHING = [
     "Qwen3ForCausalLM",
     "Lfm2ForCausalLM",
     "OlmoHybridForCausalLM",
-    *MAMBA_ARCHITECTURES,
+    "BambaForCausalLM",
+    "Mamba2ForCausalLM",
 ]
-SEEDS = dict.fromkeys(MAMBA_ARCHITECTURES, "Lfm2ForCausalLM")
+SEEDS = {"BambaForCausalLM": "Lfm2ForCausalLM", "Mamba2ForCausalLM": "Lfm2ForCausalLM"}
 """Of those whose own name leads to a workload in which some policy finds nothing to reuse."""
 
 

@@ -17,6 +17,7 @@ from weft.forward_context import forward_context
 
 LENGTHS = (1, 65, 7)
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
+NEMOTRON = {"mamba_num_heads": 8, "n_groups": 4}
 LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
@@ -87,6 +88,9 @@ def run_layer(name: str) -> Run:
         ("Qwen2ForCausalLM", "model.layers.0.self_attn", {"num_key_value_heads": 2}),
         ("Lfm2ForCausalLM", "model.layers.0.conv", {"conv_bias": True}),
         ("BambaForCausalLM", "model.layers.0.mamba", {"mamba_proj_bias": True, "mamba_n_groups": 4} | MAMBA),
+        ("NemotronHForCausalLM", "model.layers.3.mlp", NEMOTRON),
+        ("NemotronHForCausalLM", "model.layers.1.mlp", NEMOTRON | {"mlp_bias": True}),
+        ("GraniteMoeHybridForCausalLM", "model.layers.0.mlp", MAMBA | {"mamba_n_groups": 4}),
         ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
         ("Lfm2MoeForCausalLM", "model.layers.2.mlp", {}),
         ("Qwen3NextForCausalLM", "model.layers.3.self_attn", LINEAR | {"attention_bias": True}),

@@ -131,7 +131,8 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
 LFM2_MOE, QWEN2_MOE, OLMO = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM", "OlmoHybridForCausalLM"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
-BAMBA, MAMBA2 = "BambaForCausalLM", "Mamba2ForCausalLM"
+BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
+GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
 QWEN3_5, QWEN3_5_MOE, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"
 
@@ -151,6 +152,13 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (BAMBA, {"mamba_n_groups": 1, "mamba_d_conv": 2, "mamba_conv_bias": False, "attn_layer_indices": [0, 3]}),
     (BAMBA, {"mamba_n_groups": 3, "mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True}),
     (BAMBA, {"mamba_n_heads": 3, "mamba_n_groups": 3, "mamba_d_head": 32, "time_step_limit": [0.3, 0.8]}),
+    (FALCON_H1, {"mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True}),
+    (FALCON_H1, {"mamba_norm_before_gate": False, "mlp_bias": True, "mamba_d_ssm": 60, "mamba_d_head": 10}),
+    (GRANITE, {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "hidden_size": 60}
+     | {"mamba_n_heads": 5, "mamba_d_head": 24, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    (GRANITE, {"tie_word_embeddings": True, "attention_bias": True, "mamba_proj_bias": True, "num_local_experts": 3}),
+    (NEMOTRON, {"mlp_bias": True, "use_bias": True, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+    (NEMOTRON, {"layers_block_type": ["mlp", "linear_attention", "full_attention"], "time_step_min": 0.4}),
     (MAMBA2, {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3}),
     (MAMBA2, {"expand": 3, "num_heads": 9, "n_groups": 1, "state_size": 20, "time_step_limit": [0.0, 0.05]}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),

@@ -35,17 +35,23 @@ def expected_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids:
     for expert in ids.unique().tolist():
         if expert >= 0:
             rows, places = (ids == expert).nonzero(as_tuple=True)
-            gate, up = (x[rows] @ gate_up[expert].double().T).chunk(2, dim=-1)
-            hidden = torch.nn.functional.silu(gate) * up
+            hidden = x[rows] @ gate_up[expert].double().T
+            if hidden.shape[1] == down.shape[2]:
+                hidden = hidden.relu().square()
+            else:
+                gate, up = hidden.chunk(2, dim=-1)
+                hidden = torch.nn.functional.silu(gate) * up
             out.index_add_(0, rows, weights[rows, places, None] * (hidden @ down[expert].double().T))
     return out
 
 
-def check_moe(shape: tuple[int, ...], dtype: torch.dtype, padding: int, tiles: Tiles | None = None) -> None:
+def check_moe(
+    shape: tuple[int, ...], dtype: torch.dtype, padding: int, tiles: Tiles | None = None, *, gated: bool = True
+) -> None:
     num_tokens, num_experts, top_k, hidden, width = shape
     weights, ids = routing(num_tokens, num_experts, top_k, padding)
     x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
-    gate_up = (torch.randn(num_experts, 2 * width, hidden, device=DEVICE) / hidden**0.5).to(dtype)
+    gate_up = (torch.randn(num_experts, (1 + gated) * width, hidden, device=DEVICE) / hidden**0.5).to(dtype)
     down = (torch.randn(num_experts, hidden, width, device=DEVICE) / width**0.5).to(dtype)
     want = expected_moe(x, gate_up, down, weights, ids)
     x[num_tokens - padding :] = torch.nan
@@ -60,6 +66,12 @@ def check_moe(shape: tuple[int, ...], dtype: torch.dtype, padding: int, tiles: T
 @pytest.mark.parametrize("padding", [0, 1])
 def test_equals_pair_by_pair(shape: tuple[int, ...], dtype: torch.dtype, padding: int) -> None:
     check_moe(shape, dtype, padding)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 90])
+def test_squared_relu_without_a_gate(num_tokens: int) -> None:
+    for dtype in DTYPES:
+        check_moe((num_tokens, 3, 2, 40, 20), dtype, 1, gated=False)
 
 
 @pytest.mark.parametrize("pairs", [10, 1280, 10240, 20480, 81920])

@@ -17,7 +17,8 @@ MixerReader = Callable[[JsonObject], MixerConfig]
 Mixers = Mapping[str, Mapping[str, MixerReader]]
 """Layer type -> module in the decoder layer -> reader of its geometry."""
 
-MoeReader = Callable[[JsonObject, int], MoeConfig]
+MoeReader = Callable[[JsonObject, int], MoeConfig | None]
+"""From the (text) config and the number of layers; None: this checkpoint has no experts."""
 
 
 def uniform_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:

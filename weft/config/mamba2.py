@@ -140,13 +140,3 @@ def _dt_limit(text: JsonObject) -> tuple[float, float]:
 def _part_multipliers(text: JsonObject) -> tuple[float, ...] | None:
     multipliers = text.numbers("ssm_multipliers", 5)
     return multipliers if multipliers and any(m != 1.0 for m in multipliers) else None
-
-
-MAMBA_LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
-"""What published files call the types of layers."""
-
-
-def bamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
-    """``attn_layer_indices`` are full attention (none, if it is not given), the others Mamba-2."""
-    attention = set(text.integers("attn_layer_indices"))
-    return tuple("full_attention" if i in attention else "linear_attention" for i in range(num_layers))

@@ -1,12 +1,137 @@
-"""The families with Mamba layers."""
+"""The families with Mamba layers: what their names decide, and how their own keys are read."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
-from weft.config.attention import read_attention
+from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family
-from weft.config.mamba2 import MAMBA_LAYER_NAMES, bamba_layer_types, read_mamba2
+from weft.config.json_object import JsonObject
+from weft.config.mamba2 import Mamba2Config, read_mamba2
+from weft.config.model import Multipliers
+from weft.config.moe import MoeConfig, SigmoidRouting, read_experts
+from weft.errors import UnsupportedModelError
+
+MAMBA_LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""What published files call the types of layers."""
+
+
+# --- Bamba -----------------------------------------------------------------------------------------------------------
+
+
+def bamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """``attn_layer_indices`` are full attention (none, if it is not given), the others Mamba-2."""
+    attention = set(text.integers("attn_layer_indices"))
+    return tuple("full_attention" if i in attention else "linear_attention" for i in range(num_layers))
+
+
+# --- Granite 4 -------------------------------------------------------------------------------------------------------
+
+
+def read_granite_attention(text: JsonObject) -> AttentionConfig:
+    """Rotated only where ``position_embedding_type`` says so; scores are scaled by ``attention_multiplier``."""
+    kind = text.text("position_embedding_type", "nope")
+    if kind not in ("rope", "nope"):
+        raise UnsupportedModelError(
+            f"{text.where}: position_embedding_type={kind!r} is not supported; supported are 'rope' and 'nope' (null)"
+        )
+    attention = read_attention(text, rotary=kind == "rope")
+    return replace(attention, scale=text.number("attention_multiplier", 1.0))
+
+
+def read_granite_multipliers(text: JsonObject) -> Multipliers:
+    """``logits_scaling`` divides."""
+    return Multipliers(
+        embedding=text.number("embedding_multiplier", 1.0),
+        residual=text.number("residual_multiplier", 1.0),
+        logits=1.0 / text.number("logits_scaling", 1.0),
+    )
+
+
+def read_granite_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
+    """``intermediate_size`` is an expert's width; the shared MLP sees every token. Without experts it is the MLP."""
+    if not text.integer("num_experts", low=0):
+        return None
+    num_experts, top_k = read_experts(text)
+    width, shared = text.integer("intermediate_size"), text.integer("shared_intermediate_size")
+    every_layer = frozenset(range(num_layers))
+    return MoeConfig(num_experts, top_k, width, True, shared, every_layer, shared_expert_gate=False)
+
+
+# --- Nemotron-H ------------------------------------------------------------------------------------------------------
+
+_PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def nemotron_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """``hybrid_override_pattern`` has a letter for every layer."""
+    pattern = text.text("hybrid_override_pattern")
+    if len(pattern) != num_layers or not set(pattern) <= set(_PATTERN):
+        raise text.wrong("hybrid_override_pattern", f"num_hidden_layers={num_layers} letters of {''.join(_PATTERN)}")
+    return tuple(_PATTERN[letter] for letter in pattern)
+
+
+def read_nemotron_mamba2(text: JsonObject) -> Mamba2Config:
+    """Time steps are at least ``time_step_min``, and have no upper limit."""
+    low = text.number("time_step_min", 0.001, open_low=False)
+    return read_mamba2(JsonObject(text.values | {"time_step_limit": [low, math.inf]}, text.where))
+
+
+def read_nemotron_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
+    """Routing as in DeepSeek-V3; layers of type ``moe`` have experts."""
+    types = text.raw("layer_types") or nemotron_layer_types(text, num_layers)
+    sparse = frozenset(i for i, kind in enumerate(types) if kind == "moe")
+    if not sparse:
+        return None
+    if text.given("moe_latent_size"):
+        raise UnsupportedModelError(
+            f"{text.where}: moe_latent_size={text.raw('moe_latent_size')!r} (experts in a smaller space) is not "
+            "supported; supported are checkpoints without it"
+        )
+    num_experts, top_k = read_experts(text)
+    groups, top_groups = text.integer("n_group", 1), text.integer("topk_group", 1)
+    if num_experts % groups or top_groups > groups or top_k > top_groups * (num_experts // groups):
+        raise text.wrong("n_group", f"a divisor of the {num_experts} experts that leaves {top_k} in topk_group groups")
+    return MoeConfig(
+        num_experts,
+        top_k,
+        text.integer("moe_intermediate_size"),
+        text.boolean("norm_topk_prob", True),
+        text.integer("moe_shared_expert_intermediate_size"),
+        sparse,
+        shared_expert_gate=False,
+        sigmoid=SigmoidRouting(True, groups, top_groups, text.number("routed_scaling_factor", 1.0)),
+    )
+
+
+# --- Falcon-H1 -------------------------------------------------------------------------------------------------------
+
+
+def read_falcon_h1_attention(text: JsonObject) -> AttentionConfig:
+    """Scaling keys by ``key_multiplier`` scales the scores."""
+    attention = read_attention(text)
+    return replace(
+        attention,
+        scale=attention.head_dim**-0.5 * text.number("key_multiplier", 1.0),
+        in_multiplier=text.number("attention_in_multiplier", 1.0, open_low=False),
+        out_multiplier=text.number("attention_out_multiplier", 1.0, open_low=False),
+    )
+
+
+def read_falcon_h1_multipliers(text: JsonObject) -> Multipliers:
+    """``mlp_multipliers`` are those of the gate and of the output."""
+    gate, down = text.numbers("mlp_multipliers", 2) or (1.0, 1.0)
+    return Multipliers(
+        embedding=text.number("embedding_multiplier", 1.0),
+        logits=text.number("lm_head_multiplier", 1.0),
+        gate=gate,
+        down=down,
+    )
+
+
+# --- defaults and table ----------------------------------------------------------------------------------------------
 
 _MAMBA2_LAYER = {"mamba_n_heads": 128, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 _BAMBA = _MAMBA2_LAYER | {"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336,
@@ -22,6 +147,26 @@ _MAMBA2_KEYS = {"num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "state
                 "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
                 "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
 
+_GRANITE = _MAMBA2_LAYER | {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+                            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+                            "mamba_n_groups": 1, "mamba_d_state": 256, "num_experts": 8, "num_experts_per_tok": 2,
+                            "shared_intermediate_size": 1024, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_NEMOTRON = {"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+             "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4,
+             "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
+             "moe_shared_expert_intermediate_size": 7688, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_NEMOTRON_KEYS = {"layers_block_type": "layer_types", "mamba_num_heads": "mamba_n_heads",
+                  "mamba_head_dim": "mamba_d_head", "ssm_state_size": "mamba_d_state", "n_groups": "mamba_n_groups",
+                  "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
+                  "layer_norm_epsilon": "rms_norm_eps", "mlp_hidden_act": "hidden_act",
+                  "n_routed_experts": "num_experts"}  # fmt: skip
+_FALCON_H1 = {"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+              "rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_d_conv": 4,
+              "mamba_rms_norm": False, "mamba_norm_before_gate": True, "mamba_out_bias": False, "bos_token_id": 1,
+              "eos_token_id": 2}  # fmt: skip
+
 MAMBA_FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
         "weft.models.bamba:BambaForCausalLM",
@@ -34,6 +179,43 @@ MAMBA_FAMILIES: dict[str, Family] = {
         layer_names=MAMBA_LAYER_NAMES,
         mlp_bias=True,
         defaults=_BAMBA,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "weft.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM",
+        {"full_attention": {"self_attn": read_granite_attention}, "linear_attention": {"mamba": read_mamba2}},
+        layer_types=lambda _, num_layers: ("linear_attention",) * num_layers,
+        moe=read_granite_moe,
+        multipliers=read_granite_multipliers,
+        intermediate_size=lambda text: text.integer("shared_intermediate_size"),
+        keys={"layers_block_type": "layer_types"},
+        layer_names=MAMBA_LAYER_NAMES,
+        defaults=_GRANITE,
+    ),
+    "NemotronHForCausalLM": Family(
+        "weft.models.nemotron_h:NemotronHForCausalLM",
+        {
+            "linear_attention": {"mamba": read_nemotron_mamba2},
+            "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, rotary=False)},
+            "mlp": {},
+            "moe": {},
+        },
+        layer_types=nemotron_layer_types,
+        without_mlp=("linear_attention", "full_attention"),
+        moe=read_nemotron_moe,
+        activation="relu2",
+        mlp_bias=True,
+        keys=_NEMOTRON_KEYS,
+        layer_names=MAMBA_LAYER_NAMES,
+        defaults=_NEMOTRON,
+    ),
+    "FalconH1ForCausalLM": Family(
+        "weft.models.falcon_h1:FalconH1ForCausalLM",
+        {"hybrid": {"mamba": read_mamba2, "self_attn": read_falcon_h1_attention}},
+        layer_types=lambda _, num_layers: ("hybrid",) * num_layers,
+        multipliers=read_falcon_h1_multipliers,
+        mlp_bias=True,
+        keys={"projectors_bias": "mamba_out_bias"},
+        defaults=_FALCON_H1,
     ),
     "Mamba2ForCausalLM": Family(
         "weft.models.mamba2:Mamba2ForCausalLM",

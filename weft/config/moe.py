@@ -62,7 +62,7 @@ def read_moe(
     Raises:
         ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
     """
-    num_experts, top_k = _experts(text)
+    num_experts, top_k = read_experts(text)
     renormalise = text.boolean("norm_topk_prob", True)
     if always_renormalise and not renormalise:
         raise UnsupportedModelError(
@@ -76,7 +76,7 @@ def read_moe(
 
 def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
     """LFM2-MoE: the first ``num_dense_layers`` layers are dense."""
-    num_experts, top_k = _experts(text)
+    num_experts, top_k = read_experts(text)
     return MoeConfig(
         num_experts,
         top_k,
@@ -92,7 +92,8 @@ def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
     )
 
 
-def _experts(text: JsonObject) -> tuple[int, int]:
+def read_experts(text: JsonObject) -> tuple[int, int]:
+    """Experts, and how many of them a token meets."""
     num_experts, top_k = text.integer("num_experts"), text.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise ConfigError(f"{text.where}: num_experts_per_tok={top_k} is greater than num_experts={num_experts}")

@@ -52,6 +52,9 @@ VERIFIED: dict[str, Verified] = {
     "Lfm2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Lfm2MoeForCausalLM": Verified(False, Ranks.LAYERS),
     "BambaForCausalLM": Verified(False, Ranks.LAYERS),
+    "FalconH1ForCausalLM": Verified(False, Ranks.LAYERS),
+    "GraniteMoeHybridForCausalLM": Verified(False, Ranks.LAYERS),
+    "NemotronHForCausalLM": Verified(False, Ranks.LAYERS),
     "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(False, Ranks.REFUSED),
 }

@@ -15,7 +15,7 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear
-from weft.layers.mlp import MLP
+from weft.layers.mlp import dense_mlp
 from weft.layers.quant_method import ExpertsMethod
 from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, empty_parameter, whole
 from weft.ops.moe import sigmoid_router, topk_router
@@ -23,7 +23,7 @@ from weft.ops.moe import sigmoid_router, topk_router
 
 class Experts(WeightModule):
     """The experts of a layer: ``gate_up [E, 2 * I / tp, H]`` (gate rows, then up rows) and ``down [E, H, I / tp]``.
-    With expert parallelism ``[E / tp, 2 * I, H]`` and ``[E / tp, H, I]``.
+    With expert parallelism ``[E / tp, 2 * I, H]`` and ``[E / tp, H, I]``. Without a gate: half of the rows, up alone.
 
     Attributes:
         num_experts: experts of the layer, over all ranks.
@@ -33,8 +33,17 @@ class Experts(WeightModule):
 
     quant_method: ExpertsMethod
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, context: ModelContext) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        context: ModelContext,
+        *,
+        gated: bool = True,
+    ) -> None:
         super().__init__()
+        self.gated = gated
         self.num_experts, self.local_experts = num_experts, range(num_experts)
         rank, local = context.tp.rank, intermediate_size
         if context.expert_parallel:
@@ -42,9 +51,11 @@ class Experts(WeightModule):
             self.local_experts, rank = range(rank * count, (rank + 1) * count), 0
         else:
             local = divide(intermediate_size, context.tp.size, "moe_intermediate_size")
-        gate = RowMap(intermediate_size, (RowRun(rank * local, 0, local),))
-        up = RowMap(intermediate_size, (RowRun(rank * local, local, local),))
-        self.gate_up_shard = MatrixShard(2 * local, hidden_size, {"gate_proj.": gate, "up_proj.": up}, 0, hidden_size)
+        names = ("gate_proj.", "up_proj.") if gated else ("up_proj.",)
+        parts = {
+            name: RowMap(intermediate_size, (RowRun(rank * local, i * local, local),)) for i, name in enumerate(names)
+        }
+        self.gate_up_shard = MatrixShard(len(names) * local, hidden_size, parts, 0, hidden_size)
         down = RowMap(hidden_size, (RowRun(0, 0, hidden_size),))
         self.down_shard = MatrixShard(hidden_size, local, {"down_proj.": down}, rank * local, intermediate_size)
 
@@ -84,10 +95,11 @@ class SparseMoe(WeightModule):
         self.correction_bias: nn.Parameter | None = None
         if moe.sigmoid is not None and moe.sigmoid.correction_bias:
             self.correction_bias = empty_parameter(moe.num_experts, dtype=torch.float32, device=context.device)
-        self.experts = Experts(moe.num_experts, config.hidden_size, moe.intermediate_size, context)
+        gated = config.activation == "silu"
+        self.experts = Experts(moe.num_experts, config.hidden_size, moe.intermediate_size, context, gated=gated)
         self.shared_expert = None
         if shared_size is not None:
-            self.shared_expert = MLP(config.hidden_size, shared_size, context)
+            self.shared_expert = dense_mlp(config, shared_size, context)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)

@@ -12,9 +12,11 @@ checkpoint's name of that part (``q_proj.weight``).
 from __future__ import annotations
 
 import math
+import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +113,17 @@ class MatrixShard:
         return WeightPiece((rows.total, self.total_columns), copies, fp8)
 
 
+def concatenated(pieces: Sequence[WeightPiece]) -> WeightPiece:
+    """The piece of a tensor that holds the rows of several, one after the other."""
+    copies: list[tuple[Slices, CopyTarget]] = []
+    rows = 0
+    for piece in pieces:
+        for (first, *rest), target in piece.copies:
+            copies.append(((slice(rows + first.start, rows + first.stop), *rest), target))
+        rows += piece.shape[0]
+    return WeightPiece((rows, *pieces[0].shape[1:]), tuple(copies), pieces[0].fp8)
+
+
 def whole(parameter: Tensor) -> WeightPiece:
     """The piece that fills a replicated parameter."""
     return WeightPiece(tuple(parameter.shape), (((slice(None),) * parameter.dim(), parameter),))
@@ -151,6 +164,8 @@ class WeightTable:
         renames: leading part of a tensor name in the checkpoint -> leading part of the module name.
         modules: one component of a module's path, or of the name of an expert's part, -> what checkpoints call it
             (``mlp``: feed_forward).
+        fused: module name -> the checkpoint's name of the one tensor that holds the rows of all its parts, in order.
+        patterns: regular expression -> replacement, for whole names in a checkpoint, before all else.
         aliases: one component of a stored name -> the component that it stands for, where checkpoints have several
             names for one module.
         ignorable: patterns (``fnmatch``) of checkpoint names that are left out where the model has no such module.
@@ -159,13 +174,18 @@ class WeightTable:
     packed: dict[str, tuple[str, ...]]
     renames: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
+    patterns: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     ignorable: tuple[str, ...] = ()
 
     def module_name(self, stored: str) -> str:
         """What a tensor that a checkpoint calls ``stored`` is called by ``checkpoint_name``."""
-        prefix = next((p for p in self.renames if stored.startswith(p)), None)
-        name = stored if prefix is None else self.renames[prefix] + stored.removeprefix(prefix)
+        name = stored
+        for pattern, replacement in self.patterns.items():
+            name = re.sub(pattern, replacement, name)
+        prefix = next((p for p in self.renames if name.startswith(p)), None)
+        name = name if prefix is None else self.renames[prefix] + name.removeprefix(prefix)
         return ".".join(self.aliases.get(component, component) for component in name.split("."))
 
     def checkpoint_name(self, module_name: str, part: str) -> str:
@@ -180,6 +200,17 @@ class WeightTable:
         index, _, parameter = part.partition(".")
         return f"{parent}.{self.packed[leaf][int(index)]}.{parameter}"
 
+    def named(self, module_name: str, layout: Layout) -> Layout:
+        """A module's layout under the checkpoint's names."""
+        parent, _, leaf = module_name.rpartition(".")
+        if leaf not in self.fused or not layout or not all(part[0].isdigit() for part in layout):
+            return {self.checkpoint_name(module_name, part): piece for part, piece in layout.items()}
+        together: dict[str, list[WeightPiece]] = {}
+        for part, piece in sorted(layout.items()):
+            together.setdefault(part.partition(".")[2], []).append(piece)
+        name = self.checkpoint_name(f"{parent}.{self.fused[leaf]}", "")
+        return {f"{name}{parameter}": concatenated(pieces) for parameter, pieces in together.items()}
+
     def published_names(self, name: str) -> tuple[str, ...]:
         """``name``, and what a checkpoint may call it before ``renames``."""
         stored = (old + name.removeprefix(new) for old, new in self.renames.items() if name.startswith(new))
@@ -189,4 +220,4 @@ class WeightTable:
 class LoadableModel(nn.Module):
     """A model that the loader can fill: a tree of ``WeightModule`` and the table of its names."""
 
-    weight_table: ClassVar[WeightTable]
+    weight_table: WeightTable

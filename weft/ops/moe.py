@@ -176,8 +176,11 @@ def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tenso
 
 
 def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    gated = gate_up.shape[1] == 2 * down.shape[2]
+
     def run(expert: int, rows: Tensor) -> Tensor:
-        return F.linear(silu_and_mul_reference(F.linear(rows, gate_up[expert])), down[expert])
+        hidden = F.linear(rows, gate_up[expert])
+        return F.linear(silu_and_mul_reference(hidden) if gated else hidden.relu().square(), down[expert])
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
 
@@ -247,7 +250,8 @@ def fused_moe(
 
     Args:
         x: ``[T, H]``.
-        gate_up: ``[E, 2 * I, H]``: gate rows, then up rows.
+        gate_up: ``[E, 2 * I, H]``: gate rows, then up rows; or ``[E, I, H]``: experts without a gate, whose activation
+            is the square of ReLU.
         down: ``[E, H, I]``.
         weights: ``[T, k]``.
         ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.

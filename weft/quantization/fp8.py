@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from weft.errors import ConfigError
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
@@ -97,6 +98,11 @@ class Fp8Experts(ExpertsMethod):
         self._storage, self._context, self._name = storage, context, name
 
     def create(self, layer: Experts) -> None:
+        if not layer.gated:
+            raise ConfigError(
+                f"{self._name}: FP8 experts without a gate (squared ReLU) are not supported; use a checkpoint "
+                "in bfloat16 without quantization"
+            )
         device = self._context.device
         for name, shard in _matrices(layer):
             shape, scales = (shard.rows, shard.columns), self._storage.scale_shape(shard.rows, shard.columns)

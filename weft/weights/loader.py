@@ -151,10 +151,7 @@ def _plan(model: LoadableModel, available: Iterable[str]) -> dict[str, WeightPie
     names = set(available)
     for module_name, module in model.named_modules():
         if isinstance(module, WeightModule):
-            layouts = [
-                {model.weight_table.checkpoint_name(module_name, part): piece for part, piece in layout.items()}
-                for layout in module.layouts()
-            ]
+            layouts = [model.weight_table.named(module_name, layout) for layout in module.layouts()]
             plan |= next((layout for layout in layouts if not names.isdisjoint(layout)), layouts[0])
     return plan
 

@@ -207,7 +207,7 @@ def _scan_kernel(
 
 
 def choose_tile(num_rows: int, head_k_dim: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
-    """The scan's tile.
+    """The scan's tile (measured on an H200; see ``benchmarks/kernels/mamba2.py``).
 
     Args:
         num_rows: sequences times heads.
@@ -220,7 +220,7 @@ def choose_tile(num_rows: int, head_k_dim: int, head_v_dim: int, dtype: torch.dt
     stages = 3 if head_k_dim <= 128 else 2  # the tiles of q and k of all stages stand in shared memory
     if num_rows * cdiv(head_v_dim, 32) <= 2 * MULTIPROCESSORS:
         return Tile(min(32, widest), 4, stages)
-    return Tile(min(64, widest), 4, 1)
+    return Tile(min(64, widest), 4, 2 if head_k_dim <= 128 else 1)
 
 
 def chunk_linear_attention_triton(
@@ -364,9 +364,10 @@ class StepTile(NamedTuple):
 
 
 def choose_step_tile(head_k_dim: int, head_v_dim: int) -> StepTile:
-    """The step's tile: at most 8,192 numbers of the state at a time, 64 registers of each thread."""
+    """The step's tile: at most 8,192 numbers of the state at a time, 128 registers of each thread (measured on an H200;
+    see ``benchmarks/kernels/mamba2.py``)."""
     widest = 8192 // next_power_of_2(head_k_dim)
-    return StepTile(max(1, min(widest, next_power_of_2(head_v_dim))), 4)
+    return StepTile(max(1, min(widest, next_power_of_2(head_v_dim))), 2)
 
 
 def linear_attention_step(

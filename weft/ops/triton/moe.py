@@ -4,7 +4,7 @@ Job: ``fused_moe`` on the GPU, for a few tokens (weights stream through once, me
 products and their tile shapes. Does not know: routing, sharding, how pairs are grouped (``moe_groups.py``).
 
     group    pairs of one expert become consecutive places, cut into blocks of ``rows`` places; one block, one expert
-    up       hidden[place] = silu(gate_up[e, :I] x[token]) * (gate_up[e, I:] x[token])
+    up       hidden[place] = silu(gate_up[e, :I] x[token]) * (gate_up[e, I:] x[token]), or relu(up[e] x[token]) ** 2
     down     out[pair]     = down[e] hidden[place]
     sum      y[token]      = sum_j weights[token, j] * out[token, j]  (+ sigmoid(gate) * shared)
 
@@ -55,7 +55,7 @@ def _up_tile(
     x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
     places = first + tl.arange(0, ROWS)
@@ -65,8 +65,8 @@ def _up_tile(
     in_width = columns < WIDTH
     inner = tl.arange(0, INNER)
     token_rows = x + (pair // TOP_K).to(tl.int64)[:, None] * stride_x
-    gate_rows = gate_up + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
-    up_rows = gate_rows + WIDTH * HIDDEN
+    gate_rows = gate_up + expert.to(tl.int64) * ((2 if GATED else 1) * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
+    up_rows = gate_rows + (WIDTH * HIDDEN if GATED else 0)
     gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in tl.range(0, HIDDEN, INNER, num_stages=STAGES):
@@ -76,15 +76,22 @@ def _up_tile(
         else:
             a = tl.load(token_rows + k[None, :], mask=inside[:, None] & (k < HIDDEN)[None, :], other=0.0)
         if HIDDEN % INNER == 0 and WIDTH % COLUMNS == 0:
-            g = tl.load(gate_rows + k[None, :])
             u = tl.load(up_rows + k[None, :])
+            if GATED:
+                g = tl.load(gate_rows + k[None, :])
         else:
             mask = in_width[:, None] & (k < HIDDEN)[None, :]
-            g = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
             u = tl.load(up_rows + k[None, :], mask=mask, other=0.0)
-        gate = tl.dot(a, tl.trans(g), gate, input_precision=PRECISION)
+            if GATED:
+                g = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
         up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+        if GATED:
+            gate = tl.dot(a, tl.trans(g), gate, input_precision=PRECISION)
+    if GATED:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        result = tl.maximum(up, 0.0)
+        result *= result
     offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     tl.store(hidden + offsets, result.to(hidden.dtype.element_ty), mask=inside[:, None] & in_width[None, :])
 
@@ -94,7 +101,8 @@ def _up_kernel(
     x, gate_up, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
     stride_x, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
@@ -104,17 +112,17 @@ def _up_kernel(
             if end - first <= ROWS // 2:
                 _up_tile(
                     x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
-                    HIDDEN, WIDTH, TOP_K, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                    HIDDEN, WIDTH, TOP_K, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES, GATED,
                 )  # fmt: skip
             else:
                 _up_tile(
                     x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
-                    HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                    HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, GATED,
                 )  # fmt: skip
         else:
             _up_tile(
                 x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
-                HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, GATED,
             )  # fmt: skip
 
 
@@ -225,7 +233,7 @@ def fused_moe_triton(
         x, gate_up, hidden, ids, *grouping, x.stride(0),
         HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
-        num_warps=tile.warps, **early_launch(ids.device),
+        GATED=gate_up.shape[1] == 2 * width, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](

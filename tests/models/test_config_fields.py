@@ -1,0 +1,90 @@
+"""Nothing in a config is silently ignored: with any field changed, Weft computes what transformers does, or refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import Harness
+from tests.models.test_parity import TOLERANCE, prompt, reference_logits
+from tests.tiny import MAMBA_ARCHITECTURES, make_config, make_model
+from weft.errors import WeftError
+
+TOKENS = prompt(70)
+NOT_OF_A_FORWARD_PASS = frozenset(
+    "initializer_range use_cache num_logits_to_keep attention_dropout hidden_dropout output_router_logits "
+    "router_aux_loss_coef z_loss_coefficient rescale_prenorm_residual bos_token_id eos_token_id pad_token_id "
+    "time_step_max time_step_floor time_step_init_scheme time_step_scale use_mamba_kernels use_mambapy "
+    "use_associative_scan mamba_chunk_size chunk_size block_size router_jitter_noise num_nextn_predict_layers "
+    "mtp_layers_block_type moe_shared_expert_overlap".split()
+)
+"""Fields of training and generation, of how (not what) transformers computes, and of heads that Weft does not run."""
+
+OTHERS: dict[str, Any] = {
+    "layer_types": lambda v: v[::-1],
+    "layers_block_type": lambda v: v[::-1],
+    "rope_parameters": lambda v: v | {"rope_theta": 77.0},
+    "time_step_limit": lambda v: [0.2, 0.6],
+    "time_step_rank": lambda v: 5,
+    "mamba_dt_rank": lambda v: 5,
+    "attn_layer_indices": lambda v: [0, 3],
+    "position_embedding_type": lambda v: "rope",
+    "hidden_act": lambda v: "gelu",
+    "mamba_hidden_act": lambda v: "gelu",
+    "mlp_hidden_act": lambda v: "silu",
+    "mamba_ssm_cache_dtype": lambda v: "bfloat16",
+    "sliding_window": lambda v: 16,
+    "moe_latent_size": lambda v: 20,
+    "num_hidden_layers": lambda v: v - 1,
+}
+
+
+def changed(name: str, value: Any) -> Any:
+    if name in OTHERS:
+        return OTHERS[name](value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 2 * value if value else 1
+    if isinstance(value, float):
+        return 1.5 * value + 0.1
+    if isinstance(value, list):
+        return [1.5 * item for item in value]
+    raise AssertionError(f"say in OTHERS to what {name}={value!r} is to be changed")
+
+
+def fields(arch: str) -> list[str]:
+    """The fields that the architecture's own configuration class declares."""
+    own = {f.name for f in dataclasses.fields(make_config(arch))} & set(type(make_config(arch)).__annotations__)
+    return sorted(own - NOT_OF_A_FORWARD_PASS)
+
+
+@pytest.mark.parametrize("arch", MAMBA_ARCHITECTURES)
+def test_every_field_counts_or_is_refused(arch: str, tmp_path: Path) -> None:
+    compared = []
+    for name in fields(arch):
+        value = getattr(make_config(arch), name)
+        try:
+            model = make_model(arch, **{name: changed(name, value)})
+            expected = reference_logits(model, TOKENS)
+        except Exception:  # transformers itself refuses it, or cannot run it
+            continue
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        try:
+            harness = Harness(folder)
+        except WeftError:
+            continue
+        try:
+            sequence = harness.sequence(TOKENS)
+            with torch.no_grad():
+                got = harness.run([(sequence, len(TOKENS))])[0]
+            assert got.shape == expected.shape and (got - expected).abs().max() < TOLERANCE
+        except AssertionError as error:
+            raise AssertionError(f"{arch}: {name} changed from {value!r} to {changed(name, value)!r}") from error
+        compared.append(name)
+    assert len(compared) >= 10, compared
