@@ -31,7 +31,7 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         patterns={
             r"\.shared_mlp\.": ".block_sparse_moe.shared_expert.",
             r"\.block_sparse_moe\.input_linear\.weight$": ".block_sparse_moe.experts.gate_up_proj",
-            r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.output_linear",
+            r"\.block_sparse_moe\.output_linear\.weight$": ".block_sparse_moe.experts.down_proj",
         },
     )
 
