@@ -357,8 +357,12 @@ def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, le
 @pytest.mark.parametrize("length", [1, 65, 210])
 @pytest.mark.parametrize("path", ["cold", "hit", "branch hit"])
 def test_tokens_with_drafts(drafting_engine: Poisoned, path: str, length: int) -> None:
+    check_drafts(drafting_engine, path, length)
+
+
+def check_drafts(engine: Poisoned, path: str, length: int) -> None:
     """Prefill chunks, decodes and drafts share steps; nothing that a rejected draft wrote is ever read."""
-    engine, prompt, salt = drafting_engine, prompt_of(length), drafting_engine.begin()
+    prompt, salt = prompt_of(length), engine.begin()
     num_cached = prime(engine, path, prompt, salt)
     companion = start_companion(engine)
     request = engine.add(prompt, 2 * NUM_TOKENS, salt)

@@ -6,13 +6,16 @@ between steps.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.drafters import ByModel, install
 from tests.gpu.test_churn import Churn
-from tests.test_x_matrix import PATHS, PHASES, Poisoned, Reference, check, make_reference, open_engine
+from tests.test_x_matrix import PATHS, PHASES, Poisoned, Reference, check, check_drafts, make_reference, open_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +41,19 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
     with open_engine(arch, mode, "overlap", source, references, **settings) as engine:
         Churn(engine.llm)
         yield engine
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_tokens_with_drafts(references: dict[str, Reference], mode: str) -> None:
+    """Verified drafts, right and wrong, beside prefill chunks; nothing is compiled, and nothing rejected is read."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "speculative_config": drafts}
+    with open_engine("Qwen3NextForCausalLM", mode, "in turn", "capture", references, **settings) as engine:
+        Churn(engine.llm)
+        install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
+        for path, length in product(["cold", "hit", "branch hit"], [1, 65, 210]):
+            check_drafts(engine, path, length)
+        assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases
 
 
 @pytest.mark.parametrize("length", [1, 65, 210, 1000])
