@@ -27,6 +27,7 @@ from tests.drafters import ByModel, Random, install
 from tests.engine.conftest import assert_idle
 from tests.engine.simulator import penalised
 from tests.late_device import LateDevice
+from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint, make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
 from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -45,7 +46,11 @@ class Reference:
     """transformers' model of one architecture, and the folder that Weft loads it from."""
 
     def __init__(self, arch: str, folder: Path) -> None:
-        self.folder = make_checkpoint(arch, folder, with_tokenizer=True)
+        self.has_head = arch == ARCHITECTURES[0]
+        if self.has_head:
+            self.folder, _ = make_mtp_checkpoint(arch, folder, with_tokenizer=True)
+        else:
+            self.folder = make_checkpoint(arch, folder, with_tokenizer=True)
         self._model = make_model(arch, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID)
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
@@ -85,7 +90,7 @@ class Episode:
             late = None
             if self.device == "cpu" and rng.random() < 0.7:
                 late = LateDevice(self.llm, rng if rng.random() < 0.7 else None, self._poison)
-            if "speculative_config" in self.settings:
+            if self.settings.get("speculative_config", {}).get("method") == "ngram":
                 self._install_drafter()
             self._traffic()
             self.num_late = late.num_late if late is not None else 0
@@ -124,9 +129,10 @@ class Episode:
                 settings["schedule_policy"] = "fcfs"
         if rng.random() < 0.5:
             low = rng.randint(1, 2)
-            settings["speculative_config"] = {
-                "method": "ngram", "num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": low,
-            }  # fmt: skip
+            method = {"method": "ngram", "prompt_lookup_min": low}
+            if self.reference.has_head and rng.random() < 0.5:
+                method = {"method": "mtp"}
+            settings["speculative_config"] = method | {"num_speculative_tokens": rng.randint(1, 6)}
         if "FULL" in mode:
             settings["cuda_graph_bs"] = [1, 2, 4]
         if mode in ("PIECEWISE", "FULL_AND_PIECEWISE", "FULL"):

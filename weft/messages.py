@@ -139,7 +139,8 @@ class ModelOutput(msgspec.Struct, frozen=True):
     ``prompt_logprobs`` hold entries for a row, one per token, only if it asked. ``prompt_logprobs[row]`` covers the
     prompt tokens whose *predecessor* ran in this step. ``failed_rows`` computed NaN: their token, if they sampled one,
     and all that the step stored for them are worthless, and the request must fail alone. ``mode`` says how the step ran
-    (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody.
+    (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody. ``draft_token_ids``: what
+    the model's own head guesses to come after the tokens of a row that sampled.
     """
 
     step: int
@@ -150,3 +151,4 @@ class ModelOutput(msgspec.Struct, frozen=True):
     failed_rows: list[int] = []
     mode: str = "NONE"
     num_padding_tokens: int = 0
+    draft_token_ids: dict[int, list[int]] = {}

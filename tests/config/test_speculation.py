@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models.mtp_reference import make_mtp_checkpoint
+from tests.tiny import make_checkpoint
 from weft.config import resolve
 from weft.config.speculation import SpeculativeConfig, parse_speculative_config
 from weft.errors import ConfigError
@@ -22,6 +25,17 @@ def test_keys_defaults_and_reasons() -> None:
     off = resolve()
     assert off.speculative_config is None and off.num_drafts == 0 and "off" in off.reasons["speculative_config"]
     assert parse_speculative_config({"method": "ngram"}) == SpeculativeConfig("ngram", 4, 2, 4)
+
+
+def test_the_models_own_head(tmp_path: Path) -> None:
+    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    for given in ({"algorithm": "NEXTN", "num_steps": 2, "eagle_topk": 1}, {"method": "mtp"}):
+        config = resolve(model=str(folder), speculative_config=given)
+        assert config.speculative_config is not None and config.speculative_config.method == "mtp"
+        assert config.num_drafts == 2 and config.model_config.runs_mtp and not config.enable_overlap
+    assert not resolve(model=str(folder)).model_config.runs_mtp
+    with pytest.raises(ConfigError, match="multi-token-prediction head"):
+        resolve(model=str(make_checkpoint("Qwen3ForCausalLM", tmp_path / "none")), speculative_config={"method": "mtp"})
 
 
 @pytest.mark.parametrize(
@@ -42,7 +56,8 @@ def test_names_of_another_engine(given: dict[str, Any]) -> None:
         ("{", "no JSON"),
         ("3", "no mapping"),
         ({}, "names no method"),
-        ({"method": "eagle"}, "allowed: ngram"),
+        ({"method": "eagle"}, "allowed: ngram, mtp"),
+        ({"method": "mtp", "prompt_lookup_max": 3}, "no effect"),
         ({"method": "magic"}, "not known"),
         ({"method": "ngram", "model": "x"}, "unknown key 'model'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "allowed: 1 to 16"),

@@ -143,7 +143,7 @@ class EngineConfig:
     )
     speculative_config: SpeculativeConfig | None = _option(
         "json", None, "draft tokens and verify them in one step, for example "
-        """'{"method": "ngram", "num_speculative_tokens": 4}'; default: no drafts""", parse=parse_speculative_config,
+        """'{"method": "mtp", "num_speculative_tokens": 2}'; default: no drafts""", parse=parse_speculative_config,
     )  # fmt: skip
     # prefix cache
     enable_prefix_caching: bool = _option("bool", True, "reuse KV and states")

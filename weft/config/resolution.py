@@ -65,7 +65,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     generation = read_generation_config(model_path)
     _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
     _choose_names(values, reasons)
-    _choose_speculation(values, reasons)
+    model = _choose_speculation(values, reasons, model)
     _choose_device(values, reasons)
     choose_parallelism(values, reasons, model)
     _choose_dtypes(values, reasons, model)
@@ -138,16 +138,17 @@ def _choose_names(values: dict[str, Any], reasons: dict[str, str]) -> None:
         reasons["served_model_name"] = "as the model was given"
 
 
-def _choose_speculation(values: dict[str, Any], reasons: dict[str, str]) -> None:
-    """What drafts on the host mean for other settings."""
+def _choose_speculation(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
+    """What drafts mean for other settings. Returns the model, with its head if that drafts."""
     config = values["speculative_config"]
     if config is None:
         reasons["speculative_config"] = "off: whether drafts pay depends on the text and the batch"
-        return
+        return model
     reasons["speculative_config"] = f"{config}: a step verifies up to {config.num_speculative_tokens} drafts"
     if values["enable_overlap"] is None:
         values["enable_overlap"] = False
-        reasons["enable_overlap"] = "drafts are looked up in the tokens of the step before"
+        reasons["enable_overlap"] = "drafts follow from the tokens of the step before"
+    return model.with_mtp() if config.method == "mtp" else model
 
 
 def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:

@@ -13,15 +13,22 @@ from typing import Any, Literal
 
 from weft.errors import ConfigError
 
-Method = Literal["ngram"]
+Method = Literal["ngram", "mtp"]
 
 NAME = "speculative_config"
 MAX_DRAFTS = 16
 """Tokens drafted per step at most: every one costs a state slot per running request."""
 
-_METHODS: Mapping[str, Method] = {"ngram": "ngram"}
-_LATER = ("mtp", "nextn", "qwen3_next_mtp", "qwen3_5_mtp", "eagle", "eagle3", "draft_model", "medusa", "suffix")
-_DEFAULT_TOKENS, _DEFAULT_LOOKUP = 4, (2, 4)
+_METHODS: Mapping[str, Method] = {
+    "ngram": "ngram",
+    "mtp": "mtp",
+    "nextn": "mtp",
+    "qwen3_next_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
+}
+_LATER = ("eagle", "eagle3", "draft_model", "medusa", "suffix", "standalone")
+_DEFAULT_TOKENS: Mapping[Method, int] = {"ngram": 4, "mtp": 2}
+_DEFAULT_LOOKUP = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +36,10 @@ class SpeculativeConfig:
     """What to draft.
 
     Attributes:
-        method: ``ngram``: what followed the latest earlier occurrence of the sequence's longest known suffix.
+        method: ``ngram``: what followed the latest earlier occurrence of the sequence's longest known suffix; ``mtp``:
+            what the checkpoint's multi-token-prediction head finds likeliest.
         num_speculative_tokens: most tokens that are drafted, and so verified besides the last one, in a step.
-        prompt_lookup_min, prompt_lookup_max: tokens of a suffix that is looked up.
+        prompt_lookup_min, prompt_lookup_max: tokens of a suffix that ``ngram`` looks up.
     """
 
     method: Method
@@ -40,8 +48,9 @@ class SpeculativeConfig:
     prompt_lookup_max: int
 
     def __str__(self) -> str:
-        lookup = f"suffixes of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
-        return f"{self.method}, {self.num_speculative_tokens} tokens, {lookup}"
+        drafts = f"{self.method}, {self.num_speculative_tokens} tokens"
+        lookup = f", suffixes of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
+        return drafts + (lookup if self.method == "ngram" else "")
 
 
 def parse_speculative_config(value: Any) -> SpeculativeConfig:
@@ -58,6 +67,9 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
         raise ConfigError(f"{NAME} has the unknown key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
     method = _method(keys.get("method"))
     tokens = _integer(keys, "num_speculative_tokens", MAX_DRAFTS)
+    for key in ("prompt_lookup_min", "prompt_lookup_max") if method != "ngram" else ():
+        if keys.get(key) is not None:
+            raise ConfigError(f"{NAME}: {key} has no effect with method {method!r}; leave it out, or use ngram")
     low, high = (_integer(keys, key, None) for key in ("prompt_lookup_min", "prompt_lookup_max"))
     if low is None and high is None:
         low, high = _DEFAULT_LOOKUP
@@ -65,7 +77,7 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
     assert low is not None and high is not None
     if low > high:
         raise ConfigError(f"{NAME}: prompt_lookup_min={low} is more than prompt_lookup_max={high}")
-    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS, low, high)
+    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS[method], low, high)
 
 
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
@@ -113,10 +125,11 @@ def _method(given: Any) -> Method:
     name = given.lower() if isinstance(given, str) else given
     if name in _LATER:
         raise ConfigError(
-            f"{NAME}: method {given!r} drafts with a model, which this version of Weft does not do; allowed: ngram"
+            f"{NAME}: method {given!r} drafts with a model of its own, which this version of Weft does not do; "
+            "allowed: ngram, mtp"
         )
     if name not in _METHODS:
-        raise ConfigError(f"{NAME}: method {given!r} is not known; allowed: {', '.join(_METHODS)}")
+        raise ConfigError(f"{NAME}: method {given!r} is not known; allowed: ngram, mtp")
     return _METHODS[name]
 
 

@@ -128,7 +128,8 @@ class CaptureSizes:
         if mode.mixed:
             given, largest = config.piecewise_cuda_graph_tokens, config.piecewise_cuda_graph_max_tokens
             tokens = token_sizes(config.max_num_batched_tokens, given, largest)
-        decode = sequences if GraphMode.FULL in mode.decode else []
+        # The model's own head reads what a decode graph does not keep.
+        decode = sequences if GraphMode.FULL in mode.decode and not config.model_config.runs_mtp else []
         forward = tokens if GraphMode.FULL in mode.mixed else []
         pieces = tokens if GraphMode.PIECEWISE in mode.mixed else []
         if table is not None:

@@ -82,6 +82,8 @@ class MtpDrafter:
         """``[N, num_drafts]`` int64, within the forward context of the step. The pages of each sequence reach
         ``num_drafts - 1`` tokens past the last accepted one; entries there are overwritten by later steps."""
         hidden = self._predict(inputs.next_ids, inputs.hidden_states)[inputs.last]
+        if not len(inputs.last):  # the cache of the head is filled, and that is all
+            return inputs.last.new_empty(0, self._num_drafts)
         drafts = [self._best(hidden)]
         for ahead in range(1, self._num_drafts):
             with other_batch(self._batch_ahead(inputs, ahead)):

@@ -167,7 +167,7 @@ class BatchBuilder:
         device: torch.device,
     ) -> None:
         self._rows = rows
-        self._page_size = page_size
+        self.page_size = page_size
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
         max_num_samples = max_num_seqs * (1 + num_drafts)
@@ -257,8 +257,8 @@ class BatchBuilder:
         for end, r in zip(layout.bounds[1:].tolist(), requests, strict=True):
             if r.draft_token_ids:
                 ids[end - len(r.draft_token_ids) : end] = r.draft_token_ids
-        pages = table.page_table[token_rows, positions // self._page_size]
-        slots[:end] = pages * self._page_size + positions % self._page_size
+        pages = table.page_table[token_rows, positions // self.page_size]
+        slots[:end] = pages * self.page_size + positions % self.page_size
         for at, r in zip(starts.tolist(), requests, strict=True):
             if r.start < r.write_start:  # to page 0: what is stored here belongs to others
                 slots[at : at + min(r.num_tokens, r.write_start - r.start)] = 0
@@ -375,7 +375,7 @@ class BatchBuilder:
         """Tensors of a step of the given sizes; static buffers in, no host synchronisation, capturable."""
         device = self._buffers.device
         rows = device("rows", shape.num_seqs)
-        num_pages = -(-shape.max_seq_len // self._page_size)
+        num_pages = -(-shape.max_seq_len // self.page_size)
         batch = Batch(
             num_tokens=shape.num_tokens,
             num_seqs=shape.num_seqs,

@@ -63,6 +63,8 @@ class PendingStep:
         prompt_logprobs: row -> those of its prompt tokens.
         prefill_rows: rows that did not sample.
         prefill_failed: ``[len(prefill_rows)]`` on the host: what they computed is NaN or infinite; None without rows.
+        drafts: ``[len(draft_rows), K]`` on the host, for the next step; None if the model drafts nothing.
+        draft_rows: whose they are.
         mode: how the step runs (NONE, PIECEWISE, FULL).
         num_padding_tokens: rows that it computes for nobody.
     """
@@ -77,6 +79,8 @@ class PendingStep:
     prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
     prefill_rows: list[int] = field(default_factory=list)
     prefill_failed: Tensor | None = None
+    drafts: Tensor | None = None
+    draft_rows: list[int] = field(default_factory=list)
     mode: str = "NONE"
     num_padding_tokens: int = 0
     _done: torch.cuda.Event | None = None
@@ -109,7 +113,13 @@ class PendingStep:
             _where(failed, rows) + _where(self.prefill_failed, self.prefill_rows),
             self.mode,
             self.num_padding_tokens,
+            self._drafts(),
         )
+
+    def _drafts(self) -> dict[int, list[int]]:
+        if self.drafts is None:
+            return {}
+        return dict(zip(self.draft_rows, self.drafts.tolist(), strict=True))
 
     def _logprobs(self) -> dict[int, list[TokenLogprobs]]:
         if self.logprobs is None:
@@ -137,6 +147,7 @@ def pending_step(
     sampled: SampledTokens | None,
     prompt_logprobs: Mapping[int, HostLogprobs] | None = None,
     prefill_failed: Tensor | None = None,
+    drafts: Tensor | None = None,
 ) -> PendingStep:
     """Start the copies of a step's results to the host.
 
@@ -144,19 +155,23 @@ def pending_step(
         sampled: None if no row samples.
         prompt_logprobs: see ``prompt_logprobs_of``.
         prefill_failed: see ``failed_prefills``.
+        drafts: from ``StepDrafter``.
     """
     logprobs = sampled.logprobs if sampled is not None else None
+    acceptance = sampled.acceptance if sampled is not None else None
     return PendingStep(
         scheduler_output.step,
         sampled.rows if sampled is not None else [],
         token_ids=to_host(sampled.token_ids) if sampled is not None else None,
         failed=to_host(sampled.nan_rows) if sampled is not None else None,
-        counted=to_host(sampled.counted) if sampled is not None and sampled.counted is not None else None,
+        counted=to_host(acceptance.counted) if acceptance is not None else None,
         num_logprobs=sampled.num_logprobs if sampled is not None else {},
         logprobs=HostLogprobs.fetch(logprobs) if logprobs is not None else None,
         prompt_logprobs=dict(prompt_logprobs or {}),
         prefill_rows=[r.row for r in scheduler_output.requests if not r.samples],
         prefill_failed=to_host(prefill_failed) if prefill_failed is not None else None,
+        drafts=to_host(drafts) if drafts is not None else None,
+        draft_rows=[r.row for r in scheduler_output.requests if r.samples] if drafts is not None else [],
     )
 
 

@@ -26,6 +26,7 @@ from weft.graph.dispatcher import Choice
 from weft.layers.sampler import LogitsProcessor, Sampler
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
+from weft.models.mtp import MtpDrafter
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder, StepShape
 from weft.runner.memory import allocate_caches, cache_tensors
@@ -33,6 +34,7 @@ from weft.runner.moves import CacheMover
 from weft.runner.results import PendingStep, failed_prefills, pending_step, prompt_logprobs_of
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.step_drafter import StepDrafter
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_sampler import StepSampler
@@ -89,6 +91,10 @@ class StepRunner:
         sampler = Sampler(backend)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
         self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows)
+        self._draft: StepDrafter | None = None
+        if model_config.runs_mtp:
+            drafter = MtpDrafter(model, config.num_drafts, plan.max_model_len)
+            self._draft = StepDrafter(drafter, self.builder, self.rows, context, reach=config.num_drafts - 1)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
@@ -166,7 +172,11 @@ class StepRunner:
         elif sampled:
             indices = self.builder.sample_rows(shape.num_samples).indices
             result = self._sample(self._model.compute_logits(hidden_states.index_select(0, indices)), sampled)
-        pending = pending_step(scheduler_output, result, prompt_logprobs, failed)
+        drafts = None
+        if self._draft is not None:
+            acceptance = result.acceptance if result is not None else None
+            drafts = self._draft(scheduler_output.requests, shape, hidden_states, acceptance)
+        pending = pending_step(scheduler_output, result, prompt_logprobs, failed, drafts)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
 

@@ -18,7 +18,7 @@ from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
-from weft.speculation.acceptance import NO_DRAFT, accept
+from weft.speculation.acceptance import NO_DRAFT, Acceptance, accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SampledTokens:
         rows: whose they are, in order; a row with drafts has several.
         token_ids: ``[M]`` int64.
         nan_rows: ``[M]`` bool, as in ``SamplerOutput``.
-        counted: ``[M]`` bool, whether the token is the sequence's; None if all are, because there were no drafts.
+        acceptance: which of them are the sequences'; None if all are, because there were no drafts.
         num_logprobs: place among the M -> how many alternatives its row asked for.
         logprobs: of the places in ``num_logprobs``, in that order; of the model's own distribution, before any edit.
     """
@@ -37,7 +37,7 @@ class SampledTokens:
     rows: list[int]
     token_ids: Tensor
     nan_rows: Tensor
-    counted: Tensor | None = None
+    acceptance: Acceptance | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
     logprobs: Logprobs | None = None
 
@@ -63,21 +63,21 @@ class StepSampler:
         else:
             result = self._sample(logits[:count], sampled, edited, replayed)
             token_ids, nan_rows = result.token_ids, result.nan_rows
-        counted = self._accept_drafts(sampled, token_ids)
-        self._inputs.record(sampled, token_ids, counted)
+        acceptance = self._accept_drafts(sampled, token_ids)
+        self._inputs.record(sampled, token_ids, acceptance.counted if acceptance is not None else None)
         rows, wanted = [request.row for request in sampled], self._inputs.num_logprobs(sampled)
         if not wanted:
-            return SampledTokens(rows, token_ids, nan_rows, counted)
+            return SampledTokens(rows, token_ids, nan_rows, acceptance)
         top_n = max(wanted.values())
         if len(wanted) == count:
             logprobs = logprobs_of(logits[:count], token_ids, top_n)
         else:
             places = self._places(list(wanted))
             logprobs = logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
-        return SampledTokens(rows, token_ids, nan_rows, counted, wanted, logprobs)
+        return SampledTokens(rows, token_ids, nan_rows, acceptance, wanted, logprobs)
 
-    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor) -> Tensor | None:
-        """Which of ``token_ids [M]`` count, ``[M]`` bool; each row's last one is remembered. None without drafts."""
+    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor) -> Acceptance | None:
+        """Which of ``token_ids [M]`` count; each row's last one of these is remembered. None without drafts."""
         if not any(request.draft_token_ids for request in sampled):
             return None
         following = [after.draft_token_ids[-1:] for after in sampled[1:]] + [[]]
@@ -86,7 +86,7 @@ class StepSampler:
         acceptance = accept(token_ids, self._places(drafts), self._places(first))
         rows = self._places([sampled[i].row for i in first])
         self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
-        return acceptance.counted
+        return acceptance
 
     def _sample(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], edited: list[int], replayed: SamplerOutput | None

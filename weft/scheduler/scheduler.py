@@ -410,6 +410,7 @@ class Scheduler:
                 request.finish_reason = "error"
             else:
                 request.extend(tokens, output.logprobs.get(running.row, ()))
+                request.draft_token_ids = output.draft_token_ids.get(running.row, [])
             if request.finish_reason is not None:
                 self._leave(running)
             if launched.num_samples or request.finish_reason is not None:

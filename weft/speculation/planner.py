@@ -36,6 +36,16 @@ class Proposer(Protocol):
         ...
 
 
+class ModelDrafts:
+    """Proposes what the model's own head guessed in the step before."""
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        return request.draft_token_ids[:count]
+
+    def forget(self, request_id: str) -> None:
+        """Its guesses lie with the request."""
+
+
 def refusal(request: Request) -> str:
     """Why ``request`` decodes without drafts; empty if it does not."""
     if request.logits_processors:
@@ -70,15 +80,18 @@ class AcceptanceLog:
 class DraftPlanner:
     """Drafts for the requests of one scheduler.
 
+    Args:
+        reach: tokens past a step's last one for which the head wants pages; where there are none, it guesses worse.
+
     Attributes:
         num_drafts: how often a request's drafts were verified.
         num_draft_tokens, num_accepted_tokens: tokens of these, and how many of them were right.
         accepted_per_position: how often the 1st, 2nd, … draft was right.
     """
 
-    def __init__(self, proposer: Proposer, manager: Manager, max_drafts: int) -> None:
+    def __init__(self, proposer: Proposer, manager: Manager, max_drafts: int, reach: int = 0) -> None:
         self.proposer, self.max_drafts = proposer, max_drafts
-        self._manager = manager
+        self._manager, self._reach = manager, reach
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * max_drafts
         self._log = AcceptanceLog()
@@ -86,8 +99,10 @@ class DraftPlanner:
     @classmethod
     def of(cls, config: SpeculativeConfig, manager: Manager) -> DraftPlanner:
         """As configured."""
-        proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-        return cls(proposer, manager, config.num_speculative_tokens)
+        count = config.num_speculative_tokens
+        if config.method == "mtp":
+            return cls(ModelDrafts(), manager, count, reach=count - 1)
+        return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), manager, count)
 
     def plan(self, request: Request, lease: Lease, budget: int) -> list[int]:
         """Drafts for a request whose last known token runs in this step; at most ``budget``.
@@ -101,7 +116,11 @@ class DraftPlanner:
         if room <= 0:
             return []
         drafts = self.proposer.propose(request, room)
-        return drafts[: self._manager.allocate_drafts(lease, start, len(drafts))] if drafts else []
+        drafts = drafts[: self._manager.allocate_drafts(lease, start, len(drafts))] if drafts else []
+        if self._reach:
+            last = request.num_prompt_tokens + request.max_tokens
+            self._manager.allocate(lease, min(last, start + 1 + len(drafts) + self._reach))
+        return drafts
 
     def stats(self) -> dict[str, Any]:
         """Fields of ``SchedulerStats``."""

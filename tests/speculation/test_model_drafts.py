@@ -1,0 +1,121 @@
+"""Drafts of the model's own head: those of the reference, through prefill chunks, hits, decodes and verification.
+
+The tokens are those of decoding without drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import assert_idle
+from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
+from tests.speculation.conftest import Case
+from weft import LLM, SamplingParams
+from weft.request import Request
+
+NUM_DRAFTS = 3
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 24,
+    "page_size": 4,
+    "skip_tokenizer_init": True,
+}
+
+Engines = tuple[LLM, LLM, ReferenceHead]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ReferenceHead]:
+    return make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path_factory.mktemp("mtp"))
+
+
+@pytest.fixture(scope="module", params=["NONE", "FULL", "FULL_AND_PIECEWISE"])
+def engines(request: pytest.FixtureRequest, checkpoint: tuple[Path, ReferenceHead]) -> Iterator[Engines]:
+    folder, reference = checkpoint
+    config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    modes = {"cuda_graph_mode": request.param}
+    with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), **SETTINGS, **modes, speculative_config=config) as mtp:
+        yield plain, mtp, reference
+        assert mtp.stats().spec_decode_num_drafts
+        assert_idle(mtp)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(4)
+    return [[rng.randrange(3, 200) for _ in range(n)] for n in (1, 7, 30, 65)]
+
+
+def check_drafts(request: Request, reference: ReferenceHead) -> int:
+    """Compare what is drafted for ``request`` now. Returns how many drafts that were."""
+    if not request.draft_token_ids:
+        return 0
+    known = request.known_token_ids
+    done = len(request.output_token_ids)  # behind the prompt, and near the end, pages for later drafts may be missing
+    room = NUM_DRAFTS if 1 < done < request.max_tokens - NUM_DRAFTS else 1
+    assert request.draft_token_ids[:room] == reference.drafts(known, room), f"after {len(known)} tokens"
+    return room
+
+
+def test_drafts_are_the_references(engines: Engines) -> None:
+    """At every step of every request, one of which begins inside another's prompt."""
+    _, mtp, reference = engines
+    mtp._core.reset_prefix_cache()
+    shared = prompts()[3]
+    compared = 0
+    for batch in (prompts(), [[*shared[:50], 7, 9, 11], shared]):
+        for prompt in batch:
+            mtp.add_request({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        while not mtp.is_finished():
+            mtp.step()
+            for running in mtp._core.scheduler._running:
+                compared += check_drafts(running.request, reference)
+    assert compared > 40
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_are_those_without_drafts(engines: Engines, temperature: float) -> None:
+    plain, mtp, _ = engines
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=n, repetition_penalty=1.0 + n / 100)
+        for n in (1, 2, 17, 24)
+    ]
+    case = Case(prompts(), params)
+    expected = [done.token_ids for done in case.run(plain)]
+    assert [done.token_ids for done in case.run(mtp)] == expected
+
+
+def test_a_grammar_or_processor_shares_steps_without_drafts(engines: Engines) -> None:
+    plain, mtp, _ = engines
+
+    def favour(output: list[int], logits: Any) -> Any:
+        logits[len(output) + 5] += 30
+        return logits
+
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logits_processors=p) for p in ([favour], None)
+    ]
+    case = Case(prompts()[1:3], params)
+    expected = [done.token_ids for done in case.run(plain)]
+    outputs = mtp.generate([{"prompt_token_ids": p} for p in case.prompts], params, use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == expected
+    assert "logits processor" in outputs[0].metrics.no_drafts_because and not outputs[0].metrics.num_draft_tokens
+    assert not outputs[1].metrics.no_drafts_because and outputs[1].metrics.num_draft_tokens
+    assert all(a + 1 == b for a, b in pairwise(expected[0]))
+
+
+def test_two_ranks(checkpoint: tuple[Path, ReferenceHead]) -> None:
+    folder, _ = checkpoint
+    config = {"method": "mtp", "num_speculative_tokens": 2}
+    params = [SamplingParams(temperature=t, max_tokens=10, ignore_eos=True, seed=3) for t in (0, 0.8, 0, 1.0)]
+    case = Case(prompts(), params)
+    with LLM(str(folder), **SETTINGS) as plain:
+        expected = [done.token_ids for done in case.run(plain)]
+    with LLM(str(folder), **SETTINGS, tensor_parallel_size=2, speculative_config=config) as mtp:
+        assert [done.token_ids for done in case.run(mtp)] == expected
+        assert mtp.stats().spec_decode_num_draft_tokens

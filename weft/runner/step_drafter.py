@@ -1,0 +1,87 @@
+"""The drafts that follow a step: what the model's own head makes of it.
+
+Job: hand a step's hidden states, the token after each position, and the last accepted positions to the head; all tokens
+of the step go through it, so that the head's cache is complete wherever drafts begin. Owns: the token after each
+position. Does not know: how a draft is made, which requests get some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from weft.config.graph_modes import GraphMode
+from weft.forward_context import Batch, ForwardContext, forward_context
+from weft.messages import ScheduledRequest
+from weft.models.mtp import DraftInputs, MtpDrafter
+from weft.runner.batch_builder import BatchBuilder, StepShape
+from weft.runner.buffers import to_device
+from weft.runner.rows import RowTable
+from weft.speculation.acceptance import Acceptance
+
+_SAMPLED = -1
+
+
+class StepDrafter:
+    """Args: the runner's. ``context``: from a batch and the mode it runs in to its forward context; ``reach``: tokens
+    past the last one of a step that the head reads and writes."""
+
+    def __init__(
+        self,
+        drafter: MtpDrafter,
+        builder: BatchBuilder,
+        rows: RowTable,
+        context: Callable[[Batch, GraphMode], ForwardContext],
+        reach: int,
+    ) -> None:
+        self._drafter, self._builder, self._rows, self._context = drafter, builder, rows, context
+        self._reach = reach
+
+    def __call__(
+        self,
+        requests: Sequence[ScheduledRequest],
+        shape: StepShape,
+        hidden_states: Tensor,
+        acceptance: Acceptance | None,
+    ) -> Tensor:
+        """Drafts ``[N, K]`` int64 for the step's N requests that sampled.
+
+        Args:
+            shape: the step's real sizes.
+            hidden_states: ``[T, hidden_size]``, what the model returned.
+            acceptance: of the drafts that the step verified; None if there were none.
+        """
+        longest = min(shape.max_seq_len + self._reach, self._rows.max_pages * self._builder.page_size)
+        inputs = self._builder.materialise(replace(shape, max_seq_len=longest))
+        last = self._last(requests, acceptance)
+        next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
+        sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
+        with forward_context(self._context(inputs.batch, GraphMode.NONE)):
+            return self._drafter.draft(DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch))
+
+    def _last(self, requests: Sequence[ScheduledRequest], acceptance: Acceptance | None) -> Tensor:
+        """``[S]``: index of each request's last token that is no draft, or an accepted one."""
+        ends = accumulate(request.num_tokens for request in requests)
+        last = self._ints([end - 1 - len(r.draft_token_ids) for end, r in zip(ends, requests, strict=True)])
+        if acceptance is None:
+            return last
+        sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
+        return last.index_add_(0, sampling, acceptance.num_accepted)
+
+    def _ids_after(self, requests: Sequence[ScheduledRequest]) -> Tensor:
+        """``[S]``: the token after each request's last one: the prompt's, or the one sampled last."""
+        known = []
+        for request in requests:
+            end = request.start + request.num_tokens
+            following = self._rows.known_tokens(request.row, end, end + 1)
+            known.append(_SAMPLED if request.samples else int(following[0]) if len(following) else 0)
+        after = self._ints(known)
+        sampled = self._rows.last_token.index_select(0, self._ints([request.row for request in requests]))
+        return torch.where(after == _SAMPLED, sampled, after)
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return to_device(torch.tensor(values, dtype=torch.int64), self._rows.last_token.device)
