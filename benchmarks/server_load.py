@@ -36,10 +36,11 @@ END_OF_CHUNKED = b"0\r\n\r\n"
 
 
 class Server:
-    """The server over the instant engine, as processes of its own."""
+    """The server over the instant engine, as processes of its own; ``server`` counts all that are not the engine."""
 
-    def __init__(self, step_times: Path) -> None:
+    def __init__(self, step_times: Path, api_server_count: int) -> None:
         command = [sys.executable, "-m", "benchmarks.server_load", "--serve"]
+        command += ["--api-server-count", str(api_server_count)] if api_server_count > 1 else []
         env = os.environ | {"OMP_NUM_THREADS": "1", "WEFT_STEP_TIMES": str(step_times)}
         log = step_times.with_suffix(".log")
         with log.open("w") as file:
@@ -50,11 +51,14 @@ class Server:
         found = re.search(r"http://[\d.]+:(\d+)", log.read_text())
         assert found is not None
         self.port = int(found[1])
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        self.pids = {"server": self.process.pid, "engine": int(children[0]), "client": os.getpid()}
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        children = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+        engines = [pid for pid, what in children.items() if "instant_engine" in what]
+        apis = [pid for pid, what in children.items() if "api_process" in what]
+        self.pids = {"server": [self.process.pid, *apis], "engine": engines, "client": [os.getpid()]}
 
     def processor_s(self) -> dict[str, float]:
-        return {name: processor_s(pid) for name, pid in self.pids.items()}
+        return {name: sum(map(processor_s, pids)) for name, pids in self.pids.items()}
 
     def stop(self) -> None:
         self.process.terminate()
@@ -182,17 +186,23 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def serve() -> int:
+def serve(api_server_count: int) -> int:
     from weft.server.main import serve
     from weft.server.settings import ServerSettings
 
     engine = {"device": "cpu"}
-    return serve(ServerSettings(port=0, max_queue_size=4096), engine, engine_module="benchmarks.instant_engine")
+    count = (
+        {"api_server_count": api_server_count} if api_server_count > 1 else {}
+    )  # an older tree knows no such setting
+    return serve(
+        ServerSettings(port=0, max_queue_size=4096, **count), engine, engine_module="benchmarks.instant_engine"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help="API processes before the engine")
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0, help="of the throughput run")
     parser.add_argument("--repeats", type=int, default=3)
@@ -200,7 +210,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if args.serve:
-        return serve()
+        return serve(args.api_server_count)
     with tempfile.TemporaryDirectory() as folder:
         figures = run(args, Path(folder) / "steps.json")
     machine = {"processor": cpu_name(), "processors": os.cpu_count(), "load_average": os.getloadavg()[0]}
@@ -212,17 +222,17 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace, step_times: Path) -> dict[str, Any]:
-    server = Server(step_times)
+    server = Server(step_times, args.api_server_count)
     try:
         rates = [uvloop.run(throughput(server, args.connections, args.seconds)) for _ in range(args.repeats)]
     finally:
         server.stop()
-    server = Server(step_times)
+    server = Server(step_times, args.api_server_count)
     try:
         delays = uvloop.run(latency(server, step_times, args.connections, args.tokens))
     finally:
         server.stop()
-    return {"throughput": rates, "latency": delays}
+    return {"api_server_count": args.api_server_count, "throughput": rates, "latency": delays}
 
 
 if __name__ == "__main__":

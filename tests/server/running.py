@@ -52,10 +52,20 @@ class RunningServer:
     @property
     def engine_pid(self) -> int:
         """The child that is the engine; another one may be trying grammars."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        engines = [int(pid) for pid in children if b"grammar_worker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        engines = [pid for pid, what in self._children if "grammar_worker" not in what and "api_process" not in what]
         assert len(engines) == 1
         return engines[0]
+
+    @property
+    def api_pids(self) -> list[int]:
+        """The API processes, of a server with several."""
+        return [pid for pid, what in self._children if "api_process" in what]
+
+    @property
+    def _children(self) -> list[tuple[int, str]]:
+        """Pid and command line of each."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [(int(pid), Path(f"/proc/{pid}/cmdline").read_text()) for pid in pids]
 
     def chat(self, text: str, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/chat/completions", json=chat_body(text, **fields))

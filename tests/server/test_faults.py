@@ -45,7 +45,7 @@ class Reader(threading.Thread):
         self.begun = threading.Event()
         self.ended_at = 0.0
         self.start()
-        assert self.begun.wait(10)
+        assert self.begun.wait(GUARD_S)
 
     def run(self) -> None:
         body = chat_body("on and on", stream=True, priority=SLOW, ignore_eos=True)
@@ -123,7 +123,7 @@ def test_sigterm_lets_open_requests_finish(start: Start) -> None:
     refused = server.chat("too late")
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
     assert int(refused.headers["Retry-After"]) > 0
-    thread.join(10)
+    thread.join(GUARD_S)
     assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 200
     assert server.process.wait(GUARD_S) == 0
 

@@ -52,7 +52,7 @@ def test_rates_are_differences_of_the_engines_counters(clock: Clock, history: Hi
     clock.now += 1
     history.engine_reported(stats(2, 7, 9))  # another engine: counters begin again
     clock.now += 1
-    points = history.view(hour=False)["points"]
+    points = history.view("recent", [history.report("recent")])["points"]
     assert [(p["start"], p["prefill"], p["decode"], p["running"]) for p in points] == [
         (1000, 100, 40, 3), (1001, 0, 10, 1), (1002, 7, 9, 1),
     ]  # fmt: skip
@@ -64,17 +64,17 @@ def test_an_hour_is_kept_and_silence_costs_nothing(clock: Clock, history: Histor
         history.first_token(0.25)
         history.next_tokens(0.01, 1)
         history.responded(200)
-    hour, recent = history.view(hour=True), history.view(hour=False)
+    hour, recent = history.view("hour", [history.report("hour")]), history.view("recent", [history.report("recent")])
     assert abs(hour["num_first_tokens"] - HOUR_S) <= 20 and len(hour["points"]) <= HOUR_S // hour["interval_s"] + 1
     assert abs(recent["num_first_tokens"] - RECENT_S) <= 1
     assert hour["first_token"] == [pytest.approx(0.25, rel=0.04)] * 3
     clock.now += 10 * HOUR_S
-    assert history.view(hour=True)["points"] == []
+    assert history.view("hour", [history.report("hour")])["points"] == []
     history.next_tokens(0.02, 4)
     clock.now += 10
-    (point,) = history.view(hour=True)["points"]
+    (point,) = history.view("hour", [history.report("hour")])["points"]
     assert point["inter_token"] == [pytest.approx(0.02, rel=0.04)] * 3 and point["first_token"] is None
-    assert history.view(hour=True)["num_inter_tokens"] == 4
+    assert history.view("hour", [history.report("hour")])["num_inter_tokens"] == 4
 
 
 def test_responses_by_kind(clock: Clock, history: History) -> None:
@@ -82,4 +82,10 @@ def test_responses_by_kind(clock: Clock, history: History) -> None:
         history.responded(status)
     history.broke()
     clock.now += 1
-    assert history.view(hour=False)["responses"] == {"ok": 2, "refused": 2, "overloaded": 1, "failed": 2, "broken": 1}
+    assert history.view("recent", [history.report("recent")])["responses"] == {
+        "ok": 2,
+        "refused": 2,
+        "overloaded": 1,
+        "failed": 2,
+        "broken": 1,
+    }

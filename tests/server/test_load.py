@@ -18,7 +18,7 @@ from tests.server.running import RunningServer, chat_body
 
 
 def test_figures(tmp_path: Path) -> None:
-    args = argparse.Namespace(connections=4, seconds=0.2, repeats=1, tokens=25)
+    args = argparse.Namespace(api_server_count=1, connections=4, seconds=0.2, repeats=1, tokens=25)
     figures = run(args, tmp_path / "steps.json")
     (rate,), delays = figures["throughput"], figures["latency"]
     assert rate["chats"] >= 40 and rate["chats_per_s"] > 20 and 2 <= rate["events_per_chat"] <= 17

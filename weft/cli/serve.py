@@ -46,6 +46,10 @@ _WITHOUT_EFFECT = {
 _FLAGS: dict[str, dict[str, Any]] = {
     "--host": {"dest": "host", "metavar": "NAME", "help": "where to listen (default: 127.0.0.1, this machine only)"},
     "--port": {"dest": "port", "type": int, "metavar": "N", "help": "default: 8000; 0: any free one"},
+    "--api-server-count": {
+        "dest": "api_server_count", "type": int, "metavar": "N",
+        "help": "processes that answer calls (HTTP, templates, tokenizer), before one engine",
+    },
     "--api-key": {
         "dest": "api_keys", "action": "append", "metavar": "KEY",
         "help": "a key that callers must present; may be given more than once (or set WEFT_API_KEY)",

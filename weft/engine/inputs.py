@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,9 +47,17 @@ class InputProcessor:
         config: the resolved configuration.
         tokenizer: None if the engine runs on token ids alone.
         max_model_len: context length after clamping to the cache.
+        numbers: gives each request and each prompt a number that no other one of the engine has; None: from 0 on. (One
+            of several processes before an engine gets numbers of its own.)
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self._vocab_size = config.model_config.vocab_size
         self._generation: GenerationDefaults = config.generation
         self._seed = config.seed
@@ -57,8 +65,8 @@ class InputProcessor:
         self._max_logprobs = config.max_logprobs
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._num_prompts = 0
-        self._arrivals = itertools.count()
+        self._prompts = itertools.count(1) if numbers is None else numbers
+        self._arrivals = itertools.count() if numbers is None else numbers
         self._eos = frozenset(config.eos_token_ids)
 
     # -- prompts -------------------------------------------------------------------------------------------------
@@ -198,8 +206,8 @@ class InputProcessor:
             RequestError: parameters that do not fit this model.
         """
         self._check_params(params)
-        self._num_prompts += 1
-        seed = params.seed if params.seed is not None else derive_seed(self._seed, self._num_prompts)
+        number = next(self._prompts)
+        seed = params.seed if params.seed is not None else derive_seed(self._seed, number)
         resolved = self._resolve(params)
         if grammar is not None:
             resolved = replace(resolved, grammar=grammar)

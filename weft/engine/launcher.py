@@ -37,7 +37,7 @@ _FAILURE_TIMEOUT_S = 5.0
 _POLL_S = 0.5
 """Seconds between two looks at the process."""
 
-_GRACE_S = 10.0
+GRACE_S = 10.0
 """Seconds that an engine gets to leave after ``Shutdown`` before it is killed."""
 
 
@@ -125,7 +125,7 @@ class EngineHandle(ABC):
         self._ended.set()
         self._on_exit(status)
 
-    async def stop(self, grace_s: float = _GRACE_S) -> None:
+    async def stop(self, grace_s: float = GRACE_S) -> None:
         """Ask it to leave, kill it if it does not within ``grace_s`` seconds, and wait for its end."""
         if grace_s > 0 and not self._ended.is_set():
             self.send(wire.Shutdown())

@@ -7,6 +7,7 @@ Owns: the count. Does not know: what the engine does with them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from mmap import mmap
 
 from weft.errors import RequestError
 from weft.server.errors import ApiError
@@ -14,12 +15,45 @@ from weft.server.errors import ApiError
 RETRY_AFTER_S = 1
 
 
-class Admission:
-    """A bounded queue: ``max_running`` completions run, ``max_waiting`` more may wait."""
+class OpenCounts:
+    """How many completions each process has open, in memory that all of them map; each writes its own place.
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
+    Args:
+        memory: eight bytes for each process; None: there is one process.
+        index: this process's place.
+    """
+
+    def __init__(self, memory: mmap | bytearray | None = None, index: int = 0) -> None:
+        self._places = memoryview(bytearray(8) if memory is None else memory).cast("q")
+        self._index = index
+
+    def add(self, count: int) -> None:
+        """This process has opened so many, or closed them (negative)."""
+        self._places[self._index] += count
+
+    def forget(self, index: int) -> None:
+        """That process has gone, and what it had open with it."""
+        self._places[index] = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self._places)
+
+
+class Admission:
+    """A bounded queue: ``max_running`` completions run, ``max_waiting`` more may wait.
+
+    Several processes look at the sum of what they have open, without a lock: if two accept a call in the same moment,
+    the queue is longer by one call.
+    """
+
+    def __init__(self, max_running: int, max_waiting: int, counts: OpenCounts | None = None) -> None:
         self.limit = max_running + max_waiting
-        self.num_open = 0
+        self._counts = counts or OpenCounts()
+
+    @property
+    def num_open(self) -> int:
+        return self._counts.total
 
     def enter(self, count: int) -> Callable[[], None]:
         """Take on ``count`` completions. Returns what to call, once, when their response has ended.
@@ -34,22 +68,22 @@ class Admission:
                 "fewer prompts",
                 "n",
             )
-        if self.num_open + count > self.limit:
+        num_open = self.num_open
+        if num_open + count > self.limit:
             raise ApiError(
                 429,
-                f"{self.num_open} completions are running or waiting, and the queue ends at {self.limit}; "
-                "try again later",
+                f"{num_open} completions are running or waiting, and the queue ends at {self.limit}; try again later",
                 type="rate_limit_error",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self.num_open += count
+        self._counts.add(count)
         left = False
 
         def leave() -> None:
             nonlocal left
             if not left:
                 left = True
-                self.num_open -= count
+                self._counts.add(-count)
 
         return leave

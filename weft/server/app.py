@@ -28,7 +28,7 @@ from weft.server.chat_completions import chat_completions
 from weft.server.completions import completions
 from weft.server.errors import ApiError, as_api_error, error_response
 from weft.server.inspector import Inspector
-from weft.server.metrics import CONTENT_TYPE, Metrics
+from weft.server.metrics import CONTENT_TYPE, METRICS, Metrics
 from weft.server.openapi import openapi_document
 from weft.server.protocol import (
     BodyReader,
@@ -88,10 +88,11 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
     """The application over a service."""
     settings = service.settings
     context = Context(service, settings, BodyReader(settings.strict), Metrics(service), RequestLog(), tracer)
+    service.peers.offer(lambda what: context.metrics.report() if what == METRICS else service.history.report(what))
     document = msgspec.json.encode(openapi_document({path: kind for path, (_, kind) in POSTS.items()}, media_types()))
 
     async def metrics(request: Request) -> Response:
-        return Response(context.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await context.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from weft.stats import EngineStats
 
 FINE_S, RECENT_S = 1, 120
@@ -79,6 +81,12 @@ class Interval:
         self.first_token.update(other.first_token)
         self.inter_token.update(other.inter_token)
 
+    def add_calls(self, other: CallInterval) -> None:
+        """Another process's calls in the same interval; what the engine did, every process knows."""
+        self.responses.update(other.responses)
+        self.first_token.update(other.first_token)
+        self.inter_token.update(other.inter_token)
+
     def point(self, length_s: int) -> dict[str, Any]:
         """As JSON: tokens per second, completions, percentiles in seconds."""
         return {
@@ -91,6 +99,15 @@ class Interval:
             "first_token": self.first_token.percentiles(),
             "inter_token": self.inter_token.percentiles(),
         }
+
+
+class CallInterval(msgspec.Struct, array_like=True):
+    """What one process reports of an interval; see ``Interval``."""
+
+    start: int
+    responses: dict[str, int]
+    first_token: dict[int, int]
+    inter_token: dict[int, int]
 
 
 class Track:
@@ -107,6 +124,28 @@ class Track:
     def _forget(self, now: float) -> None:
         while self._closed and self._closed[0][0].start < now - self.span_s:
             self._closed.popleft()
+
+    def report(self) -> bytes:
+        """The calls of the intervals that something happened in."""
+        intervals = [interval for interval, _ in self._closed]
+        return msgspec.msgpack.encode(
+            [CallInterval(i.start, i.responses, i.first_token, i.inter_token) for i in intervals]
+        )
+
+    def with_calls(self, reports: list[bytes]) -> Track:
+        """The same intervals, with the calls that all processes report, this one's among them."""
+        merged: dict[int, Interval] = {}
+        for interval, _ in self._closed:
+            mine = merged[interval.start] = Interval(interval.start)
+            mine.add(interval)
+            mine.responses, mine.first_token, mine.inter_token = Counter(), LatencyHistogram(), LatencyHistogram()
+        for report in reports:
+            for calls in msgspec.msgpack.decode(report, type=list[CallInterval]):
+                merged.setdefault(calls.start, Interval(calls.start)).add_calls(calls)
+        track = Track(self.length_s, self.span_s)
+        for start in sorted(merged):
+            track.close(merged[start])
+        return track
 
     def view(self, now: float) -> dict[str, Any]:
         """The intervals of the last ``span_s``, and their sum."""
@@ -175,12 +214,19 @@ class History:
 
     # -- looks -------------------------------------------------------------------------------------------------------
 
-    def view(self, hour: bool) -> dict[str, Any]:
-        """The last hour, or the last two minutes, without the interval that runs. Moments are those of the clock;
-        nothing happened in intervals that are not listed, and nothing was measured before ``began``."""
+    def view(self, name: str, reports: list[bytes]) -> dict[str, Any]:
+        """The last hour (``hour``), or the last two minutes (``recent``), without the interval that runs. Moments are
+        those of the clock; nothing happened in intervals that are not listed, and nothing was measured before
+        ``began``. ``reports``: of all API processes, as ``report`` gives them."""
+        return {"began": self._began} | self._track(name).with_calls(reports).view(self._clock())
+
+    def report(self, name: str) -> bytes:
+        """The calls of this process."""
+        return self._track(name).report()
+
+    def _track(self, name: str) -> Track:
         self._current()
-        track = self._hour if hour else self._recent
-        return {"began": self._began} | track.view(self._clock())
+        return self._hour if name == "hour" else self._recent
 
     def _current(self) -> Interval:
         """The interval that runs; those that ended meanwhile are closed."""

@@ -51,12 +51,14 @@ class Inspector:
         snapshot, texts = await self._latest()
         named = frozenset(request.query_params.getlist("request")[:MAX_NAMED])
         capacity = msgspec.to_builtins(self._service.capacity)
+        track = "hour" if request.query_params.get("history") == "hour" else "recent"
+        reports = await self._service.peers.gather(track)
         return {
             "model": self._service.model_name,
             "is_admin": caller.is_admin,
             "capacity": capacity,
             "keeps_states": self._service.keeps_states,
-            "history": self._service.history.view(hour=request.query_params.get("history") == "hour"),
+            "history": self._service.history.view(track, reports),
         } | visible(snapshot, texts if caller.is_admin else None, named)
 
     async def _latest(self) -> tuple[Snapshot, list[str]]:

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -26,6 +27,9 @@ from weft.stats import EngineStats
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
+METRICS = "metrics"
+"""Under this name API processes report their counts."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -37,11 +41,18 @@ class Metrics:
         self.tally = Tally()
         service.token_times.append(self.tally)
 
-    def text(self) -> bytes:
-        """The exposition format."""
+    def report(self) -> bytes:
+        """What this process has counted, for ``text`` of any API process."""
+        return msgspec.msgpack.encode(self.tally.counts)
+
+    async def text(self) -> bytes:
+        """The exposition format, of all API processes together."""
+        counts = Counts()
+        for report in await self._service.peers.gather(METRICS):
+            counts.add(msgspec.msgpack.decode(report, type=Counts))
         registry = CollectorRegistry()
         registry.register(_EngineCollector(self._service))
-        registry.register(_CallCollector(self._service, self.tally.counts))
+        registry.register(_CallCollector(self._service, counts))
         return generate_latest(registry)
 
     def responded(self, path: str, status: int) -> None:
@@ -131,7 +142,7 @@ class _EngineCollector(Collector):
         yield _counter("weft:evicted_states", "states given up for new requests", stats.num_evicted_states, labels)
         yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
         yield _counters("weft:steps", "steps by how they ran", "mode", stats.steps_by_mode, labels)
-        for name, values in (service.replicas or {}).items():
+        for name, values in (service.engine_client.replicas or {}).items():
             yield _gauges(f"weft:replica_{name}", f"{name}, by replica", "replica", values, labels)
         tokens = {
             "prefill": stats.num_prefill_tokens,

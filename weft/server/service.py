@@ -1,7 +1,7 @@
 """The served model: the engine process behind it, and whether it can take requests.
 
-Job: start the engine, tell its stages, notice its end, restart it or give up, drain. Owns: the engine, the tokenizer
-and the state of the service. Does not know: routes or the shape of requests.
+Job: take up the engine when it is ready, tell its stages, drain. Owns: the tokenizer and the state of the service.
+Does not know: routes, the shape of requests, who keeps the engine's process (an ``EngineClient``).
 
     starting ──▶ ready ──▶ draining ──▶ (exit 0)
        ▲  │        │
@@ -14,21 +14,20 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from weft.config import EngineConfig
-from weft.config.parallelism import is_on_ray
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
-from weft.engine.launcher import ENGINE_MODULE, EngineProcess
-from weft.engine.replicas import ReplicaSet
+from weft.engine.keeper import EngineClient
+from weft.engine.launcher import GRACE_S
 from weft.engine.views import Snapshot
-from weft.server.admission import Admission
+from weft.server.admission import Admission, OpenCounts
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
 from weft.server.history import History
+from weft.server.peers import NoPeers, Peers
 from weft.server.rendering import RenderPool
 from weft.server.settings import ServerSettings
 from weft.tokenizer import Tokenizer
@@ -40,9 +39,6 @@ FROZEN_AFTER_S = 3.0
 
 DRAINED_RETRY_S = 5
 """When a caller of a server that is leaving may expect another in its place."""
-
-MAX_RESTARTS_IN_A_ROW = 3
-_STABLE_AFTER_S = 60.0
 
 Tell = Callable[[str, float, str], None]
 """Reports a stage of the start: name, seconds, note."""
@@ -60,14 +56,16 @@ class Service:
 
     Args:
         settings: the server's.
-        engine_settings: what the user set for the engine.
+        engine: the engine, in the hands of whoever keeps it.
         tell: hears about stages of the start.
-        engine_module: the module that is the engine process.
-        verbose: the engine says what it decides.
+        peers: the other API processes.
+        counts: the open completions of all of them.
+        numbers: of its requests; see ``InputProcessor``.
 
     Attributes:
         state: see the module.
         keeps_states: the engine caches recurrent states; see ``EngineConfig.keeps_states``.
+        became_ready: set when it was READY for the first time.
         ended: set when the service is over; ``failure`` then says why, or is None.
         history: what it did in the last hour, restarts of the engine included.
         token_times: hear when tokens come.
@@ -76,38 +74,37 @@ class Service:
     def __init__(
         self,
         settings: ServerSettings,
-        engine_settings: dict[str, Any],
+        engine: EngineClient,
         tell: Tell = lambda name, seconds, note: None,
-        engine_module: str = ENGINE_MODULE,
         *,
-        verbose: bool = False,
+        peers: Peers | None = None,
+        counts: OpenCounts | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.settings = settings
         self.state = State.STARTING
+        self.became_ready = asyncio.Event()
         self.ended = asyncio.Event()
         self.failure: wire.Failed | None = None
         self.created = int(time.time())
         self.render = RenderPool(settings.template_timeout_s)
         self.history = History()
         self.token_times: list[TokenTimes] = [self.history]
-        self.num_restarts = 0
+        self.engine_client = engine
+        self.peers = peers or NoPeers()
+        engine.listen(self._hear, self._lost)
         self._grammars: GrammarChecker | None = None
-        self._engine_settings = engine_settings
-        self._engine_module = engine_module
-        self._verbose = verbose
         self._tell = tell
-        self._process: EngineProcess | ReplicaSet | None = None
+        self._counts = counts or OpenCounts()
+        self._numbers = numbers
         self._engine: AsyncEngine | None = None
         self._config: EngineConfig | None = None
         self.keeps_states = False
         self._capacity: wire.Capacity | None = None
         self._tokenizer: asyncio.Task[Tokenizer | None] | None = None
         self._admission: Admission | None = None
-        self._failed: wire.Failed | None = None
         self._began = time.monotonic()
-        self._ready_at = 0.0
-        self._restarts_in_a_row = 0
-        self._is_closing = False
+        self._num_starts = 0
 
     # -- what handlers ask ---------------------------------------------------------------------------------------
 
@@ -174,31 +171,23 @@ class Service:
             return None
         if self.state in (State.STARTING, State.DEAD):
             return self.state.value
-        if self._process is None or self._process.silence_s > FROZEN_AFTER_S:
-            return "frozen"
-        return None
+        return "frozen" if self.engine_client.silence_s > FROZEN_AFTER_S else None
 
     @property
-    def engine_pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
-    @property
-    def replicas(self) -> dict[str, dict[str, int]] | None:
-        """Figures of each replica; None if there is one engine."""
-        return self._process.figures() if isinstance(self._process, ReplicaSet) else None
+    def num_restarts(self) -> int:
+        return self.engine_client.num_restarts
 
     # -- the engine's life ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine process; ``state`` becomes READY by itself."""
+        """Start the engine; ``state`` becomes READY by itself."""
+        self._begin()
+        self.engine_client.start()
+
+    def _begin(self) -> None:
         self.state = State.STARTING
         self._began = time.monotonic()
-        self._failed = None
-        settings = self._engine_settings
-        many = (settings.get("data_parallel_size") or 1) > 1 or is_on_ray(settings)
-        self._process = (ReplicaSet if many else EngineProcess)(
-            self._engine_settings, self._hear, self._on_exit, self._engine_module, verbose=self._verbose
-        )
+        self._num_starts += 1
 
     def _hear(self, message: wire.FromEngine) -> None:
         match message:
@@ -218,8 +207,6 @@ class Service:
                 self._tell(message.name, message.seconds, message.note)
             case wire.Ready():
                 asyncio.create_task(self._become_ready(message.capacity))  # noqa: RUF006 (short, and held by the loop)
-            case wire.Failed():
-                self._failed = message
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
         if config.skip_tokenizer_init:
@@ -230,41 +217,33 @@ class Service:
         return tokenizer
 
     async def _become_ready(self, capacity: wire.Capacity) -> None:
-        process = self._process
-        assert self._tokenizer is not None and process is not None
+        num_starts = self._num_starts
+        assert self._tokenizer is not None
         try:
             tokenizer = await self._tokenizer
         except Exception as error:  # a WeftError from the files, or anything from the libraries
-            self._failed = wire.failure(error)
-            process.kill()
+            self.engine_client.fail(wire.failure(error))
             return
-        if process is not self._process or self.state is not State.STARTING:
+        if num_starts != self._num_starts or self.state is not State.STARTING:
             return
-        inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len)
+        inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len, self._numbers)
         self._capacity = capacity
-        self._engine = AsyncEngine(process, inputs, tokenizer, self.token_times)
+        self._engine = AsyncEngine(self.engine_client, inputs, tokenizer, self.token_times)
         if self._admission is None:
-            self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size)
-        self._ready_at = time.monotonic()
-        self.state = State.READY
-        self._tell("ready", self._ready_at - self._began, _describe(capacity))
-
-    def _on_exit(self, status: int) -> None:
-        """The engine process has ended."""
-        was_ready = self.state is State.READY
-        if self._is_closing:
+            self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size, self._counts)
+        await self.peers.ready()
+        if num_starts != self._num_starts or self.state is not State.STARTING:
             return
-        failure = self._failed or wire.Failed(f"the engine process ended unexpectedly ({_ending(status)})")
+        self.state = State.READY
+        self.became_ready.set()
+        self._tell("ready", time.monotonic() - self._began, describe(capacity))
+
+    def _lost(self, failure: wire.Failed, is_restarting: bool) -> None:
+        """The engine has ended; another one is started, or the service is over."""
         if self._engine is not None:
             self._engine.die(failure.message)
-        if time.monotonic() - self._ready_at > _STABLE_AFTER_S:
-            self._restarts_in_a_row = 0
-        may_restart = self.settings.restart_engine and self._restarts_in_a_row < MAX_RESTARTS_IN_A_ROW
-        if may_restart and (was_ready or self.num_restarts) and self.state is not State.DRAINING:
-            self._restarts_in_a_row += 1
-            self.num_restarts += 1
-            logger.error("%s; another one is started", failure.message)
-            self.start()
+        if is_restarting:
+            self._begin()
             return
         self.state = State.DEAD
         self.failure = failure
@@ -277,6 +256,7 @@ class Service:
         if self.state is State.DEAD:
             return
         self.state = State.DRAINING
+        self.engine_client.no_restart()
         deadline = time.monotonic() + self.settings.drain_timeout_s
         while self._admission is not None and self._admission.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -285,25 +265,17 @@ class Service:
         self.ended.set()
 
     async def close(self) -> None:
-        """End the engine process, whatever its state."""
-        self._is_closing = True
+        """End the engine, whatever its state."""
         self.render.close()
         if self._grammars is not None:
             await self._grammars.close()
-        if self._process is None:
-            return
-        if self.state is State.DRAINING and self._engine is not None:
-            await self._process.stop()
-        else:
-            await self._process.stop(grace_s=0.0)
+        is_drained = self.state is State.DRAINING and self._engine is not None
+        await self.engine_client.stop(GRACE_S if is_drained else 0.0)
 
 
-def _describe(capacity: wire.Capacity) -> str:
+def describe(capacity: wire.Capacity) -> str:
+    """For the one who starts the server."""
     return (
         f"{capacity.max_num_seqs} requests at a time, context of {capacity.max_model_len:,} tokens, "
         f"{(capacity.num_pages - 1) * capacity.page_size:,} tokens of KV"
     )
-
-
-def _ending(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"status {status}"

@@ -14,6 +14,8 @@ from weft.errors import ConfigError
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "qwen3_xml", "none")
 REASONING_PARSERS = ("auto", "qwen3", "deepseek_r1", "none")
 
+MAX_API_SERVERS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -21,6 +23,7 @@ class ServerSettings:
 
     Attributes:
         host, port: where to listen. Port 0: any free one (it is told at the start).
+        api_server_count: processes that answer calls, before one engine.
         api_keys: callers must present one of them; empty: no keys.
         admin_key: a further key, which may also look into the engine.
         allow_unauthenticated: listen beyond loopback although there is no key.
@@ -48,6 +51,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_server_count: int = 1
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     allow_unauthenticated: bool = False
@@ -85,6 +89,10 @@ class ServerSettings:
         """Raises ConfigError for values out of range, and for a server open to other machines without an API key."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is out of range; allowed: 0 (any free one) to 65535")
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ConfigError(
+                f"api_server_count={self.api_server_count} is out of range; allowed: 1 to {MAX_API_SERVERS}"
+            )
         for name in ("request_timeout_s", "drain_timeout_s", "template_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")

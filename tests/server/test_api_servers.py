@@ -1,0 +1,338 @@
+"""Several API processes before one engine: shared limits and metrics, the death of one, drain, the engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.patience import GUARD_S
+from tests.server.fake_engine import SLOW
+from tests.server.running import RunningServer, chat_body, is_alive, wait_until
+from weft.errors import ConfigError
+from weft.server import api_link as link
+from weft.server.admission import Admission, OpenCounts
+from weft.server.errors import ApiError
+from weft.server.gathering import Gathering
+from weft.server.history import History
+from weft.server.listening import listen
+from weft.server.settings import ServerSettings
+from weft.server.tallies import Counts
+
+Start = Callable[..., RunningServer]
+
+TWO = ("--api-server-count", "2")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RunningServer]:
+    """For all tests that it survives."""
+    running = RunningServer(*TWO, "--restart-engine", "--max-queue-size", "12")  # and eight run
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[RunningServer] = []
+
+    def begin(*flags: str) -> RunningServer:
+        servers.append(RunningServer(*TWO, *flags))
+        return servers[-1].wait_ready()
+
+    yield begin
+    for running in servers:
+        running.close()
+
+
+class Call(threading.Thread):
+    """One slow call over a connection of its own; ``status`` is None if it was cut off."""
+
+    def __init__(self, server: RunningServer, num_tokens: int, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        body = chat_body("on and on", priority=SLOW, ignore_eos=True, max_tokens=num_tokens, **fields)
+        self._ask = (f"{server.url}/v1/chat/completions", body)
+        self.status: int | None = None
+        self.answer: dict[str, Any] = {}
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(httpx.TransportError):
+            response = httpx.post(self._ask[0], json=self._ask[1], timeout=GUARD_S)
+            self.status, self.answer = response.status_code, response.json()
+
+
+def opened(server: RunningServer, count: int, num_tokens: int) -> list[Call]:
+    calls = [Call(server, num_tokens) for _ in range(count)]
+    wait_until(lambda: load(server) == count, 20)
+    return calls
+
+
+def load(server: RunningServer) -> int:
+    return int(get(server, "/load").json()["server_load"])
+
+
+def get(server: RunningServer, path: str) -> httpx.Response:
+    """Over a new connection, so by whichever process."""
+    return httpx.get(server.url + path, timeout=GUARD_S)
+
+
+def value(server: RunningServer, name: str) -> float:
+    """The sum of a metric's samples."""
+    found = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", get(server, "/metrics").text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def connections_of(pid: int) -> int:
+    """Sockets that a process has open."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def test_calls_are_spread_and_counted_together_and_their_queue_is_one(two: RunningServer) -> None:
+    server = two
+    before = [connections_of(pid) for pid in server.api_pids]
+    calls = opened(server, 20, 300)
+    assert len(before) == 2
+    assert all(connections_of(pid) > count for pid, count in zip(server.api_pids, before, strict=True))
+    assert {load(server) for _ in range(8)} == {20}
+    refused = [httpx.post(f"{server.url}/v1/chat/completions", json=chat_body("more")) for _ in range(8)]
+    assert {response.status_code for response in refused} == {429}
+    for call in calls:
+        call.join(GUARD_S)
+        assert call.status == 200 and call.answer["usage"]["completion_tokens"] == 300
+    assert len({call.answer["id"] for call in calls}) == 20
+    for _ in range(4):
+        assert value(server, "vllm:request_success_total") == 20
+        assert value(server, "vllm:generation_tokens_total") == 6000
+    history = [get(server, "/inspect?history=recent").json()["history"] for _ in range(4)]
+    wait_until(lambda: get(server, "/inspect").json()["history"]["num_first_tokens"] == 20, 20)
+    assert all(view["num_first_tokens"] <= 20 for view in history)
+
+
+def test_one_that_dies_takes_its_own_calls_only(two: RunningServer) -> None:
+    server = two
+    done = [httpx.post(f"{server.url}/v1/chat/completions", json=chat_body("x")).status_code for _ in range(8)]
+    counted = value(server, "vllm:request_success_total")
+    assert done == [200] * 8 and counted >= 8
+    calls = opened(server, 20, 300)
+    victim, other = server.api_pids
+    os.kill(victim, signal.SIGKILL)
+    for call in calls:
+        call.join(GUARD_S)
+    lost = [call for call in calls if call.status is None]
+    assert 0 < len(lost) < 20 and all(call.status == 200 for call in calls if call not in lost)
+    wait_until(lambda: len(server.api_pids) == 2 and victim not in server.api_pids, 20)
+    assert is_alive(other) and other in server.api_pids
+    # Whoever meets the new process waits for it; nothing that was lost runs on, and no sum falls.
+    ids = {httpx.post(f"{server.url}/v1/chat/completions", json=chat_body("y"), timeout=GUARD_S).json()["id"]
+           for _ in range(8)}  # fmt: skip
+    assert len(ids) == 8
+    wait_until(lambda: get(server, "/load").json() | {"limit": 0} == IDLE, 20)
+    assert value(server, "vllm:request_success_total") >= counted
+    assert any("API process" in line and "signal 9" in line for line in server.log)
+
+
+IDLE = {"server_load": 0, "num_running": 0, "num_waiting": 0, "limit": 0}
+
+
+def test_sigterm_lets_the_calls_of_all_finish(start: Start) -> None:
+    server = start()
+    calls, pids = opened(server, 12, 200), server.api_pids
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: get(server, "/ready").status_code == 503, 10)
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=chat_body("too late"))
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+    for call in calls:
+        call.join(GUARD_S)
+    assert {call.status for call in calls} == {200}
+    assert server.process.wait(GUARD_S) == 0 and not any(map(is_alive, pids))
+    assert any("12 open completions may finish" in line for line in server.log)
+
+
+def test_a_second_sigterm_does_not_wait(start: Start) -> None:
+    server = start()
+    opened(server, 4, 4000)
+    pids = server.api_pids
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: get(server, "/ready").status_code == 503, 10)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(GUARD_S) == 0 and not any(map(is_alive, pids))
+
+
+def test_the_engine_dies_and_all_are_told(start: Start) -> None:
+    server = start()
+    calls, pids = opened(server, 8, 4000), server.api_pids
+    os.kill(server.engine_pid, signal.SIGKILL)
+    for call in calls:
+        call.join(GUARD_S)
+        assert call.status == 503 and "signal 9" in call.answer["error"]["message"]
+    assert server.process.wait(GUARD_S) == 1 and not any(map(is_alive, pids))
+    assert sum("signal 9" in line and "weft: error" in line for line in server.log) == 1
+
+
+def test_another_engine_is_taken_up_by_all(two: RunningServer) -> None:
+    server = two
+    calls, engine = opened(server, 8, 4000), server.engine_pid
+    os.kill(engine, signal.SIGKILL)
+    for call in calls:
+        call.join(GUARD_S)
+        assert call.status == 503
+    wait_until(lambda: {get(server, "/ready").status_code for _ in range(8)} == {200}, 30)
+    assert server.engine_pid != engine
+    assert {httpx.post(f"{server.url}/v1/chat/completions", json=chat_body("x")).status_code
+            for _ in range(8)} == {200}  # fmt: skip
+    assert get(server, "/metrics").text.count("weft:engine_restarts_total 1.0") == 1
+
+
+def test_a_frozen_engine_is_seen_by_all(two: RunningServer) -> None:
+    server, engine = two, two.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_until(lambda: {get(server, "/health").status_code for _ in range(8)} == {503}, 10)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: {get(server, "/health").status_code for _ in range(8)} == {200}, 10)
+
+
+def test_a_killed_server_leaves_no_child(start: Start) -> None:
+    server = start()
+    pids = [server.engine_pid, *server.api_pids]
+    server.process.kill()
+    wait_until(lambda: not any(map(is_alive, pids)), 10)
+
+
+def test_one_that_cannot_start_ends_the_server() -> None:
+    server = RunningServer(*TWO)
+    try:
+        wait_until(lambda: len(server.api_pids) == 2, 20)
+        os.kill(server.api_pids[0], signal.SIGKILL)  # before it has served
+        assert server.process.wait(GUARD_S) == 1
+        assert any("no other one is started" in line for line in server.log)
+    finally:
+        server.close()
+
+
+def test_a_port_in_use_is_told(two: RunningServer) -> None:
+    port = int(two.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="Address already in use; choose another --port"):
+        listen(ServerSettings(api_server_count=2, port=port))
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_how_many(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"api_server_count={count} is out of range; allowed: 1 to 64"):
+        ServerSettings(api_server_count=count).check()
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_several_processes() -> None:
+    memory = bytearray(16)
+    mine, other = OpenCounts(memory, 0), OpenCounts(memory, 1)
+    leave = Admission(1, 1, mine).enter(1)
+    other.add(1)
+    with pytest.raises(ApiError, match="2 completions are running or waiting"):
+        Admission(1, 1, mine).enter(1)
+    leave()
+    leave()
+    assert mine.total == other.total == 1
+    mine.forget(1)
+    assert mine.total == 0
+
+
+def test_sums_of_counts() -> None:
+    one, two = Counts(), Counts()
+    for counts, status in ((one, 200), (two, 200), (two, 429)):
+        counts.observe("request_params_n", 2.0)
+        counts.counters["prompt_tokens"] += 5
+        counts.responses["/x", status] = 3
+        counts.ended["stop"] = counts.ended.get("stop", 0) + 1
+    one.add(two)
+    assert sum(one.buckets["request_params_n"]) == 3 and one.sums["request_params_n"] == 6.0
+    assert one.counters["prompt_tokens"] == 15 and one.ended == {"stop": 3}
+    assert one.responses == {("/x", 200): 6, ("/x", 429): 3}
+
+
+def test_histories_of_several_processes() -> None:
+    now = [100.0]
+    mine, other = History(lambda: now[0]), History(lambda: now[0])
+    for history, status in ((mine, 200), (other, 429)):
+        history.responded(status)
+        history.first_token(0.5)
+    now[0] += 1
+    view = mine.view("recent", [mine.report("recent"), other.report("recent")])
+    assert view["responses"] == {"ok": 1, "overloaded": 1} and view["num_first_tokens"] == 2
+    assert [point["start"] for point in view["points"]] == [100]
+
+
+def test_reports_are_gathered_and_outlive_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[tuple[int, list[bytes]]] = []
+
+    async def main() -> None:
+        gathering = Gathering()
+
+        def ask(members: set[int]) -> list[tuple[int, link.Report]]:
+            return gathering.ask(0, link.Gather(7, "x"), members, lambda i, m: answers.append((i, m.reports)))
+
+        for index, report in ask({0, 1}):
+            gathering.reported(index, link.Reported(report.number, b"%d" % index))
+        assert answers.pop() == (0, [b"0", b"1"])
+        ask({0, 1})
+        gathering.retire(1)  # it dies with a question open
+        assert not answers
+        (_, report), *_ = ask({0})
+        gathering.reported(0, link.Reported(report.number, b"new"))
+        assert answers.pop() == (0, [b"new", b"1"])
+        monkeypatch.setattr("weft.server.gathering.PATIENCE_S", 0.01)
+        ask({0})
+        while not answers:
+            await asyncio.sleep(0.01)
+        assert answers.pop() == (0, [b"new", b"1"])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_frames_however_they_are_cut(size: int) -> None:
+    got: list[Any] = []
+    written = bytearray()
+
+    class Transport:
+        def write(self, content: bytes) -> None:
+            written.extend(content)
+
+        def is_closing(self) -> bool:
+            return False
+
+        def close(self) -> None:
+            """Nothing more comes."""
+
+    messages = [link.Gather(i, "x" * i * 50) for i in range(4)]
+    sender = link.Frames(got.append, lambda: None)
+    for message in messages[:2]:
+        sender.send(message)  # before there is a connection
+
+    async def main() -> None:
+        sender.connection_made(Transport())
+        for message in messages[2:]:
+            sender.send(message)
+        sender.close()
+
+    asyncio.run(main())
+    receiver = link.Frames(lambda content: got.append(link.decode_from_api(content)), lambda: None)
+    for i in range(0, len(written), size):
+        receiver.data_received(bytes(written[i : i + size]))
+    assert got == messages

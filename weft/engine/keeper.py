@@ -1,0 +1,162 @@
+"""The engine of a server over its whole life: one process or a set of replicas, started again when it dies.
+
+Job: start the engine, notice its end, start another or give up. Owns: the processes and the restart policy. Does not
+know: requests, tokenizers, HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from weft.config.parallelism import is_on_ray
+from weft.engine import wire
+from weft.engine.launcher import ENGINE_MODULE, EngineProcess
+from weft.engine.replicas import ReplicaSet
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS_IN_A_ROW = 3
+STABLE_AFTER_S = 60.0
+"""An engine that was ready for so long counts as good: its restarts are counted anew."""
+
+Hear = Callable[[wire.FromEngine], None]
+Lost = Callable[[wire.Failed, bool], None]
+"""Takes why the engine has ended, and whether another one is started."""
+
+
+class EngineClient(Protocol):
+    """What a server needs of its engine, which another process may keep for it."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines started after one had died."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, or the first replica's."""
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since its last sign of life."""
+
+    @property
+    def replicas(self) -> dict[str, dict[str, int]] | None:
+        """Figures of each replica; None if there is one engine."""
+
+    def listen(self, on_message: Hear, on_lost: Lost) -> None:
+        """Who hears its messages, and of its end unless it is stopped; before ``start``."""
+
+    def start(self) -> None: ...
+    def send(self, message: wire.ToEngine) -> None: ...
+    def fail(self, failure: wire.Failed) -> None:
+        """It is of no use to this server; it ends, for this reason, and no other one is started."""
+
+    def no_restart(self) -> None:
+        """From now on no other engine is started."""
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
+class EngineKeeper:
+    """The engine processes of this process.
+
+    Args:
+        settings, module, verbose: see ``EngineProcess``.
+        restarts: start another one when it dies.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        module: str = ENGINE_MODULE,
+        *,
+        verbose: bool = False,
+        restarts: bool = False,
+    ) -> None:
+        self._settings, self._module, self._verbose = settings, module, verbose
+        self._on_message: Hear = lambda message: None
+        self._on_lost: Lost = lambda failure, is_restarting: None
+        self._may_restart = restarts
+        self._process: EngineProcess | ReplicaSet | None = None
+        self._failed: wire.Failed | None = None
+        self._ready_at: float | None = None
+        self._restarts_in_a_row = 0
+        self._is_stopping = False
+        self.num_restarts = 0
+
+    def listen(self, on_message: Hear, on_lost: Lost) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
+
+    def start(self) -> None:
+        self._failed, self._ready_at = None, None
+        many = (self._settings.get("data_parallel_size") or 1) > 1 or is_on_ray(self._settings)
+        self._process = (ReplicaSet if many else EngineProcess)(
+            self._settings, self._hear, self._on_exit, self._module, verbose=self._verbose
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def silence_s(self) -> float:
+        return self._process.silence_s if self._process is not None else float("inf")
+
+    @property
+    def replicas(self) -> dict[str, dict[str, int]] | None:
+        return self._process.figures() if isinstance(self._process, ReplicaSet) else None
+
+    def send(self, message: wire.ToEngine) -> None:
+        assert self._process is not None, "nothing was started"
+        self._process.send(message)
+
+    def fail(self, failure: wire.Failed) -> None:
+        self._failed, self._may_restart = failure, False
+        if self._process is not None:
+            self._process.kill()
+
+    def no_restart(self) -> None:
+        self._may_restart = False
+
+    async def stop(self, grace_s: float) -> None:
+        """End it; nobody is told."""
+        self._is_stopping = True
+        if self._process is not None:
+            await self._process.stop(grace_s)
+
+    def _hear(self, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Failed):
+            self._failed = message
+            return
+        if isinstance(message, wire.Ready):
+            self._ready_at = time.monotonic()
+        self._on_message(message)
+
+    def _on_exit(self, status: int) -> None:
+        if self._is_stopping:
+            return
+        failure = self._failed or wire.Failed(f"the engine process ended unexpectedly ({describe_end(status)})")
+        was_ready = self._ready_at is not None
+        if self._ready_at is not None and time.monotonic() - self._ready_at > STABLE_AFTER_S:
+            self._restarts_in_a_row = 0
+        starts_another = (
+            self._may_restart
+            and (was_ready or self.num_restarts > 0)
+            and self._restarts_in_a_row < MAX_RESTARTS_IN_A_ROW
+        )
+        if not starts_another:
+            self._on_lost(failure, False)
+            return
+        self._restarts_in_a_row += 1
+        self.num_restarts += 1
+        logger.error("%s; another one is started", failure.message)
+        self._on_lost(failure, True)
+        self.start()
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, in words."""
+    return f"signal {-status}" if status < 0 else f"status {status}"

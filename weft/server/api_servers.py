@@ -1,0 +1,317 @@
+"""Several API processes before one engine, as the main process sees them.
+
+Job: start them, carry messages between them and the engine, notice the death of one and start another, drain them all.
+Owns: the API processes, and which request is whose. Does not know: HTTP, texts, what they count.
+
+A request's id is in the engine as often as here: when an API process dies, what it had open is aborted, and what the
+engine still says of it is dropped. The others do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from mmap import mmap
+
+import msgspec
+
+from weft.engine import wire
+from weft.engine.keeper import MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineKeeper, describe_end
+from weft.engine.launcher import GRACE_S
+from weft.engine.views import Snapshot
+from weft.request import RequestSpec
+from weft.server import api_link as link
+from weft.server.admission import OpenCounts
+from weft.server.gathering import Gathering
+from weft.server.service import describe
+from weft.server.settings import ServerSettings
+from weft.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+MODULE = "weft.server.api_process"
+
+_PULSE_S = 0.5
+_LEAVE_S = 10.0
+"""How long API processes get to leave once all is done, or the engine has died."""
+
+_NUMBERS = 1 << 40
+"""A process that is started again continues behind so many numbers."""
+
+
+@dataclass(slots=True)
+class ApiProcess:
+    """One of them: its process and link, and its open requests."""
+
+    index: int
+    listener: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    frames: link.Frames | None = None
+    open: set[str] = field(default_factory=set)
+    is_serving: bool = False
+    started_at: float = 0.0
+    num_starts: int = 0
+    restarts_in_a_row: int = 0
+
+    def send(self, message: link.ToApi) -> None:
+        if self.frames is not None:
+            self.frames.send(message)
+
+
+class ApiServers:
+    """All of them.
+
+    Args:
+        settings: the server's.
+        keeper: of the engine.
+        listeners: one socket for each.
+        tell: hears about stages of the start.
+        verbose: they log what they decide.
+
+    Attributes:
+        ended: set when the server is over; ``failure`` then says why, or is None.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        keeper: EngineKeeper,
+        listeners: list[socket.socket],
+        tell: Callable[[str, float, str], None],
+        *,
+        verbose: bool = False,
+    ) -> None:
+        self._settings, self._keeper, self._tell, self._verbose = settings, keeper, tell, verbose
+        self._members = [ApiProcess(index, listener) for index, listener in enumerate(listeners)]
+        self._owners: dict[str, ApiProcess] = {}
+        self._gathering = Gathering()
+        self._looks: deque[tuple[ApiProcess, int]] = deque()  # who asked for the snapshots on their way, in which life
+        self._counts_fd = os.memfd_create("weft open completions")
+        os.ftruncate(self._counts_fd, 8 * len(listeners))
+        self._counts = OpenCounts(mmap(self._counts_fd, 8 * len(listeners)))
+        self._stats = EngineStats()
+        self._configured: wire.Configured | None = None
+        self._ready: wire.Ready | None = None
+        self._began = time.monotonic()
+        self._has_told = self._is_leaving = False
+        self.ended = asyncio.Event()
+        self.failure: wire.Failed | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Completions that are open."""
+        return self._counts.total
+
+    async def run(self) -> None:
+        """Until it is over."""
+        self._keeper.listen(self._hear, self._lost)
+        self._keeper.start()
+        for member in self._members:
+            self._start(member)
+        pulse = asyncio.create_task(self._beat())
+        await self.ended.wait()
+        self._is_leaving = True
+        await self._wait_for_all(_LEAVE_S if self.failure is not None else 0.0)
+        pulse.cancel()
+        await self._keeper.stop(GRACE_S if self.failure is None else 0.0)
+
+    async def drain(self) -> None:
+        """Have them take nothing new and leave when all is done."""
+        self._is_leaving = True
+        self._keeper.no_restart()
+        self._tell_all(link.Drain())
+        await self._wait_for_all(self._settings.drain_timeout_s + _LEAVE_S)
+        self.ended.set()
+
+    async def _wait_for_all(self, limit_s: float) -> None:
+        """Until every process has left; those that have not in time are killed."""
+        deadline = time.monotonic() + limit_s
+        while any(member.process is not None for member in self._members) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for member in self._members:
+            if member.process is not None:
+                member.process.kill()
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def _start(self, member: ApiProcess) -> None:
+        ours, theirs = socket.socketpair()
+        descriptors = (member.listener.fileno(), theirs.fileno(), self._counts_fd)
+        first_number = member.index + member.num_starts * _NUMBERS * len(self._members)
+        is_another = member.num_starts > 0
+        start = link.ApiStart(
+            self._settings, member.index, first_number, os.getpid(), *descriptors, is_another, self._verbose
+        )
+        member.num_starts += 1
+        member.started_at = time.monotonic()
+        process = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=descriptors)
+        theirs.close()
+        assert process.stdin is not None
+        process.stdin.write(msgspec.msgpack.encode(start))
+        process.stdin.close()
+        member.process = process
+        member.frames = link.Frames(lambda content: self._receive(member, content), lambda: None)
+        loop, frames = asyncio.get_running_loop(), member.frames
+        connecting = loop.create_task(loop.create_connection(lambda: frames, sock=ours))
+        threading.Thread(target=self._watch, args=(member, process, connecting), daemon=True).start()
+        for known in (self._configured, self._ready):
+            if known is not None:
+                member.send(known)
+
+    def _watch(self, member: ApiProcess, process: subprocess.Popen[bytes], connecting: object) -> None:
+        """In a thread: wait for the end of the process."""
+        status = process.wait()
+        try:
+            connecting.get_loop().call_soon_threadsafe(self._ended, member, status)  # type: ignore[attr-defined]
+        except RuntimeError:  # the event loop is gone, so nobody waits for the news
+            return
+
+    def _ended(self, member: ApiProcess, status: int) -> None:
+        """An API process is gone: the engine need not work for it any more."""
+        was_serving, member.is_serving, member.process = member.is_serving, False, None
+        if member.frames is not None:
+            member.frames.close()
+            member.frames = None
+        self._counts.forget(member.index)
+        self._gathering.retire(member.index)
+        lost = sorted(member.open)
+        member.open.clear()
+        for request_id in lost:
+            del self._owners[request_id]
+        if self._is_leaving or self.failure is not None:
+            return
+        if lost:
+            self._keeper.send(wire.FinishRequests(lost))
+        if time.monotonic() - member.started_at > STABLE_AFTER_S:
+            member.restarts_in_a_row = 0
+        message = f"API process {member.index} ended unexpectedly ({describe_end(status)})"
+        if member.restarts_in_a_row == MAX_RESTARTS_IN_A_ROW or not (was_serving or member.restarts_in_a_row):
+            self._give_up(wire.Failed(f"{message}, so often that no other one is started"))
+            return
+        member.restarts_in_a_row += 1
+        logger.error("%s, and %d open completions with it; another one is started", message, len(lost))
+        self._start(member)
+
+    def _give_up(self, failure: wire.Failed) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self._tell_all(link.Lost(failure, False))
+            self.ended.set()
+
+    async def _beat(self) -> None:
+        """Tell how the engine is; to those that have no request in it, its figures too."""
+        while True:
+            self._tell_all(self._pulse())
+            for member in self._members:
+                if member.is_serving and not member.open:
+                    member.send(wire.Outputs([], self._stats))
+            await asyncio.sleep(_PULSE_S)
+
+    def _pulse(self) -> link.Pulse:
+        silence_s, keeper = self._keeper.silence_s, self._keeper
+        known = None if silence_s == float("inf") else silence_s
+        return link.Pulse(known, keeper.pid, keeper.num_restarts, keeper.replicas)
+
+    def _tell_all(self, message: link.ToApi) -> None:
+        for member in self._members:
+            member.send(message)
+
+    # -- from the engine -----------------------------------------------------------------------------------------
+
+    def _hear(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Outputs():
+                self._stats = message.stats
+                self._spread(message)
+            case Snapshot():
+                member, num_starts = self._looks.popleft()
+                if member.num_starts == num_starts:
+                    member.send(message)
+            case wire.Configured():
+                self._configured = message
+                self._tell_all(message)
+            case wire.Ready():
+                self._ready = message
+                self._tell_all(message)
+            case wire.Stage():
+                self._tell(message.name, message.seconds, message.note)
+
+    def _spread(self, outputs: wire.Outputs) -> None:
+        """To each process what is its."""
+        shares: dict[int, list[wire.Update]] = {}
+        for update in outputs.updates:
+            owner = self._owners.get(update.request_id)
+            if owner is None:
+                continue  # its process has gone, or does not want it any more
+            shares.setdefault(owner.index, []).append(update)
+            if update.finish_reason is not None:
+                self._forget(update.request_id)
+        for index, updates in shares.items():
+            self._members[index].send(wire.Outputs(updates, outputs.stats))
+
+    def _forget(self, request_id: str) -> None:
+        owner = self._owners.pop(request_id, None)
+        if owner is not None:
+            owner.open.discard(request_id)
+
+    def _lost(self, failure: wire.Failed, is_restarting: bool) -> None:
+        """The engine has died."""
+        self._tell_all(self._pulse())
+        self._ready, self._stats = None, EngineStats()
+        self._looks.clear()
+        for request_id in list(self._owners):
+            self._forget(request_id)
+        if is_restarting:
+            self._tell_all(link.Lost(failure, True))
+        else:
+            self._give_up(failure)
+
+    # -- from the API processes ----------------------------------------------------------------------------------
+
+    def _receive(self, member: ApiProcess, content: bytes) -> None:
+        message = link.decode_from_api(content)
+        match message:
+            case RequestSpec():
+                if self._ready is not None:  # else it was meant for an engine that has died
+                    self._owners[message.request_id] = member
+                    member.open.add(message.request_id)
+                    self._keeper.send(message)
+            case wire.FinishRequests():
+                for request_id in message.request_ids:
+                    self._forget(request_id)
+                self._keeper.send(message)
+            case wire.Inspect():
+                self._looks.append((member, member.num_starts))
+                self._keeper.send(message)
+            case link.Serving():
+                self._begins(member)
+            case link.Unfit():
+                self._keeper.fail(message.failure)
+            case link.Gather():
+                asked = [m.index for m in self._members if m.is_serving or m is member]
+                for index, report in self._gathering.ask(member.index, message, asked, self._gathered):
+                    self._members[index].send(report)
+            case link.Reported():
+                self._gathering.reported(member.index, message)
+
+    def _gathered(self, index: int, message: link.Gathered) -> None:
+        self._members[index].send(message)
+
+    def _begins(self, member: ApiProcess) -> None:
+        member.is_serving = True
+        if self._has_told:
+            member.send(link.Open())
+        elif all(m.is_serving for m in self._members) and self._ready is not None:
+            self._has_told = True
+            self._tell_all(link.Open())
+            note = f"{len(self._members)} API processes; {describe(self._ready.capacity)}"
+            self._tell("ready", time.monotonic() - self._began, note)
