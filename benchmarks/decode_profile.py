@@ -1,6 +1,8 @@
 """Where the time of a decode step goes on a GPU: graph replay time per batch size, and the kernels inside.
 
-python benchmarks/decode_profile.py --model qwen3-0.6b --batches 1 32 256 --json FILE
+    python benchmarks/decode_profile.py --model qwen3-0.6b --batches 1 32 256 --json FILE
+
+Contexts are of one length, or of one for each batch size. The caches hold random numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from weft import report
 from weft.config import resolve
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.ops.e4m3 import E4M3
 from weft.runner.model_runner import ModelRunner
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -78,17 +81,27 @@ def kernels_us(replay: Callable[[], Any], replays: int = 5) -> list[dict[str, An
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def profile_decode(runner: ModelRunner, model: str, batches: list[int], context: int) -> dict[int, Any]:
+def fill_caches(runner: ModelRunner) -> None:
+    for cache in runner.caches.values():
+        for tensor in cache.values():
+            if tensor.dtype is E4M3:
+                tensor.view(torch.uint8).random_(0, 0x48)  # 0 to 4
+            else:
+                tensor.normal_()
+
+
+def profile_decode(runner: ModelRunner, model: str, batches: list[int], contexts: list[int]) -> dict[int, Any]:
     """Replay time and kernels of a decode step, by batch size; printed as well."""
     result: dict[int, Any] = {}
-    for batch in batches:
+    fill_caches(runner)
+    for batch, context in zip(batches, contexts if len(contexts) > 1 else contexts * len(batches), strict=True):
         runner.run(decode_orders(runner, batch, context))
         size = padded_size(runner, batch)
         graphs = runner.graphs.decode
         assert graphs is not None
         run = partial(graphs.replay, size, batch)
         replay, kernels = graph_ms(run), kernels_us(run)
-        result[batch] = {"replay_ms": replay, "kernels": kernels}
+        result[batch] = {"context": context, "replay_ms": replay, "kernels": kernels}
         busy, launches = sum(k["us"] for k in kernels) / 1e3, sum(k["launches"] for k in kernels)
         print(f"{model} batch {batch}: replay {replay:.3f} ms, kernels {busy:.3f} ms in {launches:.0f} launches")
         for row in kernels[:14]:
@@ -100,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--context", type=int, default=1088)
+    parser.add_argument("--context", type=int, nargs="+", default=[1088])
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
@@ -117,6 +130,7 @@ def main() -> None:
         "benchmark": "decode_profile",
         **report.provenance("cuda"),
         "model": args.model,
+        "config": report.settings(config),
         "batches": profile_decode(runner, args.model, args.batches, args.context),
     }
     Path(args.json).write_text(json.dumps(result, indent=1))

@@ -116,7 +116,7 @@ def main() -> None:
         **report.provenance("cuda"),
         "model": args.model,
         "lengths": {},
-        "batches": profile_decode(runner, args.model, args.batches, 1088),
+        "batches": profile_decode(runner, args.model, args.batches, [1088]),
     }
     for length in args.lengths:
         runner.run(prefill_orders(runner, length))
