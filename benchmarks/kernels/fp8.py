@@ -113,7 +113,7 @@ def candidates(size: Size, tokens: int) -> list[Config]:
     for rows, stages in ((64, 4), (128, 3)):
         for splits in (1, 2, 4, 8):
             programs = width // rows * splits
-            if tokens >= 8 and splits <= steps and 64 <= programs <= 700:
+            if splits <= steps and 64 <= programs <= 700:
                 found.append(FewRows(False, rows, 4, stages, splits))
     return found
 

@@ -119,7 +119,10 @@ def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> Fe
         limits = [limit for limit in tuned if (limit <= MAX_TOKENS) == few]
         if limits:
             return tuned[min((limit for limit in limits if limit >= tokens), default=max(limits))]
-    return few_rows_config(rows, inner, next_power_of_2(tokens)) if few else many_rows_config(tokens, rows)
+    if few:
+        return few_rows_config(rows, inner, next_power_of_2(tokens))
+    fits = inner % (512 if block else 16) == 0 and rows % 16 == 0
+    return Library() if fits and has_table(weight.device) else many_rows_config(tokens, rows)
 
 
 def many_rows_config(tokens: int, rows: int) -> ManyRows:

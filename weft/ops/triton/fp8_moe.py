@@ -3,10 +3,10 @@
 Job: ``fp8_fused_moe`` on the GPU, for a few tokens and for many. Owns: both products and their tiles. Does not know:
 routing, sharding, how pairs are grouped (``moe_groups.py``) or summed (``moe_sum.py``).
 
-The steps are those of ``moe.py``. Sums of 128 products are scaled and added up in float32. Inputs of few tokens are
-quantised while the up product loads them, those of many by a pass before it. Hidden values are rounded to the model's
-dtype and quantised where one program has all that share a scale: at the end of the up product if its tile is as wide as
-a block, else while the down product loads them.
+The steps are those of ``moe.py``. Sums of 128 products are scaled and added up in float32. A pass quantises the inputs
+before the up product, in which it would take longer: each program would do it anew in every step. Hidden values are
+rounded to the model's dtype and quantised where one program has all that share a scale: at the end of the up product if
+its tile is as wide as a block, else while the down product loads them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv
 from weft.ops.triton.tile_table import choose_tile, has_table
 
-_OWN_TOKENS = 256
-"""Up to so many tokens the up product quantises its inputs: that repeats little work, and saves a launch."""
 _TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
 
@@ -75,10 +73,10 @@ def _row_scale(rows, input_scale, inside, DEPTH: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def _up_tile(
-    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column, strides,
+    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column, stride_group,
     DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    STATIC: tl.constexpr, QUANTIZED: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPED: tl.constexpr, STAGES: tl.constexpr,
+    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
     places = first + tl.arange(0, ROWS)
@@ -87,31 +85,19 @@ def _up_tile(
     columns = column + tl.arange(0, COLUMNS)
     in_width = columns < WIDTH
     inner = tl.arange(0, 128)
-    stride_values, stride_group = strides
-    value_rows = values + token[:, None] * stride_values
+    value_rows = values + token[:, None] * HIDDEN
     gate_rows = gate_up + expert.to(tl.int64) * (2 * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
     up_rows = gate_rows + WIDTH * HIDDEN
     GROUPS: tl.constexpr = (HIDDEN + 128 - 1) // 128
     gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    of_inputs = tl.zeros([ROWS], dtype=tl.float32)
-    if not BLOCK and QUANTIZED and not STATIC:
-        of_inputs = tl.load(scales + token, mask=inside, other=0.0)
-    elif not BLOCK:
-        of_inputs = _row_scale(value_rows, scales, inside, HIDDEN, ROWS, STATIC)
     for start in tl.range(0, HIDDEN, 128, num_stages=STAGES):
         k = start + inner
         a = _tile(value_rows, k, inside, HIDDEN, False)
-        if not QUANTIZED:
-            wide = a.to(tl.float32)
-            if BLOCK:
-                of_inputs = scale_of(tl.max(tl.abs(wide), 1))
-            a = to_e4m3(wide, of_inputs[:, None])
-        elif BLOCK:
-            of_inputs = tl.load(scales + start // 128 * stride_group + token, mask=inside, other=0.0)
         gate_sums = tl.dot(a, tl.trans(_tile(gate_rows, k, in_width, HIDDEN, WIDTH % COLUMNS == 0)))
         up_sums = tl.dot(a, tl.trans(_tile(up_rows, k, in_width, HIDDEN, WIDTH % COLUMNS == 0)))
         if BLOCK:
+            of_inputs = tl.load(scales + start // 128 * stride_group + token, mask=inside, other=0.0)
             gate_scales = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH // BLOCK * GROUPS)
             up_scales = gate_scales + WIDTH // BLOCK * GROUPS
             step = start // 128
@@ -123,6 +109,7 @@ def _up_tile(
         gate += gate_sums
         up += up_sums
     if not BLOCK:
+        of_inputs = tl.load(scales + token * 0) if STATIC else tl.load(scales + token, mask=inside, other=0.0)
         channel = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH) + columns
         gate *= of_inputs[:, None] * tl.load(channel, mask=in_width, other=0.0)[None, :]
         up *= of_inputs[:, None] * tl.load(channel + WIDTH, mask=in_width, other=0.0)[None, :]
@@ -144,10 +131,10 @@ def _up_tile(
 @jit(do_not_specialize=["stride_group"])
 def _fp8_up_kernel(
     values, scales, gate_up, gate_up_scale, hidden, hidden_scale, ids, pairs, first_place, block_expert, block_first,
-    num_blocks, stride_values, stride_group,
+    num_blocks, stride_group,
     DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    STATIC: tl.constexpr, QUANTIZED: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPED: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
@@ -156,14 +143,12 @@ def _fp8_up_kernel(
         if HALVES and end - first <= ROWS // 2:
             _up_tile(
                 values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
-                (stride_values, stride_group),
-                DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZED, QUANTIZE, ROWS // 2, COLUMNS, GROUPED, STAGES,
+                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS // 2, COLUMNS, GROUPED, STAGES,
             )  # fmt: skip
         else:
             _up_tile(
                 values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
-                (stride_values, stride_group),
-                DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZED, QUANTIZE, ROWS, COLUMNS, GROUPED, STAGES,
+                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS, COLUMNS, GROUPED, STAGES,
             )  # fmt: skip
 
 
@@ -286,14 +271,10 @@ def fp8_fused_moe_triton(
     tiles = choose_tiles(down, ids.shape[0], ids.shape[1], block) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows and ids.dtype == torch.int32
     assert all(t.is_contiguous() for t in (gate_up, gate_up_scale, down, down_scale, ids, weights))
-    assert x.stride(1) == 1
     num_tokens, top_k = ids.shape
     grouped = num_tokens > UNGROUPED_TOKENS
     grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows) if grouped else single_pairs(ids)
-    own = num_tokens <= _OWN_TOKENS and tiles.up.rows <= 32
-    values, scales = x, x if gate_up_input_scale is None else gate_up_input_scale
-    if not own:
-        values, scales = quantize_inputs_triton(x, gate_up_input_scale, block=block)
+    values, scales = quantize_inputs_triton(x, gate_up_input_scale, block=block)
     quantize = block > 0 and tiles.up.columns % block == 0
     hidden = torch.empty((ids.numel(), width), dtype=E4M3 if quantize else x.dtype, device=x.device)
     hidden_scale = down_input_scale
@@ -303,9 +284,9 @@ def fp8_fused_moe_triton(
     tile, static = tiles.up, gate_up_input_scale is not None
     given = scales if hidden_scale is None else hidden_scale
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
-        values, scales, gate_up, gate_up_scale, hidden, given, ids, *grouping, values.stride(0), scales.stride(-1),
+        values, scales, gate_up, gate_up_scale, hidden, given, ids, *grouping, scales.stride(-1),
         DTYPE=_TYPES[x.dtype], HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, BLOCK=block, STATIC=static,
-        QUANTIZED=not own, QUANTIZE=quantize, ROWS=tile.rows, COLUMNS=tile.columns, GROUPED=grouped, STAGES=tile.stages,
+        QUANTIZE=quantize, ROWS=tile.rows, COLUMNS=tile.columns, GROUPED=grouped, STAGES=tile.stages,
         HALVES=grouped and tile.rows >= HALVED_ROWS, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down

@@ -20,6 +20,8 @@ _MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
 _COLUMNS = 1024
 """Columns per program, where groups have scales of their own."""
+_MANY_ROWS = 512
+"""With more, a program takes several: enough loads in flight, and neighbouring scales in one store."""
 
 
 @triton.jit
@@ -34,30 +36,32 @@ def to_e4m3(values, scale):
     return tl.minimum(tl.maximum(values / scale, -_MAX), _MAX).to(tl.float8e4nv)
 
 
-@jit(do_not_specialize=["stride_group"])
+@jit(do_not_specialize=["num_rows", "stride_group"])
 def _quantize_kernel(
-    x, input_scale, values, scales, stride_x, stride_group,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STATIC: tl.constexpr, EARLY: tl.constexpr,
+    x, input_scale, values, scales, num_rows, stride_x, stride_group,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATIC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row; all of them where the row has one scale."""
+    """Some columns of some rows; all of them where a row has one scale."""
     enter(EARLY)
-    row = tl.program_id(1).to(tl.int64)
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < WIDTH
-    wide = tl.load(x + row * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    wide = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    stored = values + rows[:, None] * WIDTH + columns[None, :]
     if STATIC:
-        tl.store(values + row * WIDTH + columns, to_e4m3(wide, tl.load(input_scale)), mask=inside)
+        tl.store(stored, to_e4m3(wide, tl.load(input_scale)), mask=inside)
     elif BLOCK:
-        groups = tl.reshape(wide, [COLUMNS // BLOCK, BLOCK])
-        scale = scale_of(tl.max(tl.abs(groups), 1))
-        quantized = tl.reshape(to_e4m3(groups, scale[:, None]), [COLUMNS])
-        tl.store(values + row * WIDTH + columns, quantized, mask=inside)
+        groups = tl.reshape(wide, [ROWS, COLUMNS // BLOCK, BLOCK])
+        scale = scale_of(tl.max(tl.abs(groups), 2))
+        tl.store(stored, tl.reshape(to_e4m3(groups, scale[:, :, None]), [ROWS, COLUMNS]), mask=inside)
         group = tl.program_id(0) * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
-        tl.store(scales + group.to(tl.int64) * stride_group + row, scale, mask=group * BLOCK < WIDTH)
+        mask = (rows < num_rows)[:, None] & (group * BLOCK < WIDTH)[None, :]
+        tl.store(scales + group.to(tl.int64)[None, :] * stride_group + rows[:, None], scale, mask=mask)
     else:
-        scale = scale_of(tl.max(tl.abs(wide), 0))
-        tl.store(values + row * WIDTH + columns, to_e4m3(wide, scale), mask=inside)
-        tl.store(scales + row, scale)
+        scale = scale_of(tl.max(tl.abs(wide), 1))
+        tl.store(stored, to_e4m3(wide, scale[:, None]), mask=inside)
+        tl.store(scales + rows, scale, mask=rows < num_rows)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -84,10 +88,11 @@ def quantize_inputs_triton(x: Tensor, input_scale: Tensor | None, *, block: int)
         scales = torch.empty((groups, height), dtype=torch.float32, device=x.device).t()[:num_rows]
     columns = min(_COLUMNS, next_power_of_2(width)) if block or static else next_power_of_2(width)
     columns = max(columns, block)
+    rows = 4 if num_rows > _MANY_ROWS and columns <= _COLUMNS else 1
     if num_rows:
-        _quantize_kernel[(cdiv(width, columns), num_rows)](
-            x, x if input_scale is None else input_scale, values, scales, x.stride(0), scales.stride(-1),
-            WIDTH=width, BLOCK=block, COLUMNS=columns, STATIC=static,
+        _quantize_kernel[(cdiv(width, columns), cdiv(num_rows, rows))](
+            x, x if input_scale is None else input_scale, values, scales, num_rows, x.stride(0), scales.stride(-1),
+            WIDTH=width, BLOCK=block, ROWS=rows, COLUMNS=columns, STATIC=static,
             num_warps=max(1, min(8, columns // 256)), **early_launch(x.device),
         )  # fmt: skip
     return values, scales
