@@ -1,6 +1,6 @@
 """All figures of one GPU that docs/performance.md holds, measured again in one run: a JSON file each.
 
-    python benchmarks/gpu_tables.py --output DIR [--group tables | choices] [--only WORD …] [--seconds 560]
+    python benchmarks/gpu_tables.py --output DIR [--group tables | choices | all] [--only WORD …] [--seconds 560]
 
 Every job is a process of its own, because only fresh processes compare. What would not end within ``--seconds`` by its
 estimate is not begun, and is named at the end. Afterwards put the files into ``benchmarks/results`` and run
@@ -103,7 +103,18 @@ def _choices() -> list[Job]:
     return jobs
 
 
-GROUPS = {"tables": _tables, "choices": _choices}
+ORDER = ("w5", f"engine-{A}-compiled", f"tuned-choice-{B}", f"engine-{A}-h200", f"engine-{B}-bf16", "engine", "startup")
+"""What matters most goes first where all is asked for: beginnings of names."""
+
+
+def _all() -> list[Job]:
+    def rank(job: Job) -> int:
+        return next((i for i, start in enumerate(ORDER) if job.name.startswith(start)), len(ORDER))
+
+    return sorted(_tables() + _choices(), key=rank)
+
+
+GROUPS = {"tables": _tables, "choices": _choices, "all": _all}
 
 
 def run(job: Job, output: Path, limit: float) -> tuple[bool, str]:

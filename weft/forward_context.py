@@ -187,6 +187,11 @@ class ForwardContext:
 _current: ForwardContext | None = None
 
 
+def active_breaks() -> Breaks | None:
+    """The ``breaks`` of the current context; None without one, and without a context."""
+    return _current.breaks if _current is not None else None
+
+
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make ``context`` the current one for the body.

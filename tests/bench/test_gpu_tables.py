@@ -19,7 +19,7 @@ def test_jobs_name_scripts_and_settings_that_exist(group: str) -> None:
         assert job.command[0] == "-m" or (gpu_tables.ROOT / job.command[0]).is_file()
         if "--settings" in job.command:
             assert json.loads(job.command[job.command.index("--settings") + 1]).keys() <= OPTIONS.keys()
-    assert sum(job.seconds for job in jobs) <= 600
+    assert group == "all" or sum(job.seconds for job in jobs) <= 600
 
 
 def test_jobs_run_until_the_time_is_up(

@@ -26,9 +26,10 @@ class Pieces:
 
     def __init__(self, model: Model, prepared: Forward | None = None, **options: Any) -> None:
         self.model, self.pool = model, EmulatedGraphPool()
+        context = context_of([1], model.table())  # made once: making its tensors is no part of a pass
         self.runs = PiecewiseModel(
             prepared or model,
-            lambda size: context_of([1], model.table()),
+            lambda size: context,
             self.pool,
             SIZES,
             NAMES,

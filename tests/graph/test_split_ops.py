@@ -27,7 +27,7 @@ def test_a_new_kind_of_layer_needs_one_decorator() -> None:
     with forward_context(context_of([1, 2], {"layers.7": Doubler()})):
         torch.ops.weft.doubler_with_output(torch.ones(4, 3), torch.ones(4, 3), out, "layers.7")
     assert out.tolist() == [[3.0] * 3] * 3 + [[0.0] * 3]
-    assert "doubler" in known_split_ops() and "doubler" in select_split_ops(["+doubler"])
+    assert "doubler" in known_split_ops() and "doubler" in select_split_ops(["+doubler"])[0]
 
 
 def test_mutation_is_declared_and_the_fake_runs_without_a_context() -> None:
@@ -73,8 +73,11 @@ def test_a_call_breaks_only_where_breaks_are_wanted() -> None:
 
 
 def test_names() -> None:
-    assert select_split_ops() == {"attention"}
-    assert select_split_ops(["weft::attention_with_output"]) == {"attention"}
-    assert select_split_ops(["+gated_delta_net"]) == {"attention", "gated_delta_net"}
+    assert select_split_ops() == ({"attention"}, ())
+    assert select_split_ops(["weft::attention_with_output"]) == ({"attention"}, ())
+    assert select_split_ops(["+gated_delta_net"]) == ({"attention", "gated_delta_net"}, ())
+    assert select_split_ops(["gated_delta_net"]) == ({"gated_delta_net"}, ())
+    assert select_split_ops(["+MLP", "a.b", "attention"]) == ({"attention"}, ("MLP", "a.b"))
+    assert select_split_ops(None, also=["all_reduce"]) == ({"attention", "all_reduce"}, ())
     with pytest.raises(ConfigError, match=r"'attentoin', which is no split op; there are .*attention"):
         select_split_ops(["attentoin"])

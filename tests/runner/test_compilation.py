@@ -149,11 +149,58 @@ def test_decode_graphs_alone_can_be_compiled(tmp_path: Path, compiled_sizes: lis
     assert set(compiled_sizes) == {(4, True)} and runner.compiler.counters.reused == 1
 
 
+NAMED = {
+    "modules": (["attention", "model.layers.*.mlp"], lambda layers: len(layers) + layers.count("full_attention")),
+    "class": (["SparseMoe"], len),
+    "method": (["GatedDeltaNet.mix", "attention"], len),
+    "function": (
+        ["+weft.quantization.unquantized.fused_moe"],
+        lambda layers: len(layers) + layers.count("full_attention"),
+    ),
+    "attention inside": (["gated_delta_net"], lambda layers: layers.count("linear_attention")),
+}
+"""What to split at, and the breaks that this makes of the layers' types. All layers of the checkpoint have experts."""
+
+
+@pytest.mark.parametrize("source", ["capture", "eager"])
+@pytest.mark.parametrize("what", NAMED)
+def test_functions_methods_and_modules_are_split_off_by_name(tmp_path: Path, what: str, source: str) -> None:
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    expected, _ = answers(folder)
+    names, breaks = NAMED[what]
+    settings = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_compiler": source}
+    given, runner = answers(folder, **settings, piecewise_cuda_graph_tokens=TOKENS, splitting_ops=names)
+    assert given == expected
+    pieces = runner.graphs.pieces
+    assert pieces is not None and pieces.counters.replays > 3
+    assert pieces.num_pieces == breaks(list(runner.config.model_config.layer_types)) + 1
+
+
+def test_names_are_wrapped_during_the_capture_alone(tmp_path: Path) -> None:
+    from weft.layers import moe
+    from weft.ops.moe import fused_moe
+
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    names = ["weft.ops.moe.fused_moe", "SparseMoe", "attention"]
+    settings = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [16], "splitting_ops": names}
+    before = {key: value for key, value in vars(moe).items() if callable(value)}
+    with pytest.raises(ConfigError, match=r"fused_moe', which no forward pass"):  # it is in SparseMoe
+        ModelRunner(resolve(model=str(folder), **SETTINGS, **settings))
+    runner = ModelRunner(resolve(model=str(folder), **SETTINGS, **(settings | {"splitting_ops": names[1:]})))
+    assert {key: value for key, value in vars(moe).items() if callable(value)} == before
+    assert not hasattr(fused_moe, "sites")
+    assert not any("forward" in vars(module) for module in runner.model.modules())
+
+
 @pytest.mark.parametrize(
     ("splitting_ops", "message"),
     [
         (["attention", "gdn"], "splitting_ops names 'gdn', which is no split op; there are .*gated_delta_net"),
-        (["gated_delta_net"], r"leaves out attention, which pieces cannot hold.*\+gated_delta_net"),
+        (["Mpl"], "'Mpl', which is no split op, no function .*its classes are .*MLP.*, its modules for example model"),
+        (["model.layers.9.mlp"], "'model.layers.9.mlp', which is no split op"),
+        (["weft.ops.norm.no_such"], "'weft.ops.norm.no_such', which is no split op"),
+        (["DecoderLayer"], "DecoderLayer.*layers.0.forward returns a tuple; a split op returns one tensor"),
+        (["weft.ops.sampling.exponential_noise"], "exponential_noise', which no forward pass of the model calls"),
     ],
 )
 def test_split_ops_that_cannot_be_are_refused(tmp_path: Path, splitting_ops: list[str], message: str) -> None:

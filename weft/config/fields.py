@@ -186,8 +186,8 @@ class EngineConfig:
     splitting_ops: tuple[str, ...] | None = _option(
         "texts",
         None,
-        "operations that separate the pieces; a first name with + extends the default list instead of "
-        "replacing it; default: attention",
+        "operations that separate the pieces, by name, and functions, methods and modules by their paths; a first name "
+        "with + extends the default list instead of replacing it; default: attention",
     )
     enable_torch_compile: bool = _option("bool", False, "compile the model inside decode graphs, with Inductor")
     torch_compile_max_bs: int | None = _option("int", None, "largest decode batch to compile for; default: 32", low=1)

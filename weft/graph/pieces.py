@@ -210,13 +210,17 @@ class PiecewiseModel:
 
     def warm_up(self, size: int) -> None:
         """See ``Recorder``."""
-        with forward_context(dataclasses.replace(self._context(size), breaks=self._source)):
-            self._source.warm_up(lambda: self.model(input_ids=self._ids[:size]))
+        self._source.warm_up(lambda: self._pass(size))
 
     def record(self, size: int) -> tuple[Graph, Tensor]:
         """See ``Recorder``."""
+        return self._source.capture(lambda: self._pass(size))
+
+    def _pass(self, size: int) -> Tensor:
+        """The model on the static ids. Its batch is made here, so that what is gathered for it (the page table, for
+        attention inside a piece) is gathered anew by every replay."""
         with forward_context(dataclasses.replace(self._context(size), breaks=self._source)):
-            return self._source.capture(lambda: self.model(input_ids=self._ids[:size]))
+            return self.model(input_ids=self._ids[:size])
 
     @property
     def counters(self) -> GraphCounters:

@@ -34,15 +34,11 @@ Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 DEFAULT_SPLIT_OPS = ("attention",)
 """Ops that break a pass unless ``splitting_ops`` says otherwise. Gated DeltaNet finds all sizes on the device and stays
-inside; it can be split off by name."""
+inside; it can be split off by name. So do the kernels of attention: a list without it leaves it inside."""
 
 
 OUTPUT_SUFFIX = "_with_output"
 """Ends the name of a split op's operator, whose caller provides the output's memory."""
-
-
-REQUIRED_SPLIT_OPS = ("attention",)
-"""Ops that pieces cannot hold: the page table is gathered anew for every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +101,22 @@ def split_op_named(name: str) -> SplitOp:
 
 
 def _make(name: str, width: Callable[[Any], int], method: Callable[..., Tensor]) -> SplitOp:
+    """The split op of a layer's method."""
+    _, *parameters = inspect.signature(method).parameters
+    return _register(name, width, method, parameters)
+
+
+def split_op_of_inputs(name: str, num_inputs: int) -> SplitOp:
+    """The split op ``name`` whose layers have ``run(*inputs)`` and ``width``, registered at its first use."""
+    if name not in _OPS:
+        inputs = [f"x{number}" for number in range(num_inputs)]
+        _OPS[name] = _register(name, lambda site: site.width, lambda site, *xs: site.run(*xs), inputs)
+    return _OPS[name]
+
+
+def _register(
+    name: str, width: Callable[[Any], int], method: Callable[..., Tensor], parameters: Sequence[str]
+) -> SplitOp:
     """Register the operation with its schema (``out`` is written), its implementation and its fake."""
 
     def fill(layer: Any, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -116,7 +128,6 @@ def _make(name: str, width: Callable[[Any], int], method: Callable[..., Tensor])
         *inputs, out, layer_name = arguments
         fill(get_forward_context().layers[layer_name], inputs, out)
 
-    _, *parameters = inspect.signature(method).parameters
     inputs = "".join(f"Tensor {parameter}, " for parameter in parameters)
     full_name = f"{name}{OUTPUT_SUFFIX}"
     _LIBRARY.define(f"{full_name}({inputs}Tensor(a!) out, str layer_name) -> ()")
@@ -135,30 +146,32 @@ def known_split_ops() -> tuple[str, ...]:
     return tuple(sorted(_OPS))
 
 
-def select_split_ops(given: Iterable[str] | None = None, also: Iterable[str] = ()) -> frozenset[str]:
-    """The ops that break a pass.
+def select_split_ops(
+    given: Iterable[str] | None = None, also: Iterable[str] = ()
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The ops that break a pass, and names that are no op: of functions, methods and modules (``named_splits.py``).
 
     Args:
-        given: names of ops, as ``attention`` or ``weft::attention_with_output``. They replace the default list; if the
-            first one starts with ``+``, they extend it. None: the default list.
+        given: names of ops, as ``attention`` or ``weft::attention_with_output``, and others. They replace the default
+            list; if the first one starts with ``+``, they extend it. None: the default list.
         also: what the default list has beside ``DEFAULT_SPLIT_OPS``.
 
     Raises:
-        ConfigError: a name that is no split op, or a list without an op that has to break.
+        ConfigError: a name that can be nothing of that.
     """
     defaults = frozenset(DEFAULT_SPLIT_OPS) | frozenset(also)
     if given is None:
-        return defaults
+        return defaults, ()
     names = list(given)
     extends = bool(names) and names[0].startswith("+")
     short = [n.removeprefix("+").removeprefix("weft::").removesuffix(OUTPUT_SUFFIX) for n in names]
-    for name in short:
-        if name not in _OPS:
-            raise ConfigError(f"splitting_ops names {name!r}, which is no split op; there are {', '.join(_OPS)}")
-    chosen = frozenset(short) | (defaults if extends else frozenset())
-    if missing := [name for name in REQUIRED_SPLIT_OPS if name not in chosen]:
-        raise ConfigError(
-            f"splitting_ops={' '.join(names)} leaves out {', '.join(missing)}, which pieces cannot hold; name it too, "
-            f"or extend the default list: +{' '.join(short)}"
-        )
-    return chosen
+    others = tuple(name for name in short if name not in _OPS)
+    for name in others:
+        if "." not in name and not name[:1].isupper():
+            raise ConfigError(
+                f"splitting_ops names {name!r}, which is no split op; there are {', '.join(_OPS)}. Other functions, "
+                "methods and modules are named by their paths, as weft.ops.moe.fused_moe, SparseMoe.forward, "
+                "model.layers.*.mlp"
+            )
+    chosen = (frozenset(short) & _OPS.keys()) | (defaults if extends else frozenset())
+    return chosen, others

@@ -6,17 +6,19 @@ and the counters. Does not know: how graphs are captured, which batch runs how.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from weft.config import EngineConfig
 from weft.config.cache_folder import cache_folder
 from weft.forward_context import ForwardContext
 from weft.graph.inductor import PieceCompiler
+from weft.graph.named_splits import NamedSplits
 from weft.graph.piece_sources import CompileCounters, Forward, PieceSource, Traced, Uncompiled, run_eagerly
-from weft.graph.split_ops import select_split_ops
+from weft.graph.split_ops import known_split_ops, select_split_ops
 from weft.ops.traced import opaque_ops
 
 FOLDER = "pieces"
@@ -45,29 +47,40 @@ class ModelCompiler:
         model: ``model(input_ids=ids)``: ``[T] int64 -> [T, hidden_size]``.
 
     Attributes:
-        split_ops: names of the ops that break a pass in pieces.
+        split_ops: names of the ops that break a pass in pieces; those of functions, methods and modules join them in
+            ``for_pieces``.
 
     Raises:
         ConfigError: a source that is not available here, or a split op that does not exist.
     """
 
-    def __init__(self, config: EngineConfig, model: Callable[..., Tensor]) -> None:
+    def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         gloo = config.tensor_parallel_size > 1 and config.device == "cpu"  # it works on the host: no graph can hold it
-        self.split_ops = select_split_ops(config.splitting_ops, also=("all_reduce",) if gloo else ())
+        self.split_ops, others = select_split_ops(config.splitting_ops, also=("all_reduce",) if gloo else ())
+        self._named = NamedSplits(others, model) if others else None
         self._model, device = model, torch.device(config.device)
         self._pieces_source = config.piecewise_cuda_graph_compiler
         self._decodes_source = "inductor" if config.enable_torch_compile else "capture"
         self._sources = {name: make_source(name, device) for name in {self._pieces_source, self._decodes_source}}
         self._prepared: dict[str, Forward] = {}
 
-    def for_pieces(self, context: ForwardContext, num_tokens: int) -> Forward:
-        """What pieces are captured of.
+    @contextmanager
+    def for_pieces(self, context: ForwardContext, num_tokens: int) -> Iterator[Forward]:
+        """What pieces are captured of, in the body.
 
         Args:
             context: of a captured batch.
             num_tokens: of the largest one.
         """
-        return self._prepare(self._pieces_source, context, num_tokens)
+        if self._named is None:
+            yield self._prepare(self._pieces_source, context, num_tokens)
+            return
+        # A traced pass is cut at every split op, whether pieces break there or not.
+        cut = self.split_ops if self._pieces_source == "capture" else frozenset(known_split_ops())
+        self._named.prepare(self._model, context, num_tokens, cut)
+        self.split_ops |= self._named.ops
+        with self._named.installed():
+            yield self._prepare(self._pieces_source, context, num_tokens)
 
     def for_decodes(self, context: ForwardContext, num_tokens: int) -> Forward:
         """What full graphs of decodes are captured of, up to ``torch_compile_max_bs``. Arguments as above."""

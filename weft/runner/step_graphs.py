@@ -101,8 +101,8 @@ def capture_graphs(
     if sizes.pieces:
         functions.pad(functions.mixture_shape(largest := max(sizes.pieces)))
         context = functions.pieces_context
-        model = compiler.for_pieces(context(largest), largest)
-        graphs.pieces = PiecewiseModel(model, context, pool, sizes.pieces, compiler.split_ops, options, budget)
+        with compiler.for_pieces(context(largest), largest) as model:
+            graphs.pieces = PiecewiseModel(model, context, pool, sizes.pieces, compiler.split_ops, options, budget)
     graphs.dispatcher = Dispatcher(
         CudaGraphMode(config.cuda_graph_mode),
         decode_sizes=graphs.decode.sizes if graphs.decode is not None else (),
