@@ -62,6 +62,8 @@ def main() -> None:
             } for name, graphs in captured.items() if graphs is not None
         }  # fmt: skip
         print(args.model, "ready", ready, result["graphs"], flush=True)
+        write = lambda: Path(args.json).write_text(json.dumps(result, indent=1, default=str))  # noqa: E731
+        write()
         if args.batches:
             workload = latency.LatencyWorkload(tuple(args.batches), temperature=args.temperature, repeats=args.repeats)
             result["decode"] = []
@@ -69,15 +71,17 @@ def main() -> None:
                 row = latency.measure_batch(llm, workload, batch, ceilings)
                 result["decode"].append(row)
                 print(args.model, "decode", batch, row["step_ms"], "ms, floor", row["floor_ms"], flush=True)
+                write()
         if args.lengths:
             result["prefill"] = prefill.measure(llm, prefill.PrefillWorkload(tuple(args.lengths)))
             for row in result["prefill"]:
                 figures = (row["first_token_ms"], "ms, floor", row["floor_ms"])
                 print(args.model, "prefill", row["prompt_len"], *figures, flush=True)
+            write()
         if args.throughput:
             result["throughput"] = throughput.measure(llm, throughput.ThroughputWorkload())
             print(args.model, "throughput", result["throughput"]["output_tokens_per_s"], flush=True)
-        Path(args.json).write_text(json.dumps(result, indent=1, default=str))
+            write()
 
 
 if __name__ == "__main__":

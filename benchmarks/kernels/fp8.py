@@ -2,7 +2,7 @@
 
 Usage: ``python -m benchmarks.kernels.fp8`` checks what the operations choose, times it, and times the ceiling: the
 matrix library's FP8 product of 8192-square matrices. ``--tune`` does so for all candidates and writes the fastest to
-``$OUT/fp8_linear_h200.json`` and ``$OUT/fp8_moe_h200.json``, to be copied beside ``weft/ops/triton/fp8_linear.py``.
+``$OUT/fp8_linear_h200.json`` and ``$OUT/fp8_moe_h200.json``, and with ``--install`` into the tables beside the kernels.
 Products are timed behind a norm and with the quantisation of their inputs, as in a model. Without a GPU everything is
 rehearsed on tiny shapes under the interpreter.
 """
@@ -35,7 +35,7 @@ from weft import report
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
-from weft.ops.triton import early_launch
+from weft.ops.triton import early_launch, fp8_linear
 from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows
 from weft.ops.triton.fp8_linear import (
     KINDS,
@@ -86,14 +86,14 @@ SIZES = [
     Size("A gate_up", 6144, 1024, 0),
     Size("A down", 1024, 3072, 0),
 ]
-TOKENS = (1, 8, 32, 128, 1024, 8192)
+TOKENS = [1, 8, 32, 128, 1024, 8192]
 EXPERTS = (512, 10, 2048, 512)
 """Of Qwen3-Next: experts, experts per token, hidden size, width."""
 EXPERT_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 8192)
 SQUARE = 8192
 if not ON_GPU:
     SIZES = [Size("block", 256, 256, 128), Size("rows", 256, 256, 0, True)]
-    TOKENS, EXPERTS, EXPERT_TOKENS, SQUARE = (1,), (4, 2, 128, 128), (1,), 128
+    TOKENS, EXPERTS, EXPERT_TOKENS, SQUARE = [1], (4, 2, 128, 128), (1,), 128
 
 Config = FewRows | ManyRows | Library
 
@@ -414,29 +414,45 @@ def compile_all(only: str | None) -> None:
     print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def write_table(name: str, rows: list[dict[str, Any]]) -> None:
+def write_table(name: str, rows: list[dict[str, Any]], install: bool) -> None:
+    """Into ``$OUT``, or over the rows of the same sizes in the table beside the kernels."""
+    beside = Path(fp8_linear.__file__).with_name(name)
     folder = os.environ.get("OUT")
-    if folder is None:
-        return
-    head = json.dumps(report.provenance(DEVICE))[:-1]
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    (Path(folder) / name).write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+    head: dict[str, Any] = report.provenance(DEVICE)
+    if install:
+        old = json.loads(beside.read_text())
+        before = {key: value for key, value in old.items() if key not in ("rows", "earlier")}
+        head |= {"earlier": [*old.get("earlier", []), before]}
+        fresh = {_key(row) for row in rows}
+        rows = [row for row in old["rows"] if _key(row) not in fresh] + rows
+    text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
+    for path in [beside] * install + ([Path(folder) / name] if folder else []):
+        path.write_text(text)
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(
+        row.get(name) for name in ("rows", "inner", "silu_mul", "experts", "hidden", "width", "block", "tokens")
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--sizes", default="", help="products whose names begin so")
+    parser.add_argument("--tokens", type=int, nargs="*", help="rows of products; default: all")
+    parser.add_argument("--install", action="store_true", help="put what was tuned into the tables beside the kernels")
     parser.add_argument("--only", choices=("square", "experts", "products"), help="leave the others out")
     args = parser.parse_args()
     SIZES[:] = [size for size in SIZES if size.name.startswith(args.sizes)]
+    TOKENS[:] = [tokens for tokens in TOKENS if args.tokens is None or tokens in args.tokens]
     torch.manual_seed(0)
     if args.tune and ON_GPU:
         compile_all(args.only)
     squares = measure_square() if args.only in (None, "square") else []
     experts, expert_table = measure_experts(args.tune) if args.only in (None, "experts") else ([], [])
     if args.tune and experts:
-        write_table("fp8_moe_h200.json", expert_table)
+        write_table("fp8_moe_h200.json", expert_table, args.install)
     products: list[dict[str, Any]] = []
     product_table: list[dict[str, Any]] = []
     for size in SIZES if args.only in (None, "products") else []:
@@ -445,7 +461,9 @@ def main() -> None:
         product_table += found[1]
         write_json("fp8_kernels.json", [*squares, *experts, *products])
         if args.tune:
-            write_table("fp8_linear_h200.json", product_table)
+            write_table("fp8_linear_h200.json", product_table, False)
+    if args.tune and args.install and product_table:
+        write_table("fp8_linear_h200.json", product_table, True)
 
 
 if __name__ == "__main__":
