@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cli.conftest import RunWeft
 from weft import LLM, SamplingParams
 from weft.cli import main
+from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing, read_profile, write_profile
+from weft.runner.measuring import fastest_split
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -59,6 +62,31 @@ def test_every_mode_is_measured_at_the_ends_of_every_size(tuned: Path) -> None:
     for timing in profile.prefill + profile.mixed + profile.decode:
         assert set(timing.ms) == {"NONE", "PIECEWISE", "FULL"} and min(timing.ms.values()) > 0
     assert profile.date and profile.settings["max_num_seqs"] == 3
+
+
+def test_split_points_are_measured_too(tuned: Path) -> None:
+    """The bundled model has two kinds of layers, so there are two lists; the faster one is taken, by a start too."""
+    path, profile = profile_in(tuned)
+    assert list(profile.splits) == ["attention", "attention gated_delta_net"]
+    for timings in profile.splits.values():
+        assert [t.num_tokens for t in timings] == [1, 16, 17, 40]
+        assert all(set(t.ms) == {"PIECEWISE"} and t.ms["PIECEWISE"] > 0 for t in timings)
+    assert " ".join(profile.splitting_ops) == fastest_split(profile.splits)
+    for names in (["attention"], ["attention", "gated_delta_net"]):
+        write_profile(msgspec.structs.replace(profile, splitting_ops=names), other := path.with_name("other.json"))
+        config = resolve(**SETTINGS, graph_profile=str(other))
+        assert config.splitting_ops == tuple(names) and "measured" in config.reasons["splitting_ops"]
+        other.unlink()
+
+
+def test_the_first_list_is_left_for_a_gain_alone() -> None:
+    def of(*ms: float) -> list[Timing]:
+        return [Timing(n, {"PIECEWISE": value}) for n, value in enumerate(ms)]
+
+    assert fastest_split({"a": of(1.0, 10.0), "b": of(0.9, 9.9)}) == "b"
+    assert fastest_split({"a": of(1.0, 10.0), "b": of(0.5, 16.0)}) == "a"
+    assert fastest_split({"a": of(1.0, 10.0), "b": of(0.995, 9.99)}) == "a", "a tie"
+    assert fastest_split({"a": of(1.0)}) == "a"
 
 
 def test_config_says_that_it_is_used(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,4 +270,156 @@ MUTANTS = (
         "text, self._buffer = self._buffer[:at].rstrip(),", "text, self._buffer = self._buffer[:at],",
         "tests/server/test_answers.py",
     ),
+    # -- FP8 ---------------------------------------------------------------------------------------------------------
+    _mutant(
+        "input-scale-of-the-last-part", "parts of a merged layer share the largest static input scale",
+        "weft/quantization/storage.py", "torch.fmax(self._value, new, out=self._value)", "self._value.copy_(new)",
+        "tests/quantization/test_loading.py",
+    ),
+    _mutant(
+        "one-number-for-the-first-rows", "a scale of a whole tensor goes to all its rows",
+        "weft/quantization/storage.py",
+        "copies = tuple((everything, scale[run.target : run.target + run.count]) for run in rows.runs)",
+        "copies = tuple((everything, scale[run.target : run.target + run.count // 2]) for run in rows.runs)",
+        "tests/quantization/test_loading.py", "tests/quantization/test_parity.py",
+    ),
+    _mutant(
+        "torn-blocks-pass", "shards that tear blocks of a scale are refused", "weft/quantization/storage.py",
+        "if run.source % BLOCK or run.target % BLOCK or (run.count % BLOCK and not is_end):", "if False:",
+        "tests/quantization/test_loading.py",
+    ),
+    _mutant(
+        "static-scale-unused", "inputs with a static scale are quantised by it", "weft/quantization/fp8.py",
+        """            _optional(layer, "input_scale"),
+            _optional(layer, "plain_weight"),""",
+        """            None,
+            _optional(layer, "plain_weight"),""",
+        "tests/quantization/test_parity.py",
+    ),
+    _mutant(
+        "experts-scale-unused", "experts with a static input scale are quantised by it", "weft/quantization/fp8.py",
+        'down_input_scale=_optional(experts, "down_input_scale")', "down_input_scale=None",
+        "tests/quantization/test_parity.py",
+    ),
+    _mutant(
+        "plain-rows-moved", "parts that are not quantised are rows of their own matrix", "weft/quantization/fp8.py",
+        "run.target - weight.shape[0]", "run.target - weight.shape[0] + 1", "tests/quantization/test_loading.py",
+        "tests/quantization/test_parity.py",
+    ),
+    _mutant(
+        "cache-overflows", "what is too large for an FP8 cache saturates", "weft/ops/kv_cache.py",
+        "            x = x.clamp(-E4M3_MAX, E4M3_MAX)", "            x = x + 0", "tests/quantization/test_kv_cache.py",
+        "tests/ops/test_attention.py",
+    ),
+    # -- several ranks -----------------------------------------------------------------------------------------------
+    _mutant(
+        "gathered-backwards", "parts of the vocabulary come in rank order", "weft/parallel/process_group.py",
+        "torch.cat(parts.chunk(size), dim=-1)", "torch.cat(parts.chunk(size)[::-1], dim=-1)",
+        "tests/executor/test_tensor_parallel.py::test_ranks_generate_what_one_generates",
+    ),
+    _mutant(
+        "wrong-head-replicated", "neighbouring ranks hold the same replicated head", "weft/config/sharding.py",
+        "head = rank * num_heads // size", "head = rank % num_heads",
+        "tests/executor/test_tensor_parallel.py", "tests/layers/test_tensor_parallel.py",
+    ),
+    _mutant(
+        "ring-overwrites", "a writer waits for the slowest reader", "weft/executor/ring.py",
+        "while self._sequence - self._least_taken() >= NUM_SLOTS:",
+        "while self._sequence - self._least_taken() >= NUM_SLOTS + 1:", "tests/executor/test_ring.py",
+    ),
+    _mutant(
+        "ring-asks-one-reader", "a writer waits for every reader", "weft/executor/ring.py",
+        "return min(self._memory.number(reader, _TAKEN) for reader in range(len(self._pipes)))",
+        "return max(self._memory.number(reader, _TAKEN) for reader in range(len(self._pipes)))",
+        "tests/executor/test_ring.py",
+    ),
+    _mutant(
+        "own-budget", "ranks agree on the smallest budget", "weft/runner/model_runner.py",
+        "budget_bytes=self._tp.least(self._cache_budget()),", "budget_bytes=self._cache_budget(),",
+        "tests/executor/test_tensor_parallel.py", "tests/runner/test_memory.py",
+    ),
+    # -- replicas ----------------------------------------------------------------------------------------------------
+    _mutant(
+        "dead-replica-chosen", "a replica that is down gets no request", "weft/engine/router.py",
+        "self.replicas[index].is_up = False", "self.replicas[index].num_open = 0", "tests/engine/test_router.py",
+    ),
+    _mutant(
+        "ended-counts-on", "completions that have ended do not count as load", "weft/engine/router.py",
+        "self.replicas[index].num_open -= 1", "self.replicas[index].num_open -= 0", "tests/engine/test_router.py",
+    ),
+    _mutant(
+        "cache-outlives-its-replica", "a replica starts with nothing cached", "weft/engine/router.py",
+        "self.replicas[index] = Replica(is_up=True)", "before.is_up, before.num_open = True, 0",
+        "tests/engine/test_router.py",
+    ),
+    _mutant(
+        "sent-for-ever", "what was sent counts as cached for a while only", "weft/engine/router.py",
+        "for value, moment in replica.sent.items() if moment > limit}", "for value, moment in replica.sent.items()}",
+        "tests/engine/test_router.py",
+    ),
+    _mutant(
+        "full-replica-preferred", "a replica that is full lets requests wait", "weft/engine/router.py",
+        "if num_open >= self.max_num_seqs else cost", "if num_open > 2 * self.max_num_seqs else cost",
+        "tests/engine/test_router.py",
+    ),
+    _mutant(
+        "seen-requests-start-again", "a request of which tokens were seen is not run again", "weft/engine/replicas.py",
+        "            if entry.is_seen:", "            if False:", "tests/server/test_replicas.py",
+    ),
+    _mutant(
+        "longest-context-told", "the set takes what its smallest replica takes", "weft/engine/replicas.py",
+        "max_model_len=min(c.max_model_len for c in known)", "max_model_len=max(c.max_model_len for c in known)",
+        "tests/server/test_replicas.py",
+    ),
+    _mutant(
+        "gpus-shared", "no two replicas use one GPU", "weft/engine/gpus.py",
+        "gpus[index * size : (index + 1) * size]", "gpus[index : index + size]", "tests/server/test_replicas.py",
+    ),
+    # -- server, again -----------------------------------------------------------------------------------------------
+    _mutant(
+        "several-hosts", "a request with two Host headers is refused", "weft/server/authentication.py",
+        "        if num_hosts > 1:", "        if num_hosts > 2:",
+        "tests/server/test_api.py", "tests/server/test_parts.py",
+        "tests/server/test_connections.py",
+    ),
+    _mutant(
+        "foreign-pages-post", "other sites' pages cannot use an open server", "weft/server/authentication.py",
+        'if method == "POST" and not self._keys and not is_own:',
+        'if method == "PUT" and not self._keys and not is_own:',
+        "tests/server/test_api.py", "tests/server/test_parts.py",
+    ),
+    _mutant(
+        "sums-replaced", "metrics of several API processes add up", "weft/server/tallies.py",
+        "self.sums[name] += other.sums[name]", "self.sums[name] = other.sums[name]", "tests/server/test_parts.py",
+        "tests/server/test_api_servers.py",
+    ),
+    _mutant(
+        "echo-generates", "echo with max_tokens=0 gives the prompt alone", "weft/server/sampling.py",
+        "1 if max_tokens == 0 and request.echo else max_tokens",
+        "2 if max_tokens == 0 and request.echo else max_tokens",
+        "tests/server/test_api.py", "tests/server/test_vllm_shapes.py",
+    ),
+    # -- found by the fuzzer, and what came with it ------------------------------------------------------------------
+    _mutant(
+        "step-left-behind", "the last request to end frees what its last step held", "weft/engine/llm.py",
+        """        output = self._abort(request_id)
+        self._drain_if_finished()""",
+        "        output = self._abort(request_id)",
+        "tests/engine/test_llm.py::test_the_last_request_leaves_nothing_behind",
+    ),
+    _mutant(
+        "clamped-step-unknown", "no step is larger than the device has memory for", "weft/engine/core.py",
+        "self.plan.max_num_batched_tokens or config.max_num_batched_tokens", "config.max_num_batched_tokens",
+        "tests/runner/test_memory.py",
+    ),
+    _mutant(
+        "wrappers-stay", "names are wrapped during the capture alone", "weft/graph/named_splits.py",
+        "stack.callback(target.put(self._wrapper(target)))", "target.put(self._wrapper(target))",
+        "tests/runner/test_compilation.py::test_names_are_wrapped_during_the_capture_alone",
+    ),
+    _mutant(
+        "inner-calls-counted", "calls inside a split op are not split off again", "weft/graph/named_splits.py",
+        "        if self._depth == 0:", "        if True:",
+        "tests/runner/test_compilation.py::test_names_are_wrapped_during_the_capture_alone",
+    ),
 )  # fmt: skip

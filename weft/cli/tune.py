@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from weft.config.fields import EngineConfig
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.config.graph_profile import GraphProfile
+    from weft.config.graph_profile import GraphProfile, Timing
+    from weft.runner.measuring import Effort
 
 _DECIDED = ("cuda_graph_mode", "graph_profile", "enforce_eager", "enable_piecewise_cuda_graph")
 """Settings that say how batches run: what is measured here."""
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.output).expanduser() if args.output else default_path(profile)
     _check_folder(path)
     effort = Effort(args.repeats, args.seconds, args.context or CONTEXT[config.device])
+    config, profile = choose_splits(config, profile, effort)
     measured = measure_modes(ModelRunner(config), profile, effort)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     write_profile(_dated(measured, date), path)
@@ -78,6 +81,48 @@ def tuning_config(settings: dict[str, Any]) -> EngineConfig:
             )
     config = resolve(**({"skip_tokenizer_init": True} | settings | {"cuda_graph_mode": "FULL_AND_PIECEWISE"}))
     return dataclasses.replace(config, cuda_graph_mode=TUNED)
+
+
+def choose_splits(
+    config: EngineConfig, profile: GraphProfile, effort: Effort
+) -> tuple[EngineConfig, GraphProfile]:
+    """The config and the profile with the split points of the fastest pieces, where the user names none: the default
+    ones, or those and another kind of layer. One engine each, which is gone before the next one starts."""
+    from msgspec.structs import replace
+
+    from weft.graph.split_ops import DEFAULT_SPLIT_OPS, split_ops_of
+    from weft.runner.measuring import fastest_split, measure_pieces
+    from weft.runner.model_runner import ModelRunner
+
+    if config.splitting_ops is not None:
+        return config, profile
+    splits: dict[str, list[Timing]] = {}
+    lists: list[tuple[str, ...]] = [DEFAULT_SPLIT_OPS]
+    while lists:
+        names = lists.pop(0)
+        pieces = dataclasses.replace(config, cuda_graph_mode="PIECEWISE", splitting_ops=tuple(names))
+        runner = ModelRunner(pieces)
+        if not splits:  # all_reduce is where it is because of the device
+            others = set(split_ops_of(runner.layers)) - {*DEFAULT_SPLIT_OPS, "all_reduce"}
+            lists += [(*DEFAULT_SPLIT_OPS, op) for op in sorted(others)]
+            if not lists:
+                return config, profile
+        splits[" ".join(names)] = measure_pieces(runner, effort)
+        del runner
+        _free_memory()
+    best = fastest_split(splits).split()
+    return (
+        dataclasses.replace(config, splitting_ops=tuple(best)),
+        replace(profile, splits=splits, splitting_ops=best),
+    )
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -107,6 +152,11 @@ def _dated(profile: GraphProfile, date: str) -> GraphProfile:
 def _print_tables(profile: GraphProfile, device: str) -> None:
     from weft.graph.profile import ModeTable
 
+    if profile.splits:
+        sizes = [str(t.num_tokens) for t in next(iter(profile.splits.values()))]
+        rows = [[names, *(_shown(t.ms["PIECEWISE"]) for t in timings)] for names, timings in profile.splits.items()]
+        report.table(f"Split points of prompts in pieces on {device}: ms per step", ("split at", *sizes), rows)
+        print(f"  taken: {' '.join(profile.splitting_ops)}")
     table = ModeTable.of(profile)
     kinds = (
         ("Prompts", profile.prefill, table.prefill),

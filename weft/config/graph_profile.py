@@ -23,7 +23,7 @@ from weft.config.cpu import cpu_name
 from weft.config.model import Mixers, ModelConfig
 from weft.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 """Number of the file's format; files of another are not read."""
 
 SETTINGS = (
@@ -68,6 +68,8 @@ class GraphProfile(msgspec.Struct, frozen=True, kw_only=True):
         settings: values of ``SETTINGS``.
         versions: of Weft, torch and Triton.
         date: UTC.
+        splits: prompts in pieces, for every list of split ops that was tried, by its names.
+        splitting_ops: the fastest of these lists, with which the rest was measured; empty: none was tried.
         prefill, mixed, decode: batches of prompts, of prompts and decodes, of decodes; ascending token counts.
     """
 
@@ -77,6 +79,8 @@ class GraphProfile(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     versions: dict[str, str]
     date: str = ""
+    splits: dict[str, list[Timing]] = {}
+    splitting_ops: list[str] = []
     prefill: list[Timing] = []
     mixed: list[Timing] = []
     decode: list[Timing] = []

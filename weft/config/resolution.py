@@ -220,6 +220,7 @@ def _choose_graph_profile(values: dict[str, Any], reasons: dict[str, str], model
     if given is None:
         path, reasons[name] = find_profile(tuned, model)
         values[name] = str(path) if path is not None else None
+        _take_measured_splits(values, reasons)
         return
     values[name] = str(Path(given).expanduser())
     misfits = differences(read_profile(Path(values[name])), empty_profile(tuned, model))
@@ -228,6 +229,16 @@ def _choose_graph_profile(values: dict[str, Any], reasons: dict[str, str], model
             f"{name}={given!r} was measured for something else: {'; '.join(misfits)}; "
             f"run `weft tune` with these settings, or give {name}={NO_PROFILE!r}"
         )
+    _take_measured_splits(values, reasons)
+
+
+def _take_measured_splits(values: dict[str, Any], reasons: dict[str, str]) -> None:
+    """The split points of the profile, where the user names none."""
+    if values["graph_profile"] is None or values["splitting_ops"] is not None:
+        return
+    if measured := read_profile(Path(values["graph_profile"])).splitting_ops:
+        values["splitting_ops"] = tuple(measured)
+        reasons["splitting_ops"] = "the fastest pieces that `weft tune` measured"
 
 
 def _choose_compiled_batch(values: dict[str, Any], reasons: dict[str, str]) -> None:

@@ -82,6 +82,7 @@ def split_op(name: str, *, width: Callable[[Any], int]) -> Callable[[Method], Me
         def call(layer: Any, *inputs: Tensor) -> Tensor:
             return run_split_op(op, layer, inputs)
 
+        call.split_op = name  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return decorate
@@ -139,6 +140,13 @@ def _register(
 def output_like(op: SplitOp, layer: Any, inputs: Sequence[Tensor]) -> Tensor:
     """Fresh, unwritten memory for an op's output: ``[T, width]``."""
     return inputs[0].new_empty(inputs[0].shape[0], op.width(layer))
+
+
+def split_ops_of(layers: Iterable[object]) -> tuple[str, ...]:
+    """Names of the split ops that these layers define, sorted."""
+    classes = {base for layer in layers for base in type(layer).__mro__}
+    methods = (method for kind in classes for method in vars(kind).values())
+    return tuple(sorted({method.split_op for method in methods if hasattr(method, "split_op")}))
 
 
 def known_split_ops() -> tuple[str, ...]:

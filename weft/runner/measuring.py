@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean, median
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing
 from weft.graph.dispatcher import Dispatcher
-from weft.graph.profile import ModeTable, points_to_measure
+from weft.graph.profile import TIE, ModeTable, points_to_measure
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.model_runner import ModelRunner
 
@@ -188,6 +188,28 @@ def measure_modes(
             found[kind].append(_measure(runner, make(num_tokens), num_tokens, effort))
     found["decode"].reverse()
     return msgspec.structs.replace(profile, **found)
+
+
+def measure_pieces(runner: ModelRunner, effort: Effort) -> list[Timing]:
+    """Prompts alone in pieces, at the ends of every captured size."""
+    maker, timings = StepMaker(runner, effort.context), []
+    for num_tokens in points_to_measure(runner.graphs.dispatcher.token_sizes):
+        pieces = {str(GraphMode.PIECEWISE): forced(GraphMode.PIECEWISE, num_tokens)}
+        times = compare(runner, maker.prefill(num_tokens), pieces, effort.repeats, effort.max_s)
+        timings.append(Timing(num_tokens, {mode: round(median(ms), 4) for mode, ms in times.items()}))
+    return timings
+
+
+def fastest_split(splits: Mapping[str, Sequence[Timing]]) -> str:
+    """The list of split ops whose pieces take the least time in all, every size counting alike; the first one unless
+    another is faster by more than a tie (``graph/profile.py``)."""
+    first, *others = splits
+    ratios = {first: 1.0}
+    for name in others:
+        pairs = zip(splits[name], splits[first], strict=True)
+        ratios[name] = mean(sum(ours.ms.values()) / sum(theirs.ms.values()) for ours, theirs in pairs)
+    best = min(ratios, key=ratios.__getitem__)
+    return best if ratios[best] * TIE < 1 else first
 
 
 def _measure(runner: ModelRunner, step: SchedulerOutput, num_tokens: int, effort: Effort) -> Timing:

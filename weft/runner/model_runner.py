@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from weft.cache.plan import CachePlan, plan_caches
 from weft.cache.spec import CacheSpec
@@ -276,6 +277,11 @@ class ModelRunner:
     def caches(self) -> dict[str, LayerCache]:
         """By layer name."""
         return self.steps.caches
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those of the layer table."""
+        return list(self._layers.values())
 
     @property
     def graphs(self) -> StepGraphs:
