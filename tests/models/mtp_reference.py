@@ -33,7 +33,7 @@ class ReferenceHead(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.add_(torch.empty_like(parameter).uniform_(-0.2, 0.2, generator=generator))
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.05, 0.05, generator=generator))
         self._model, self._text = (model,), (text,)
 
     @torch.no_grad()
@@ -43,7 +43,7 @@ class ReferenceHead(nn.Module):
         embedded = text.embed_tokens(torch.tensor(next_ids))
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))[None]
         positions = torch.arange(x.shape[1])[None]
-        mask = torch.full((1, 1, x.shape[1], x.shape[1]), -math.inf).triu(1)
+        mask = torch.full((1, 1, x.shape[1], x.shape[1]), -math.inf, dtype=x.dtype).triu(1)
         rotary = text.rotary_emb(x, positions)
         return self.norm(self.layers[0](x, position_embeddings=rotary, attention_mask=mask))[0]
 
@@ -79,11 +79,13 @@ class ReferenceHead(nn.Module):
 
 
 def make_mtp_checkpoint(arch: str, path: Path, **overrides: Any) -> tuple[Path, ReferenceHead]:
-    """A tiny random checkpoint with a head, and the reference of both."""
+    """A tiny random checkpoint with a head, and the reference of both, which computes in float64."""
     folder = make_checkpoint(arch, path, **overrides)
     for name in ("with_tokenizer", "save_options"):
         overrides.pop(name, None)
-    head = ReferenceHead(make_model(arch, **overrides))
+    model = make_model(arch, **overrides)
+    head = ReferenceHead(model)
     file = folder / "model.safetensors"
     save_file(load_file(file) | head.published(), file, metadata={"format": "pt"})
-    return folder, head
+    model.double()
+    return folder, head.double()

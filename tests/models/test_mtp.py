@@ -26,8 +26,9 @@ WITH_HEAD = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForCon
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
+    """Against float64. Hidden states are of order one, so no bound of single values: how far off they are together."""
     assert got.shape == want.shape
-    assert (got - want).abs().max().item() < 1e-4
+    assert (got - want).norm() < 2e-5 * want.norm()
 
 
 def run_head(harness: Harness, work: list[tuple[Sequence, int]], pad_tokens: int = 0) -> list[Tensor]:
@@ -109,7 +110,7 @@ def test_without_speculation_the_head_is_left_out(tmp_path: Path) -> None:
     harness = Harness(folder)
     assert "mtp" not in dict(harness.model.named_children()) and not any("mtp" in name for name in harness.caches)
     sequence = harness.sequence(prompt(9))
-    want = reference._model[0].lm_head(reference.hidden_states(sequence.tokens))
+    want = reference._model[0].lm_head(reference.hidden_states(sequence.tokens)).float()
     assert_close(harness.run([(sequence, 9)])[0], want.detach())
 
 
