@@ -32,6 +32,7 @@ class ReferenceHead(nn.Module):
         self.layers = nn.ModuleList([copy.deepcopy(attention)])
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
+            self.fc.weight.normal_(std=(2 * size) ** -0.5, generator=generator)
             for parameter in self.parameters():
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.05, 0.05, generator=generator))
         self._model, self._text = (model,), (text,)

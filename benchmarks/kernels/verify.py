@@ -1,0 +1,108 @@
+"""What it costs to verify drafts: the kernels for a few tokens per sequence beside those for one.
+
+    python -m benchmarks.kernels.verify [--json FILE]
+
+Geometry of Qwen3-Next. For so many sequences and so many drafts: one Gated DeltaNet layer (states after every token
+kept), one attention layer over a context, each as a multiple of its decode step, and of what the memory traffic allows.
+Times are medians over replays of a CUDA graph that goes through more data than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels import attention, gdn
+from weft import report
+from weft.forward_context import Verification
+from weft.ops.gdn_verify import gdn_verify_reference
+from weft.ops.triton.attention import paged_attention_triton
+from weft.ops.triton.gdn_decode import gdn_decode_triton
+from weft.ops.triton.gdn_verify import gdn_verify_triton
+
+MODEL, CONTEXT, MAX_LEN = "B", 1024, 2048
+
+
+def slots_of(first: int, num_seqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Working slots, and the slots of each sequence's tokens."""
+    table = torch.arange(first, first + num_seqs * num_tokens, dtype=torch.int32, device=gdn.DEVICE)
+    table = table.view(num_seqs, num_tokens)
+    return table[:, -1].contiguous(), table
+
+
+def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
+    """Times of one layer, and the kernel's error against the reference in float32."""
+    tokens = num_drafts + 1
+    arguments = gdn.decode_arguments(num_seqs * tokens, 1 + sets * num_seqs * tokens, torch.float32, torch.bfloat16)
+    before = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    places = [slots_of(1 + i * num_seqs * tokens, num_seqs, tokens) for i in range(sets)]
+    working, table = places[0]
+    out = gdn_verify_triton(**arguments, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
+    wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in before.items()}
+    want = gdn_verify_reference(**wide, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
+    errors = {
+        "out": gdn.relative(out, want.double()),
+        "state": gdn.relative(
+            arguments["state"][table.flatten().long()], wide["state"][table.flatten().long()].double()
+        ),
+    }
+    verify = [
+        lambda p=p: gdn_verify_triton(**arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY) for p in places
+    ]
+    one = arguments | {"projected": arguments["projected"][:num_seqs]}
+    decode = [lambda p=p: gdn_decode_triton(**one, state_slots=p[0], geometry=gdn.GEOMETRY) for p in places]
+    times = {"verify_us": gdn.time_us(verify), "decode_us": gdn.time_us(decode)}
+    state_bytes = num_seqs * gdn.HV * gdn.K * gdn.V * 4
+    floor = (tokens + 1) * state_bytes / gdn.PEAK_BYTES_PER_S * 1e6
+    return {"op": "gdn", "seqs": num_seqs, "drafts": num_drafts, **times, "floor_us": floor, "errors": errors}
+
+
+def attention_row(num_seqs: int, num_drafts: int) -> dict[str, Any]:
+    """Times of one layer over ``CONTEXT`` tokens, and the worst error against float64."""
+    tokens = num_drafts + 1
+    _, hkv, dim = attention.MODELS[MODEL]
+    kv_bytes = num_seqs * CONTEXT * hkv * dim * 2 * 2
+    count = max(1, min(12, (200 << 20) // kv_bytes))
+
+    def timed(query_len: int) -> tuple[float, float]:
+        cases = [
+            attention.make_case(MODEL, [query_len] * num_seqs, [CONTEXT] * num_seqs, MAX_LEN) for _ in range(count)
+        ]
+        slots = torch.zeros(num_seqs, query_len, dtype=torch.int32, device=gdn.DEVICE)
+        verification = Verification(query_len, slots) if query_len > 1 else None
+        cases = [(q, k, v, replace(batch, verification=verification)) for q, k, v, batch in cases]
+        outs = [torch.full_like(case[0], torch.nan) for case in cases]
+        calls = [
+            lambda c=case, o=out: paged_attention_triton(*c, scale=dim**-0.5, out=o)
+            for case, out in zip(cases, outs, strict=True)
+        ]
+        us = attention.graph_ms(calls * (4 if num_seqs < 8 else 1)) * 1e3
+        return us, attention.worst_error(outs[-1], *cases[-1], sorted({0, num_seqs - 1}))
+
+    (verify, error), (decode, _) = timed(tokens), timed(1)
+    floor = kv_bytes / gdn.PEAK_BYTES_PER_S * 1e6
+    return {"op": "attention", "seqs": num_seqs, "drafts": num_drafts, "verify_us": verify, "decode_us": decode,
+            "floor_us": floor, "errors": {"out": error}}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    rows = []
+    for num_seqs in (1, 8, 32, 128):
+        for num_drafts in (1, 2, 3):
+            for row in (gdn_row(num_seqs, num_drafts, max(1, 64 // num_seqs)), attention_row(num_seqs, num_drafts)):
+                row["times_decode"] = row["verify_us"] / row["decode_us"]
+                print({key: round(x, 2) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+                rows.append(row)
+    report.write_json(args.json, {**report.provenance("cuda"), "context": CONTEXT, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
