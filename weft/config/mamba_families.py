@@ -156,8 +156,9 @@ _NEMOTRON = {"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 215
              "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4,
              "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
              "moe_shared_expert_intermediate_size": 7688, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_NEMOTRON_KEYS = {"layers_block_type": "layer_types", "mamba_num_heads": "mamba_n_heads",
-                  "mamba_head_dim": "mamba_d_head", "ssm_state_size": "mamba_d_state", "n_groups": "mamba_n_groups",
+_NEMOTRON_KEYS = {"layers_block_type": "layer_types", "attention_head_dim": "head_dim",
+                  "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head",
+                  "ssm_state_size": "mamba_d_state", "n_groups": "mamba_n_groups",
                   "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
                   "layer_norm_epsilon": "rms_norm_eps", "mlp_hidden_act": "hidden_act",
                   "n_routed_experts": "num_experts"}  # fmt: skip
