@@ -178,7 +178,7 @@ COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVER
 ]
 COLUMNS += [("Lfm2ForCausalLM", mode, "overlap", "capture") for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE", "overlap", "capture")]
-COLUMNS += [("Mamba2ForCausalLM", "FULL", "overlap", "capture")]
+COLUMNS += [(arch, "FULL", "overlap", "capture") for arch in ("Mamba2ForCausalLM", "JambaForCausalLM")]
 """Model, mode, overlap, and where pieces come from."""
 
 

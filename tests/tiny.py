@@ -31,7 +31,9 @@ ARCHITECTURES = (
 MAMBA_ARCHITECTURES = (
     "BambaForCausalLM",
     "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
     "Mamba2ForCausalLM",
     "NemotronHForCausalLM",
 )
@@ -117,6 +119,27 @@ _NEMOTRON = {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40,
 }
+_JAMBA = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 12,
+    "mamba_dt_rank": 7,
+}
+_FALCON_MAMBA = _NO_TOKENS | {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "state_size": 12,
+    "layer_norm_epsilon": 1e-6,
+    "mixer_rms_eps": 1e-5,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
 _MAMBA2 = _NO_TOKENS | {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -145,6 +168,8 @@ _WITHOUT_HEAD_DIM = {key: value for key, value in _BASE.items() if key != "head_
 _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "BambaForCausalLM": ("BambaConfig", _WITHOUT_HEAD_DIM | _BAMBA),
     "FalconH1ForCausalLM": ("FalconH1Config", _WITHOUT_HEAD_DIM | _MAMBA2_LAYER | _NO_TOKENS | _FALCON_H1),
+    "FalconMambaForCausalLM": ("FalconMambaConfig", _FALCON_MAMBA),
+    "JambaForCausalLM": ("JambaConfig", _WITHOUT_HEAD_DIM | _NO_TOKENS | _JAMBA),
     "GraniteMoeHybridForCausalLM": (
         "GraniteMoeHybridConfig",
         _WITHOUT_HEAD_DIM | _MAMBA2_LAYER | _NO_TOKENS | _GRANITE,

@@ -20,7 +20,7 @@ def test_the_table_is_that_of_the_tests() -> None:
     assert {arch for arch, verified in VERIFIED.items() if verified.ranks is Ranks.ENGINE} == set(MODELS)
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if VERIFIED[arch].ranks is Ranks.REFUSED])
+@pytest.mark.parametrize("arch", [arch for arch, verified in VERIFIED.items() if verified.ranks is Ranks.REFUSED])
 def test_what_runs_on_one_rank_only_is_refused(arch: str, tmp_path: Path) -> None:
     folder = make_checkpoint(arch, tmp_path)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported for this architecture"):

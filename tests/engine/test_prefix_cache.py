@@ -77,8 +77,9 @@ BRANCHING = [
     "OlmoHybridForCausalLM",
     "BambaForCausalLM",
     "Mamba2ForCausalLM",
+    "JambaForCausalLM",
 ]
-SEEDS = {"BambaForCausalLM": "Lfm2ForCausalLM", "Mamba2ForCausalLM": "Lfm2ForCausalLM"}
+SEEDS = dict.fromkeys(("BambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM"), "Lfm2ForCausalLM")
 """Of those whose own name leads to a workload in which some policy finds nothing to reuse."""
 
 

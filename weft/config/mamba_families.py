@@ -9,6 +9,7 @@ from functools import partial
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family
 from weft.config.json_object import JsonObject
+from weft.config.mamba import read_mamba
 from weft.config.mamba2 import Mamba2Config, read_mamba2
 from weft.config.model import Multipliers
 from weft.config.moe import MoeConfig, SigmoidRouting, read_experts
@@ -131,6 +132,33 @@ def read_falcon_h1_multipliers(text: JsonObject) -> Multipliers:
     )
 
 
+# --- Jamba -----------------------------------------------------------------------------------------------------------
+
+
+def _periodic(text: JsonObject, what: str, num_layers: int, period: int, offset: int) -> frozenset[int]:
+    """The layers of which ``{what}_layer_period`` and ``{what}_layer_offset`` tell."""
+    period = text.integer(f"{what}_layer_period", period)
+    offset = text.integer(f"{what}_layer_offset", offset, low=0)
+    if offset >= period:
+        raise text.wrong(f"{what}_layer_offset", f"an integer below {what}_layer_period={period}")
+    return frozenset(range(offset, num_layers, period))
+
+
+def jamba_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """Attention at every ``attn_layer_period``-th layer from ``attn_layer_offset`` on, Mamba elsewhere."""
+    attention = _periodic(text, "attn", num_layers, 8, 4)
+    return tuple("full_attention" if i in attention else "linear_attention" for i in range(num_layers))
+
+
+def read_jamba_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
+    """Experts as wide as the MLP, at every ``expert_layer_period``-th layer; one expert is a dense MLP."""
+    if text.integer("num_experts") == 1:
+        return None
+    num_experts, top_k = read_experts(text)
+    sparse = _periodic(text, "expert", num_layers, 2, 1)
+    return MoeConfig(num_experts, top_k, text.integer("intermediate_size"), False, None, sparse)
+
+
 # --- defaults and table ----------------------------------------------------------------------------------------------
 
 _MAMBA2_LAYER = {"mamba_n_heads": 128, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4, "mamba_expand": 2}
@@ -167,6 +195,15 @@ _FALCON_H1 = {"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14
               "rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_d_conv": 4,
               "mamba_rms_norm": False, "mamba_norm_before_gate": True, "mamba_out_bias": False, "bos_token_id": 1,
               "eos_token_id": 2}  # fmt: skip
+_JAMBA = {"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+          "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 262144, "num_experts": 16,
+          "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_FALCON_MAMBA = {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32, "rms_norm_eps": 1e-5,
+                 "max_position_embeddings": 262144, "tie_word_embeddings": True, "bos_token_id": 0,
+                 "eos_token_id": 0}  # fmt: skip
+_FALCON_MAMBA_KEYS = {"state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "expand": "mamba_expand",
+                      "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
+                      "time_step_rank": "mamba_dt_rank", "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
 
 MAMBA_FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
@@ -217,6 +254,25 @@ MAMBA_FAMILIES: dict[str, Family] = {
         mlp_bias=True,
         keys={"projectors_bias": "mamba_out_bias"},
         defaults=_FALCON_H1,
+    ),
+    "JambaForCausalLM": Family(
+        "weft.models.jamba:JambaForCausalLM",
+        {
+            "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, rotary=False)},
+            "linear_attention": {"mamba": partial(read_mamba, norm_weights=True)},
+        },
+        layer_types=jamba_layer_types,
+        moe=read_jamba_moe,
+        defaults=_JAMBA,
+    ),
+    "FalconMambaForCausalLM": Family(
+        "weft.models.falcon_mamba:FalconMambaForCausalLM",
+        {"linear_attention": {"mamba": partial(read_mamba, norm_weights=False)}},
+        layer_types=lambda _, num_layers: ("linear_attention",) * num_layers,
+        without_mlp=("linear_attention",),
+        intermediate_size=lambda _: 0,
+        keys=_FALCON_MAMBA_KEYS,
+        defaults=_FALCON_MAMBA,
     ),
     "Mamba2ForCausalLM": Family(
         "weft.models.mamba2:Mamba2ForCausalLM",

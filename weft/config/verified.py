@@ -55,6 +55,8 @@ VERIFIED: dict[str, Verified] = {
     "FalconH1ForCausalLM": Verified(False, Ranks.LAYERS),
     "GraniteMoeHybridForCausalLM": Verified(False, Ranks.LAYERS),
     "NemotronHForCausalLM": Verified(False, Ranks.LAYERS),
+    "JambaForCausalLM": Verified(False, Ranks.REFUSED),
+    "FalconMambaForCausalLM": Verified(False, Ranks.REFUSED),
     "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(False, Ranks.REFUSED),
 }

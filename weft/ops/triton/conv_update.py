@@ -16,7 +16,8 @@ _BLOCK_C = 512
 @jit(do_not_specialize_on_alignment=["state_slots"])
 def _conv_update_kernel(
     x, weight, bias, conv_state, state_slots, out, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and block of channels."""
     enter(EARLY)
@@ -26,7 +27,8 @@ def _conv_update_kernel(
     slot = tl.load(state_slots + i_row).to(tl.int64)
     p_out = out + i_row * C + channels
     if slot == 0:
-        tl.store(p_out, tl.zeros([BLOCK_C], out.dtype.element_ty), mask=mask)
+        if not KEEP:
+            tl.store(p_out, tl.zeros([BLOCK_C], out.dtype.element_ty), mask=mask)
         return
     newest = tl.load(x + i_row * stride_x + channels, mask=mask, other=0.0)
     p_state = conv_state + (slot * C + channels) * HISTORY
@@ -47,17 +49,25 @@ def _conv_update_kernel(
 
 
 def causal_conv1d_update_triton(
-    x: Tensor, weight: Tensor, conv_state: Tensor, state_slots: Tensor, *, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    state_slots: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``causal_conv1d_update_reference`` with SiLU in one launch; rows with slot 0 are zero. ``x`` may be strided."""
+    """``causal_conv1d_update_reference`` with SiLU in one launch; rows with slot 0 are zero, or left as they are in a
+    given ``out``. ``x`` may be strided."""
     num_rows, num_channels = x.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and conv_state.is_contiguous() and state_slots.is_contiguous()
-    out = x.new_empty(x.shape)
+    keep, out = out is not None, x.new_empty(x.shape) if out is None else out
+    assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
         block = min(_BLOCK_C, next_power_of_2(num_channels))
         _conv_update_kernel[(num_rows, cdiv(num_channels, block))](
             x, weight, bias, conv_state, state_slots, out, x.stride(0),
-            C=num_channels, HISTORY=weight.shape[1] - 1, BLOCK_C=block, HAS_BIAS=bias is not None,
+            C=num_channels, HISTORY=weight.shape[1] - 1, BLOCK_C=block, HAS_BIAS=bias is not None, KEEP=keep,
             num_warps=4, **early_launch(x.device),
         )  # fmt: skip
     return out

@@ -1,0 +1,76 @@
+"""Mamba (arXiv 2312.00752) as a kind of layer: its geometry, how ``config.json`` names it, what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+from weft.errors import ConfigError
+
+CHUNK_SIZE = 64
+"""Tokens between the states that a prefill can store without an extra boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class MambaConfig:
+    """Geometry: every channel has a state of N numbers and a time step of its own; B and C serve all channels.
+
+    Attributes:
+        dt_rank: numbers from which the time steps of all channels are projected.
+        conv_bias: of the convolution.
+        bias: of the input and output projections.
+        norm_weights: the RMSNorms over dt, B and C have weights (Jamba); without them they are plain (FalconMamba).
+        norm_eps: of those norms.
+    """
+
+    num_channels: int
+    state_size: int
+    dt_rank: int
+    conv_kernel: int
+    conv_bias: bool
+    bias: bool
+    norm_weights: bool
+    norm_eps: float
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """``conv [C, kernel - 1]``, the last inputs of the convolution, and ``recurrent [N, C]``."""
+        inner = self.dt_rank + 2 * self.state_size
+        projections = self.num_channels * (3 * hidden_size + inner + self.dt_rank)
+        return LayerSpec(
+            states=(
+                CacheTensor("conv", (self.num_channels, self.conv_kernel - 1), dtypes.model),
+                CacheTensor("recurrent", (self.state_size, self.num_channels), dtypes.state),
+            ),
+            chunk_size=CHUNK_SIZE,
+            num_weights=projections + self.num_channels * self.conv_kernel,
+            flops_per_token=7.0 * self.num_channels * self.state_size,  # decay (2), write (3), read (2)
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """B, C and the time steps come from all channels: the layer is not split."""
+        if tp_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={tp_size} is not supported for this architecture: the B, C and time steps of a "
+                "Mamba layer come from all its channels; set tensor_parallel_size to 1"
+            )
+
+
+def read_mamba(text: JsonObject, *, norm_weights: bool) -> MambaConfig:
+    """Read the ``mamba_*`` keys (Jamba; FalconMamba renames its own to these).
+
+    Args:
+        norm_weights: as the architecture always has them.
+    """
+    hidden_size = text.integer("hidden_size")
+    automatic = text.raw("mamba_dt_rank") in (None, "auto")
+    return MambaConfig(
+        num_channels=int(text.number("mamba_expand", 2) * hidden_size),
+        state_size=text.integer("mamba_d_state", 16),
+        dt_rank=-(-hidden_size // 16) if automatic else text.integer("mamba_dt_rank"),
+        conv_kernel=text.integer("mamba_d_conv", 4, low=2),
+        conv_bias=text.boolean("mamba_conv_bias", True),
+        bias=text.boolean("mamba_proj_bias", False),
+        norm_weights=norm_weights,
+        norm_eps=text.number("rms_norm_eps") if norm_weights else text.number("mixer_rms_eps", 1e-6),
+    )

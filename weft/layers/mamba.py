@@ -1,0 +1,135 @@
+"""Mamba, the recurrent token mixer of Jamba and FalconMamba (arXiv 2312.00752).
+
+Job: one input projection ``x | z``, short convolution over x, from which B, C and the time steps are projected and
+normalised, the selective scan (one step for decoding rows, chunks for the rest), output projection. Owns: the layer's
+weights, whole on one rank. Does not know: how states are allocated or forked; it finds them by its own name in the
+forward context.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from weft.config.mamba import CHUNK_SIZE, MambaConfig
+from weft.config.model import ModelConfig
+from weft.config.short_conv import ShortConvConfig
+from weft.forward_context import get_forward_context
+from weft.graph.split_ops import split_op
+from weft.layers.context import ModelContext
+from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.short_conv import DepthwiseConv
+from weft.layers.weight import Layout, WeightModule, WeightPiece, empty_parameter
+from weft.ops.causal_conv1d import causal_conv1d
+from weft.ops.conv_update import causal_conv1d_update
+from weft.ops.selective_scan import selective_scan, selective_scan_step
+from weft.ops.split_norm import split_rms_norm
+
+_Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class PartNorms(WeightModule):
+    """The weights of the norms over dt, B and C, one after the other; all one where the architecture has none."""
+
+    def __init__(self, geometry: MambaConfig, context: ModelContext) -> None:
+        super().__init__()
+        self.sizes = (geometry.dt_rank, geometry.state_size, geometry.state_size)
+        self._backend, self._eps, self._learned = context.backend, geometry.norm_eps, geometry.norm_weights
+        if self._learned:
+            self.weight: Tensor = empty_parameter(sum(self.sizes), dtype=context.dtype, device=context.device)
+        else:
+            self.weight = torch.ones(sum(self.sizes), dtype=context.dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``[T, dt | B | C] -> dt, B, C``."""
+        return split_rms_norm(x, self.weight, self._eps, self.sizes, backend=self._backend)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        if not self._learned:
+            return ({},)
+        parts = zip(self.sizes, self.weight.split(self.sizes), strict=True)
+        return ({f"{i}.weight": WeightPiece((n,), (((slice(0, n),), part),)) for i, (n, part) in enumerate(parts)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return 0.9, 1.1
+
+
+class Mamba(WeightModule):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``.
+
+    Args:
+        name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.mamba``.
+    """
+
+    def __init__(self, geometry: MambaConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
+        super().__init__()
+        geometry.check_shares(context.tp.size)
+        self.name, self._backend = name, context.backend
+        self.num_channels, hidden_size, bias = geometry.num_channels, config.hidden_size, geometry.bias
+        inner = geometry.dt_rank + 2 * geometry.state_size
+        self.in_proj = ColumnParallelLinear(hidden_size, 2 * self.num_channels, bias=bias, context=context)
+        conv = ShortConvConfig(self.num_channels, geometry.conv_kernel, geometry.conv_bias)
+        self.conv1d = DepthwiseConv(conv, context)
+        self.x_proj = ColumnParallelLinear(self.num_channels, inner, bias=False, context=context)
+        self.part_norms = PartNorms(geometry, context)
+        self.dt_proj = ColumnParallelLinear(geometry.dt_rank, self.num_channels, bias=True, context=context)
+        # The decay is an exponential of an exponential: its parameters stay in float32 whatever the model's dtype.
+        shape, device = (geometry.state_size, self.num_channels), context.device
+        self.A_log = empty_parameter(*shape, dtype=torch.float32, device=device)
+        self.D = empty_parameter(self.num_channels, dtype=torch.float32, device=device)
+        self.out_proj = RowParallelLinear(
+            self.num_channels, hidden_size, bias=bias, context=context, what="mamba channels"
+        )
+        context.layers.register(name, self)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.out_proj(self.mix(self.in_proj(hidden_states)))
+
+    @split_op("mamba", width=lambda layer: layer.num_channels)
+    def mix(self, projected: Tensor) -> Tensor:
+        """Everything between the projections: ``[T, x | z] -> [T, num_channels]``."""
+        context = get_forward_context()
+        batch, cache = context.batch, context.caches[self.name]
+        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
+        x, z = projected.chunk(2, dim=-1)
+        conv, backend = (self.conv1d.weight, self.conv1d.bias, cache["conv"]), self._backend
+        if batch.num_decodes == projected.shape[0]:
+            x = causal_conv1d_update(x, *conv, slots, backend=backend)
+            return selective_scan_step(*self._scanned(x, z), cache["recurrent"], slots, backend=backend)
+        count, decoding = slots.shape[0], x
+        if batch.chunks:
+            x = causal_conv1d(x, *conv, batch, chunk_size=CHUNK_SIZE, backend=backend)
+        else:  # decodes and padding
+            x = projected.new_zeros(projected.shape[0], self.num_channels)
+        if count:
+            causal_conv1d_update(decoding[:count], *conv, slots, backend=backend, out=x[:count])
+        arguments = self._scanned(x, z)
+        if batch.chunks:
+            mixed = selective_scan(*arguments, cache["recurrent"], batch, backend=backend)
+        else:
+            mixed = torch.zeros_like(x)
+        if count:
+            x, z, dt, b, c, *weights = arguments
+            rows = (x[:count], z[:count], dt[:count], b[:count], c[:count])
+            a_log, skip, state = self.A_log, self.D, cache["recurrent"]
+            selective_scan_step(*rows, weights[0], a_log, skip, state, slots, backend=backend, out=mixed[:count])
+        return mixed
+
+    def _scanned(self, x: Tensor, z: Tensor) -> _Arguments:
+        """The scan's arguments up to the state, from the convolution's output."""
+        dt, b, c = self.part_norms(self.x_proj(x))
+        dt = self.dt_proj.quant_method.apply(self.dt_proj, dt, None)
+        bias = self.dt_proj.bias
+        assert bias is not None, "dt_proj has a bias, which is added in float32"
+        return x, z, dt, b, c, bias, self.A_log, self.D
+
+    def layouts(self) -> tuple[Layout, ...]:
+        size, channels = self.A_log.shape
+        rates = WeightPiece((channels, size), (((slice(0, channels), slice(0, size)), self.A_log.t()),))
+        return ({"A_log": rates, "D": WeightPiece((channels,), (((slice(0, channels),), self.D),))},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        """Random decays as in training: A in [1, 16]."""
+        return (0.0, math.log(16.0)) if name == "A_log" else (0.9, 1.1)

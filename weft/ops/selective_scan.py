@@ -1,0 +1,173 @@
+"""The selective scan of Mamba (arXiv 2312.00752), token by token, for prefill and decode.
+
+Per channel, with input x, time step dt and the channel's rates A, and B, C of the token::
+
+    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t        S: [N]
+    y_t = (S_t . C_t + D x_t) silu(z_t)
+
+Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[num_slots, N, C]``, float32 or bfloat16
+(rounded at the store only). Does not know: projections, convolution, norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.config.mamba import CHUNK_SIZE
+from weft.forward_context import Batch
+from weft.ops.backend import Backend
+from weft.ops.chunks import schedule, store_checkpoints, token_grid
+from weft.ops.device_work import device_reference, device_work
+
+
+def selective_scan_step_reference(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Torch reference of ``selective_scan_step``."""
+    slots = state_slots.long()
+    new, y = _step(state.index_select(0, slots).float(), x, z, dt, b, c, dt_bias, A_log, D)
+    state.index_copy_(0, slots, new.to(state.dtype))
+    y, padding = y.to(x.dtype), (state_slots == 0)[:, None]
+    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
+
+
+def _step(
+    old: Tensor, x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each row from states ``[R, N, C]``: the new states, and ``y [R, C]`` float32."""
+    step, values = F.softplus(dt.float() + dt_bias.float()), x.float()
+    decay = (-A_log.float().exp() * step[:, None]).exp()  # [R, N, C]
+    new = old * decay + b.float()[..., None] * (step * values)[:, None]
+    y = torch.matmul(c.float()[:, None], new).squeeze(1) + D.float() * values
+    return new, y * F.silu(z.float())
+
+
+def selective_scan_step(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    *,
+    backend: Backend,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token for each of N rows that continue a state, which advances in place.
+
+    Args:
+        x, z, dt: ``[R, C]``; rows may be strided.
+        b, c: ``[R, N]``.
+        dt_bias, D: ``[C]``. A_log: ``[N, C]``, transposed as the state is.
+        state: ``[num_slots, N, C]``.
+        state_slots: ``[R]`` int32; rows with slot 0 are padding: zero, or left as they are in a given ``out [R, C]``.
+
+    Returns:
+        ``[R, C]`` in x's dtype.
+    """
+    arguments = (x, z, dt, b, c, dt_bias, A_log, D, state, state_slots)
+    if backend is Backend.TORCH:
+        return selective_scan_step_reference(*arguments, out=out)
+    from weft.ops.triton.selective_scan import selective_scan_step_triton
+
+    return selective_scan_step_triton(*arguments, out=out)
+
+
+def selective_scan_reference(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    state: Tensor,
+    batch: Batch,
+) -> Tensor:
+    """Torch reference of ``selective_scan``: the sequences side by side, token by token."""
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if batch.mixture is not None:
+        inputs = (x, z, dt, b, c, dt_bias, A_log, D)
+        device_work("selective_scan", batch, inputs, (out, state), chunk_size=CHUNK_SIZE)
+        return out
+    first, last = batch.num_decodes, batch.num_seqs
+    if first == last:
+        return out
+    chunks = batch.chunks[CHUNK_SIZE]
+    order, sequences, widths = schedule(chunks.first.tolist()[first : last + 1])
+    chunk_ids = torch.tensor(order, device=x.device)
+    tokens, valid = token_grid(chunks, chunk_ids)
+    lengths = chunks.length[chunk_ids].tolist()
+    seqs = torch.tensor(sequences, device=x.device) + first
+    slots = batch.state_slots[seqs].long()
+    continues = batch.seq_lens[seqs] != batch.cu_seqlens_q.diff()[seqs]
+    running = torch.where(continues[:, None, None], state[slots].float(), 0.0)
+    checkpoint_slots, offset = chunks.checkpoint_slot[chunk_ids].tolist(), 0
+    for width in widths:
+        live = running[:width]
+        for t in range(max(lengths[offset : offset + width])):
+            rows, inside = tokens[offset : offset + width, t], valid[offset : offset + width, t]
+            new, y = _step(live, x[rows], z[rows], dt[rows], b[rows], c[rows], dt_bias, A_log, D)
+            live.copy_(torch.where(inside[:, None, None], new, live))
+            out[rows[inside]] = y[inside].to(out.dtype)
+        store_checkpoints(state, live, checkpoint_slots[offset : offset + width])
+        offset += width
+    state.index_copy_(0, slots, running.to(state.dtype))
+    return out
+
+
+@device_reference("selective_scan")
+def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    out, state = outputs
+    x, z, dt, b, c, dt_bias, a_log, skip = inputs
+    out.copy_(selective_scan_reference(x, z, dt, b, c, dt_bias, a_log, skip, state, batch))
+
+
+def selective_scan(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    state: Tensor,
+    batch: Batch,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """Run the sequences from ``batch.num_decodes`` on through the scan; arguments as in ``selective_scan_step``.
+
+    The initial state is that of ``batch.state_slots`` (zero for a sequence that starts here); the final state is
+    written back there, and the state after every chunk with a ``checkpoint_slot`` into that slot.
+
+    Returns:
+        ``[T, C]`` in x's dtype; rows outside those sequences are zero.
+    """
+    arguments = (x, z, dt, b, c, dt_bias, A_log, D, state, batch)
+    if backend is Backend.TORCH:
+        return selective_scan_reference(*arguments)
+    from weft.ops.triton.selective_scan import selective_scan_triton
+
+    return selective_scan_triton(*arguments)
