@@ -49,14 +49,15 @@ def eager_answers(checkpoint: Path) -> list[list[int]]:
         return tokens(llm.generate(*workload(), use_tqdm=False))
 
 
-@pytest.mark.parametrize("split_gdn", [False, True])
+@pytest.mark.parametrize("split_at", [None, ["+gated_delta_net"], ["gated_delta_net"], ["+model.layers.*.mlp"]])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_answers_as_without_graphs(
-    checkpoint: Path, eager_answers: list[list[int]], source: str, split_gdn: bool
+    checkpoint: Path, eager_answers: list[list[int]], source: str, split_at: list[str] | None
 ) -> None:
+    """Split at attention, at Gated DeltaNet too, at that alone with attention inside, and at modules by name."""
     settings = SETTINGS | PIECES | {"piecewise_cuda_graph_compiler": source, "enable_torch_compile_debug_mode": True}
-    if split_gdn:
-        settings["splitting_ops"] = ["+gated_delta_net"]
+    if split_at is not None:
+        settings["splitting_ops"] = split_at
     with LLM(str(checkpoint), **settings) as llm:
         assert tokens(llm.generate(*workload(), use_tqdm=False)) == eager_answers
         pieces = runner_of(llm).graphs.pieces

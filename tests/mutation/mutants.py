@@ -84,8 +84,8 @@ MUTANTS = (
     ),
     _mutant(
         "padding-meets-experts", "padding rows are sent to no expert", "weft/layers/moe.py",
-        "num_tokens=batch.num_tokens if batch.token_count is None else batch.token_count,",
-        "num_tokens=x.shape[0],",
+        "num_tokens = batch.num_tokens if batch.token_count is None else batch.token_count",
+        "num_tokens = logits.shape[0]",
         "tests/layers/test_layers.py::test_padding_rows_are_sent_to_no_expert",
     ),
     _mutant(
@@ -245,7 +245,7 @@ MUTANTS = (
     # -- server ----------------------------------------------------------------------------------------------------
     _mutant(
         "queue-one-short", "the queue takes as many as it says", "weft/server/admission.py",
-        "if self.num_open + count > self.limit:", "if self.num_open + count >= self.limit:",
+        "if num_open + count > self.limit:", "if num_open + count >= self.limit:",
         "tests/server/test_parts.py",
     ),
     _mutant(
