@@ -41,7 +41,7 @@ def test_flags_in_documents_exist(page: Path) -> None:
     known |= {"--nproc-per-node"}  # torchrun's
     known |= {flag for help_text in _help_texts() for flag in re.findall(r"--[a-z][a-z-]+", help_text)}
     text = re.sub(
-        r"^(?:curl|docker|guidellm|lm_eval|systemctl) (?:.*\\\n)*.*$", "", page.read_text(encoding="utf-8"), flags=re.M
+        r"^(?:curl|docker|guidellm|lm_eval|ray|systemctl) (?:.*\\\n)*.*$", "", page.read_text("utf-8"), flags=re.M
     )
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
     assert used <= known, f"{page.name} speaks of unknown flags"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.fake_engine import CAPACITY, SLOW
+from tests.server.running import RunningServer, is_alive, wait_until
 from weft.engine import gpus, wire
 from weft.engine.replicas import ReplicaSet, merged
 from weft.errors import ConfigError
@@ -126,6 +127,61 @@ def test_a_replica_dies_or_freezes(number: int, monkeypatch: pytest.MonkeyPatch)
         await server.until(lambda: "later" in server.ends)
 
     serve(body)
+
+
+def test_a_replica_is_drained_and_started_without_losing_a_request() -> None:
+    async def body(server: Server) -> None:
+        states = lambda: [view.state for view in server.set.views()]  # noqa: E731
+        asked = [f"r{i}" for i in range(6)]
+        places = [server.ask(name, [50 + i] * 9, count=30, priority=SLOW) for i, name in enumerate(asked)]
+        assert set(places) == {0, 1}
+        first = server.set.members[1].process
+        server.set.send(wire.DrainReplica(1))
+        assert states() == ["up", "draining"] and server.set.views()[1].num_open == 3
+        assert [server.ask(f"later{i}", [90 + i] * 9) for i in range(4)] == [0] * 4
+        server.set.send(wire.DrainReplica(0))  # refused: it is the last one
+        server.set.send(wire.StartReplica(1))  # refused: it is still there
+        assert states() == ["up", "draining"]
+        await server.until(lambda: states() == ["up", "drained"] and len(server.ends) == 10)
+        assert set(server.ends.values()) == {"length"} and all(len(server.tokens[name]) == 30 for name in asked)
+        assert server.set.views()[1].pid == 0 and first is not None and not is_alive(first.pid)
+        server.set.send(wire.StartReplica(1))
+        assert states() == ["up", "starting"]
+        await server.until(lambda: states() == ["up", "up"])
+        assert server.set.members[1].num_restarts == 0
+        server.ask("busy", [1] * 9, count=4000, priority=SLOW)
+        assert server.ask("new", [9] * 5) == 1
+        await server.until(lambda: "new" in server.ends)
+        server.set.send(wire.FinishRequests(["busy"]))
+
+    serve(body)
+
+
+def test_replicas_over_http() -> None:
+    running = RunningServer("--dp", "2", "--device", "cpu", "--admin-key", "boss")
+    try:
+        running.wait_ready()
+        boss = {"Authorization": "Bearer boss"}
+
+        def states() -> list[str]:
+            return [replica["state"] for replica in running.client.get("/replicas").json()["replicas"]]
+
+        post = running.client.post
+        assert states() == ["up", "up"] and post("/replicas/0/drain").status_code == 403
+        assert post("/replicas/2/drain", headers=boss).status_code == 404
+        assert post("/replicas/1/start", headers=boss).status_code == 409
+        assert post("/replicas/0/drain", headers=boss).status_code == 202
+        wait_until(lambda: states() == ["drained", "up"], GUARD_S)
+        assert "the only one that is up" in post("/replicas/1/drain", headers=boss).json()["error"]["message"]
+        assert running.chat("still there").status_code == 200
+        metrics = running.client.get("/metrics").text
+        assert 'replica="0"} 0.0' in next(m for m in metrics.splitlines() if m.startswith("weft:replica_up{"))
+        looked = running.client.get("/inspect", headers=boss).json()
+        assert [replica["state"] for replica in looked["replicas"]] == ["drained", "up"]
+        assert post("/replicas/0/start", headers=boss).status_code == 202
+        wait_until(lambda: states() == ["up", "up"], GUARD_S)
+    finally:
+        running.close()
 
 
 def test_what_keeps_a_replica_from_starting_ends_all() -> None:

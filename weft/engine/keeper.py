@@ -15,6 +15,7 @@ from weft.config.parallelism import is_on_ray
 from weft.engine import wire
 from weft.engine.launcher import ENGINE_MODULE, EngineProcess
 from weft.engine.replicas import ReplicaSet
+from weft.engine.views import ReplicaView
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class EngineClient(Protocol):
         """Seconds since its last sign of life."""
 
     @property
-    def replicas(self) -> dict[str, dict[str, int]] | None:
+    def replicas(self) -> list[ReplicaView] | None:
         """Figures of each replica; None if there is one engine."""
 
     def listen(self, on_message: Hear, on_lost: Lost) -> None:
@@ -106,8 +107,8 @@ class EngineKeeper:
         return self._process.silence_s if self._process is not None else float("inf")
 
     @property
-    def replicas(self) -> dict[str, dict[str, int]] | None:
-        return self._process.figures() if isinstance(self._process, ReplicaSet) else None
+    def replicas(self) -> list[ReplicaView] | None:
+        return self._process.views() if isinstance(self._process, ReplicaSet) else None
 
     def send(self, message: wire.ToEngine) -> None:
         assert self._process is not None, "nothing was started"

@@ -84,6 +84,8 @@ class EngineLoop:
             for message in self._channel.receive(0 if self._core.has_work else _IDLE_MS):
                 if isinstance(message, wire.Shutdown):
                     return
+                if isinstance(message, wire.DrainReplica | wire.StartReplica):
+                    continue  # for a set of replicas
                 self._handle(message)
             if self._core.has_work:
                 self._step()

@@ -3,6 +3,9 @@
 Job: start the replicas, route requests, survive the death of one. Owns: the engines, and which request is where.
 Does not know: text, HTTP; to the server it looks like one ``EngineProcess``.
 
+A replica can be drained: it gets nothing new, finishes what it has, and its process ends; started again, it is as new,
+with what was installed or written meanwhile.
+
 When a replica dies, another process is started in its place. Its requests that nobody has seen a token of go to
 another replica and start anew there; the others end with an error. Only when no replica is left, and none can be
 started, is the whole set over.
@@ -25,7 +28,7 @@ from weft.engine.gpus import devices_of_replica
 from weft.engine.launcher import ENGINE_MODULE, EngineHandle, EngineProcess
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
-from weft.engine.views import Snapshot
+from weft.engine.views import ReplicaView, Snapshot
 from weft.request import RequestSpec
 from weft.stats import EngineStats
 
@@ -40,6 +43,7 @@ PLACEMENT_PATIENCE_S = 60.0
 """How long a server that starts waits for room in a Ray cluster."""
 
 _LOOK_S = 1.0
+_DRAIN_LOOK_S = 0.05
 
 
 @dataclass(slots=True)
@@ -54,10 +58,40 @@ class Member:
     ready_at: float = 0.0
     num_restarts: int = 0
     restarts_in_a_row: int = 0
+    is_out: bool = False
+    """It has been drained, or is about to be."""
 
     @property
     def is_ready(self) -> bool:
         return self.process is not None and self.capacity is not None
+
+    @property
+    def state(self) -> str:
+        if self.is_out:
+            return "drained" if self.process is None else "draining"
+        if self.process is None:
+            return "down"
+        return "up" if self.is_ready else "starting"
+
+
+def why_not_drain(replicas: list[ReplicaView], index: int) -> str | None:
+    """Why a replica cannot be drained; None if it can."""
+    if index >= len(replicas):
+        return f"there is no replica {index}; there are {len(replicas)}, from 0 on"
+    if replicas[index].state != "up":
+        return f"replica {index} is {replicas[index].state}; only one that is up can be drained"
+    if not any(view.state == "up" for view in replicas if view.replica != index):
+        return f"replica {index} is the only one that is up; start another one first"
+    return None
+
+
+def why_not_start(replicas: list[ReplicaView], index: int) -> str | None:
+    """Why a replica cannot be started; None if it can."""
+    if index >= len(replicas):
+        return f"there is no replica {index}; there are {len(replicas)}, from 0 on"
+    if replicas[index].state not in ("drained", "down"):
+        return f"replica {index} is {replicas[index].state}; only one that is drained or down can be started"
+    return None
 
 
 @dataclass(slots=True)
@@ -90,6 +124,7 @@ class ReplicaSet:
         self._devices = (lambda index: {}) if self._on_ray else devices_of_replica(settings)
         self._router = Router(len(self.members), max_num_seqs=1)
         self._open: dict[str, Open] = {}
+        self._draining: set[asyncio.Task[None]] = set()
         self._is_configured = self._is_ready = self._is_over = self._is_closing = False
         for member in self.members:
             self._start(member)
@@ -124,6 +159,10 @@ class ReplicaSet:
                 ready = next((m for m in self.members if m.is_ready), None)
                 if ready is not None and ready.process is not None:
                     ready.process.send(message)
+            case wire.DrainReplica():
+                self._obey(message, why_not_drain, self._drain)
+            case wire.StartReplica():
+                self._obey(message, why_not_start, self._restart)
             case wire.Shutdown():
                 for member in self.members:
                     if member.process is not None:
@@ -209,16 +248,49 @@ class ReplicaSet:
 
     # -- lives ---------------------------------------------------------------------------------------------------
 
-    def figures(self) -> dict[str, dict[str, int]]:
-        """What is known of each replica, by figure and then by its number."""
-        known = [(str(m.index), m, self._router.replicas[m.index]) for m in self.members]
-        return {
-            "up": {number: int(m.is_ready) for number, m, _ in known},
-            "open": {number: replica.num_open for number, _, replica in known},
-            "running": {number: m.stats.num_running for number, m, _ in known},
-            "waiting": {number: m.stats.num_waiting for number, m, _ in known},
-            "restarts": {number: m.num_restarts for number, m, _ in known},
-        }
+    def views(self) -> list[ReplicaView]:
+        """What is known of each replica."""
+        names = [name for name in ReplicaView.__struct_fields__ if name in EngineStats.__struct_fields__]
+        return [
+            ReplicaView(
+                replica=m.index,
+                state=m.state,
+                pid=m.process.pid if m.process is not None else 0,
+                num_open=self._router.replicas[m.index].num_open,
+                num_restarts=m.num_restarts,
+                **{name: getattr(m.stats, name) for name in names},
+            )
+            for m in self.members
+        ]
+
+    def _obey(
+        self,
+        message: wire.DrainReplica | wire.StartReplica,
+        why_not: Callable[[list[ReplicaView], int], str | None],
+        act: Callable[[Member], None],
+    ) -> None:
+        refusal = why_not(self.views(), message.replica)
+        if refusal is None:
+            act(self.members[message.replica])
+        else:
+            logger.error("%s", refusal)
+
+    def _drain(self, member: Member) -> None:
+        logger.info("replica %d is drained; it has %d open", member.index, self._router.replicas[member.index].num_open)
+        member.is_out = True
+        self._router.down(member.index)
+        self._draining.add(task := asyncio.create_task(self._end_when_idle(member)))
+        task.add_done_callback(self._draining.discard)
+
+    async def _end_when_idle(self, member: Member) -> None:
+        while any(entry.index == member.index for entry in self._open.values()):
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        if member.process is not None:
+            await member.process.stop()
+
+    def _restart(self, member: Member) -> None:
+        member.is_out, member.restarts_in_a_row = False, 0
+        self._start(member)
 
     @property
     def silence_s(self) -> float:
@@ -244,6 +316,10 @@ class ReplicaSet:
         member.process = member.capacity = None
         self._router.down(member.index)
         if self._is_closing or self._is_over:
+            return
+        if member.is_out:
+            logger.info("replica %d has been drained", member.index)
+            self._move_requests(member.index)  # none, unless it died on the way
             return
         if not self._is_ready:  # what keeps one from starting keeps all
             self._give_up(member, status)

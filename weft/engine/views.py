@@ -131,3 +131,30 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     nodes: list[NodeView]
     steps: list[StepView]
     requests: list[RequestView]
+
+
+class ReplicaView(msgspec.Struct, frozen=True):
+    """One of several replicas.
+
+    Attributes:
+        replica: its number.
+        state: starting, up, draining, drained (nobody starts it unasked), or down (it could not be started again).
+        pid: its process, on its machine; 0 if there is none, or it is not known yet.
+        num_open: completions that were sent to it and have not ended.
+        num_running, num_waiting, num_free_pages, num_query_tokens, num_hit_tokens, num_prefill_tokens,
+            num_decode_tokens: as in ``EngineStats``, of its present process.
+        num_restarts: how often another process has replaced one that died.
+    """
+
+    replica: int
+    state: str
+    pid: int
+    num_open: int
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    num_query_tokens: int
+    num_hit_tokens: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_restarts: int

@@ -3,7 +3,8 @@
 Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
 Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
 
-Towards the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``Shutdown``. From the engine, in this
+Towards the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``Shutdown``; to
+several replicas also ``DrainReplica``, ``StartReplica``. From the engine, in this
 order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and a
 ``Snapshot`` for each ``Inspect``; ``Failed`` if it cannot start or go on. Moments are seconds of ``time.monotonic()``,
 which all processes of a machine share on Linux.
@@ -37,11 +38,23 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     tokens_per_node: int = 0
 
 
+class DrainReplica(msgspec.Struct, frozen=True, tag="drain_replica"):
+    """Send this replica nothing more, let it finish what it has, and end its process. Not for a single engine."""
+
+    replica: int
+
+
+class StartReplica(msgspec.Struct, frozen=True, tag="start_replica"):
+    """Start a replica that has been drained, or is down. Not for a single engine."""
+
+    replica: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave, with status 0."""
 
 
-ToEngine = RequestSpec | FinishRequests | Inspect | Shutdown
+ToEngine = RequestSpec | FinishRequests | Inspect | DrainReplica | StartReplica | Shutdown
 
 
 class Configured(msgspec.Struct, frozen=True, tag="configured"):

@@ -18,7 +18,7 @@ import msgspec
 
 from weft.config.transport import decode_other, encode_other
 from weft.engine import wire
-from weft.engine.views import Snapshot
+from weft.engine.views import ReplicaView, Snapshot
 from weft.request import RequestSpec
 from weft.server.settings import ServerSettings
 
@@ -58,7 +58,7 @@ class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
     silence_s: float | None
     pid: int | None
     num_restarts: int
-    replicas: dict[str, dict[str, int]] | None
+    replicas: list[ReplicaView] | None
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -110,7 +110,17 @@ class Reported(msgspec.Struct, frozen=True, tag="reported"):
     content: bytes
 
 
-FromApi = RequestSpec | wire.FinishRequests | wire.Inspect | Serving | Unfit | Gather | Reported
+FromApi = (
+    RequestSpec
+    | wire.FinishRequests
+    | wire.Inspect
+    | wire.DrainReplica
+    | wire.StartReplica
+    | Serving
+    | Unfit
+    | Gather
+    | Reported
+)
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
 decode_to_api: Callable[[bytes], ToApi] = msgspec.msgpack.Decoder(ToApi, dec_hook=decode_other).decode

@@ -28,7 +28,7 @@ from weft.engine.keeper import Hear
 from weft.engine.keeper import Lost as OnLost
 from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import LogWriter
-from weft.engine.views import Snapshot
+from weft.engine.views import ReplicaView, Snapshot
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
 from weft.server.listening import make_tracer, serve_http
@@ -84,7 +84,7 @@ class RemoteEngine:
         return self._pulse.silence_s + time.monotonic() - self._heard_at
 
     @property
-    def replicas(self) -> dict[str, dict[str, int]] | None:
+    def replicas(self) -> list[ReplicaView] | None:
         return self._pulse.replicas
 
     def start(self) -> None:

@@ -289,6 +289,8 @@ class ApiServers:
                 for request_id in message.request_ids:
                     self._forget(request_id)
                 self._keeper.send(message)
+            case wire.DrainReplica() | wire.StartReplica():
+                self._keeper.send(message)
             case wire.Inspect():
                 self._looks.append((member, member.num_starts))
                 self._keeper.send(message)

@@ -58,6 +58,7 @@ class Inspector:
             "is_admin": caller.is_admin,
             "capacity": capacity,
             "keeps_states": self._service.keeps_states,
+            "replicas": msgspec.to_builtins(self._service.engine_client.replicas or []),
             "history": self._service.history.view(track, reports),
         } | visible(snapshot, texts if caller.is_admin else None, named)
 

@@ -8,7 +8,7 @@ calls are counted (``tallies.py``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from weft.engine.async_engine import ResponseStream
+from weft.engine.views import ReplicaView
 from weft.server.service import Service
 from weft.server.tallies import COUNTERS, HISTOGRAMS, Counts, Tally
 from weft.stats import EngineStats
@@ -142,7 +143,7 @@ class _EngineCollector(Collector):
         yield _counter("weft:evicted_states", "states given up for new requests", stats.num_evicted_states, labels)
         yield _counter("weft:engine_steps", "steps run", stats.num_steps, labels)
         yield _counters("weft:steps", "steps by how they ran", "mode", stats.steps_by_mode, labels)
-        for name, values in (service.engine_client.replicas or {}).items():
+        for name, values in _replica_figures(service.engine_client.replicas or []).items():
             yield _gauges(f"weft:replica_{name}", f"{name}, by replica", "replica", values, labels)
         tokens = {
             "prefill": stats.num_prefill_tokens,
@@ -210,3 +211,10 @@ def _counters(name: str, help: str, label: str, values: dict[str, int], labels: 
     for key, value in values.items():
         family.add_metric([*labels.values(), key], value)
     return family
+
+
+def _replica_figures(replicas: Sequence[ReplicaView]) -> dict[str, dict[str, int]]:
+    """Of each figure, its value by the replica's number."""
+    named = {name: name.removeprefix("num_") for name in ReplicaView.__struct_fields__ if name.startswith("num_")}
+    figures = {short: {str(view.replica): getattr(view, name) for view in replicas} for name, short in named.items()}
+    return {"up": {str(view.replica): int(view.state == "up") for view in replicas}} | figures if replicas else {}

@@ -36,6 +36,14 @@ _ERROR_SCHEMA = {
         }
     },
 }
+_CHANGE_REPLICA = {
+    "parameters": [
+        {"name": "replica", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}},
+        {"name": "change", "in": "path", "required": True, "schema": {"type": "string", "enum": ["drain", "start"]}},
+    ],
+    "responses": {"202": {"description": "begun", "content": {"application/json": {}}}}
+    | dict.fromkeys(("400", "401", "403", "404", "409", "503"), _ERROR),
+}
 _STATUSES = ("400", "401", "403", "404", "413", "429", "503", "504")
 
 
@@ -52,6 +60,7 @@ def openapi_document(posts: Mapping[str, type[msgspec.Struct]], gets: Mapping[st
         body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
         post = {"requestBody": {"required": True, "content": body}, "responses": _responses(_post_types(kind))}
         paths[path] = {"post": post}
+    paths["/replicas/{replica}/{change}"] = {"post": _CHANGE_REPLICA}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Weft", "version": __version__},

@@ -72,6 +72,7 @@ function draw() {
   const request = find(latest.requests, chosen);
   const frame = frameOf(latest);
   drawTiles(latest, frame);
+  drawReplicas(latest.replicas);
   drawChosen(request);
   if (part === "throughput") {
     plots.throughput.draw(frame);
@@ -105,6 +106,18 @@ function drawTiles({ totals, capacity, history }, frame) {
     ["errors", integer(failed + broken), failed + broken > 0],
   ];
   byId("tiles").replaceChildren(...tiles.map(([name, value, isBad]) => el("div", { class: isBad ? "tile bad" : "tile" }, el("b", {}, value), name)));
+}
+
+/** One row for each replica behind the server; the parts below look into the first one that is up. */
+function drawReplicas(replicas) {
+  byId("replicas").hidden = replicas.length === 0;
+  const head = ["Replica", "state", "open", "running", "waiting", "prompt reused", "restarts"];
+  const reused = (r) => r.num_query_tokens ? `${(100 * r.num_hit_tokens / r.num_query_tokens).toFixed(1)} %` : "–";
+  const row = (r) => el("tr", {}, el("th", { scope: "row" }, String(r.replica)),
+    ...[r.state, integer(r.num_open), integer(r.num_running), integer(r.num_waiting), reused(r), integer(r.num_restarts)]
+      .map((text) => el("td", {}, text)));
+  byId("replicas").replaceChildren(el("table", { class: "figures-table" },
+    el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...replicas.map(row))));
 }
 
 function drawChosen(request) {
