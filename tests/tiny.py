@@ -13,6 +13,7 @@ import torch
 import transformers
 
 ARCHITECTURES = (
+    "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "LlamaForCausalLM",
@@ -153,6 +154,26 @@ _MAMBA2 = _NO_TOKENS | {
     "layer_norm_epsilon": 1e-6,
     "initializer_range": 0.1,
 }
+_KIMI = {
+    **{key: value for key, value in _BASE.items() if key != "head_dim"},
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 12,
+    "linear_num_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
 _VISION = {
@@ -179,6 +200,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {k: v for k, v in _BASE.items() if k != "num_hidden_layers"} | _NO_TOKENS | _NEMOTRON,
     ),
     "Mamba2ForCausalLM": ("Mamba2Config", _MAMBA2),
+    "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
     "LlamaForCausalLM": ("LlamaConfig", _BASE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from weft.config.attention import AttentionConfig
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.families import FAMILIES
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
-from weft.config.moe import MoeConfig
+from weft.config.moe import MoeConfig, SigmoidRouting
 from weft.config.rope import RopeConfig
 from weft.errors import ConfigError, UnsupportedModelError
 
@@ -185,7 +187,7 @@ def test_qwen3_5_moe_multimodal(tmp_path: Path) -> None:
     assert config.eos_token_ids == (248044,) and not config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a != "KimiLinearForCausalLM"])
 def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) -> None:
     """Every derived number equals what the transformers configuration class says for a file without keys."""
     import transformers
@@ -309,6 +311,90 @@ def test_layers_with_a_window(arch: str, changes: dict[str, Any], layers: list[i
     theirs = getattr(reference, "layer_types", None)
     if theirs is not None:
         assert [i for i, kind in enumerate(theirs) if kind == "sliding_attention"] == layers
+
+
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163586,
+    "first_k_dense_replace": 1,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [i for i in range(1, 28) if i % 4 and i != 27],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_kimi_linear_as_published_and_as_transformers_writes_it(tmp_path: Path) -> None:
+    import transformers
+
+    config = read(tmp_path, KIMI_LINEAR)
+    assert config.mixers["linear_attention"]["self_attn"] == KimiDeltaConfig(32, 128, 4)
+    assert config.mixers["full_attention"]["self_attn"] == LatentAttentionConfig(32, 128, 64, 128, 512, None)
+    assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == [3, 7, 11, 15, 19, 23, 26]
+    assert config.moe is not None and config.moe.sigmoid == SigmoidRouting(True, 1, 1, 2.446)
+    assert (config.moe.shared_expert_intermediate_size, config.moe.sparse_layers) == (1024, frozenset(range(1, 27)))
+    reference = transformers.KimiLinearConfig(**{key: value for key, value in KIMI_LINEAR.items() if value is not None})
+    written = json.loads(reference.to_json_string())
+    assert "linear_attn_config" not in written or written["layer_types"]
+    written = {key: value for key, value in written.items() if key != "linear_attn_config"}
+    again = read(tmp_path, written | {"architectures": ["KimiLinearForCausalLM"]})
+    assert dataclasses.replace(again, model_type="") == config
+
+
+def test_an_empty_config_of_kimi_linear(tmp_path: Path) -> None:
+    import transformers
+
+    config, reference = read(tmp_path, {"architectures": ["KimiLinearForCausalLM"]}), transformers.KimiLinearConfig()
+    assert list(config.layer_types) == reference.layer_types
+    assert config.moe is not None and len(config.moe.sparse_layers) == reference.mlp_layer_types.count("sparse")
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"):
+        assert getattr(config, key) == getattr(reference, key), key
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=true is not supported"),
+        ({"mla_use_nope": False}, "mla_use_nope=false is not supported"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax' is not supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ({"num_expert_group": 3}, "num_expert_group=3 groups"),
+        ({"mlp_layer_types": ["dense"]}, "expected 'dense' or 'sparse' for each of 27 layers"),
+        ({"linear_attn_config": KIMI_LINEAR["linear_attn_config"] | {"kda_layers": [1]}}, "each of the layers 1 to 27"),
+    ],
+)
+def test_what_kimi_linear_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        read(tmp_path, KIMI_LINEAR | changes)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ ARCHITECTURES = [
     "Qwen3MoeForCausalLM",
     "Lfm2ForCausalLM",
     "OlmoHybridForCausalLM",
+    "KimiLinearForCausalLM",
 ]
 PROMPT = [(7 * i + i // 5) % 200 for i in range(210)]
 
@@ -78,6 +79,7 @@ BRANCHING = [
     "BambaForCausalLM",
     "Mamba2ForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
 ]
 SEEDS = dict.fromkeys(("BambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM"), "Lfm2ForCausalLM")
 """Of those whose own name leads to a workload in which some policy finds nothing to reuse."""

@@ -93,6 +93,15 @@ def run_layer(name: str) -> Run:
         ("GraniteMoeHybridForCausalLM", "model.layers.0.mlp", MAMBA | {"mamba_n_groups": 4}),
         ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
         ("Lfm2MoeForCausalLM", "model.layers.2.mlp", {}),
+        ("KimiLinearForCausalLM", "model.layers.0.self_attn", {}),
+        ("KimiLinearForCausalLM", "model.layers.2.self_attn", {}),
+        ("KimiLinearForCausalLM", "model.layers.2.self_attn", {"q_lora_rank": 18}),
+        ("KimiLinearForCausalLM", "model.layers.2.mlp", {}),
+        (
+            "Qwen3ForCausalLM",
+            "model.layers.1.self_attn",
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5},
+        ),
         ("Qwen3NextForCausalLM", "model.layers.3.self_attn", LINEAR | {"attention_bias": True}),
         ("Qwen3NextForCausalLM", "model.layers.0.mlp", LINEAR),
         (

@@ -20,7 +20,7 @@ LENGTHS = (1, 63, 64, 65, 130, 210)
 STEPS = 40
 TOLERANCE = 1e-4
 HYBRID = (
-    *(a for a in PLAIN if a.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid"))),
+    *(a for a in PLAIN if a.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear"))),
     *MAMBA_ARCHITECTURES,
 )
 
@@ -129,6 +129,7 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
 
 
 LFM2_MOE, QWEN2_MOE, OLMO = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM", "OlmoHybridForCausalLM"
+KIMI = "KimiLinearForCausalLM"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
@@ -167,6 +168,9 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (MAMBA2, {"expand": 3, "num_heads": 9, "n_groups": 1, "state_size": 20, "time_step_limit": [0.0, 0.05]}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (MISTRAL, {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 512}),
+    (KIMI, {"q_lora_rank": 18, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "linear_conv_kernel_dim": 2}),
+    (KIMI, {"linear_num_heads": 3, "num_attention_heads": 5, "num_key_value_heads": 5, "n_shared_experts": 3}),
+    (KIMI, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "topk_group": 4}),
     (OLMO, {"linear_allow_neg_eigval": False, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 51}),
     (OLMO, {"rope_parameters": NO_ROPE, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}),
     (OLMO, {"attention_bias": True, "layer_types": ["full_attention"] * 2 + ["linear_attention", "full_attention"]}),

@@ -13,8 +13,9 @@ from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import read_gated_delta_net, read_olmo_hybrid_gated_delta_net
 from weft.config.json_object import JsonObject
+from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
 from weft.config.mamba_families import MAMBA_FAMILIES
-from weft.config.moe import read_lfm2_moe, read_moe
+from weft.config.moe import read_kimi_moe, read_lfm2_moe, read_moe
 from weft.config.short_conv import read_short_conv
 from weft.config.sliding_window import (
     all_sliding,
@@ -107,6 +108,11 @@ _LFM2_MIXERS: Mixers = {
     "conv": {"conv": read_short_conv},
 }
 
+_KIMI_LINEAR = {"vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
+                "num_hidden_layers": 27, "num_attention_heads": 32, "routed_scaling_factor": 2.446, "kv_lora_rank": 512,
+                "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "num_experts": 256,
+                "num_experts_per_tok": 8, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
+                "bos_token_id": 163584, "eos_token_id": 163586}  # fmt: skip
 _OLMO_HYBRID = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
                 "num_attention_heads": 30, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4,
                 "eos_token_id": 100257}  # fmt: skip
@@ -196,6 +202,20 @@ FAMILIES: dict[str, Family] = {
         layer_types=olmo_hybrid_layer_types,
         norm_placement={"full_attention": "post"},
         defaults=_OLMO_HYBRID,
+    ),
+    "KimiLinearForCausalLM": Family(
+        "weft.models.kimi_linear:KimiLinearForCausalLM",
+        {"full_attention": {"self_attn": read_latent_attention}, "linear_attention": {"self_attn": read_kimi_delta}},
+        layer_types=kimi_layer_types,
+        moe=read_kimi_moe,
+        keys={
+            "model_max_length": "max_position_embeddings",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+        },
+        defaults=_KIMI_LINEAR,
     ),
     "Qwen3NextForCausalLM": _hybrid(
         "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=partial(read_moe, shared_expert=True), defaults=_QWEN3_NEXT

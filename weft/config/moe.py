@@ -92,6 +92,47 @@ def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
     )
 
 
+def read_kimi_moe(text: JsonObject, num_layers: int) -> MoeConfig:
+    """Kimi-Linear: grouped sigmoid routing, and shared experts without a gate, as one that is so much wider."""
+    _refuse_other_routing(text)
+    num_experts, top_k = read_experts(text)
+    groups, top_groups = text.integer("n_group", 1), text.integer("topk_group", 1)
+    if num_experts % groups or top_groups > groups or top_k > num_experts // groups * top_groups:
+        raise ConfigError(
+            f"{text.where}: num_experts={num_experts} cannot be routed in num_expert_group={groups} groups, of which "
+            f"topk_group={top_groups} take part, with num_experts_per_token={top_k}"
+        )
+    shared, width = text.integer("n_shared_experts", 1, low=0), text.integer("moe_intermediate_size")
+    return MoeConfig(
+        num_experts,
+        top_k,
+        width,
+        text.boolean("norm_topk_prob", True),
+        shared_expert_intermediate_size=shared * width or None,
+        sparse_layers=_kimi_sparse_layers(text, num_layers),
+        shared_expert_gate=False,
+        sigmoid=SigmoidRouting(True, groups, top_groups, text.number("routed_scaling_factor")),
+    )
+
+
+def _refuse_other_routing(text: JsonObject) -> None:
+    for key, value in (("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1)):
+        if text.given(key) and text.raw(key) != value:
+            raise UnsupportedModelError(
+                f"{text.where}: {key}={text.raw(key)!r} is not supported for this architecture; supported is {value!r}"
+            )
+
+
+def _kimi_sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:
+    """``mlp_layer_types`` (transformers), or all layers from ``first_k_dense_replace`` on (published files)."""
+    types = text.raw("mlp_layer_types")
+    if types is None:
+        return frozenset(range(text.integer("first_k_dense_replace", 1, low=0), num_layers))
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise text.wrong("mlp_layer_types", f"'dense' or 'sparse' for each of {num_layers} layers")
+    return frozenset(i for i, kind in enumerate(types) if kind == "sparse")
+
+
 def read_experts(text: JsonObject) -> tuple[int, int]:
     """Experts, and how many of them a token meets."""
     num_experts, top_k = text.integer("num_experts"), text.integer("num_experts_per_tok")

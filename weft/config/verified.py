@@ -58,6 +58,7 @@ VERIFIED: dict[str, Verified] = {
     "JambaForCausalLM": Verified(False, Ranks.REFUSED),
     "FalconMambaForCausalLM": Verified(False, Ranks.REFUSED),
     "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
+    "KimiLinearForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(False, Ranks.REFUSED),
 }
 

@@ -7,6 +7,8 @@ own name in the forward context.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,26 @@ from weft.ops.e4m3 import E4M3
 from weft.ops.qk_norm_rope import qk_norm_rope
 
 
-class Attention(WeightModule):
+class PagedAttention(WeightModule):
+    """A kind of attention over pages. Passes break at it, since the page table is gathered anew for every step.
+
+    Attributes:
+        output_width: columns of what ``attend`` returns.
+    """
+
+    output_width: int
+
+    @split_op("attention", width=lambda layer: layer.output_width)
+    def attend(self, projected: Tensor) -> Tensor:
+        """Everything between the projections: ``[T, *] -> [T, output_width]``."""
+        return self.attend_rows(projected)
+
+    @abstractmethod
+    def attend_rows(self, projected: Tensor) -> Tensor:
+        """``attend``, at once."""
+
+
+class Attention(PagedAttention):
     """``hidden_states [T, hidden_size] -> [T, hidden_size]`` (rows of padding tokens are arbitrary).
 
     Args:
@@ -50,6 +71,7 @@ class Attention(WeightModule):
             bias=geometry.qkv_bias,
             context=context,
         )
+        self.output_width = self.qkv_proj.num_heads * geometry.head_dim
         self.o_proj = RowParallelLinear(
             geometry.num_heads * geometry.head_dim,
             config.hidden_size,
@@ -87,9 +109,8 @@ class Attention(WeightModule):
         out = self.o_proj(self.attend(self.qkv_proj(hidden_states)))
         return out if self._out_multiplier == 1.0 else out * self._out_multiplier
 
-    @split_op("attention", width=lambda layer: layer.qkv_proj.num_heads * layer.head_dim)
-    def attend(self, qkv: Tensor) -> Tensor:
-        """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
+    def attend_rows(self, qkv: Tensor) -> Tensor:
+        """``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
         scaled = cache["k"].dtype is E4M3 and self.k_scale is not None

@@ -100,15 +100,19 @@ def _all_reduce(size: int, context: ModelContext) -> tuple[AllReduce, ...]:
 
 
 class GatedRMSNorm(WeightModule):
-    """``weight * x / rms(x) * silu(gate)``, row by row: ``[..., V], [..., V] -> [..., V]`` (arXiv 2412.06464)."""
+    """``weight * x / rms(x) * silu(gate)``, row by row: ``[..., V], [..., V] -> [..., V]`` (arXiv 2412.06464).
 
-    def __init__(self, size: int, eps: float, context: ModelContext) -> None:
+    Args:
+        activation: of the gate, ``silu`` or ``sigmoid``.
+    """
+
+    def __init__(self, size: int, eps: float, context: ModelContext, *, activation: str = "silu") -> None:
         super().__init__()
-        self._eps, self._backend = eps, context.backend
+        self._eps, self._activation, self._backend = eps, activation, context.backend
         self.weight = empty_parameter(size, dtype=context.dtype, device=context.device)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_rms_norm(x, gate, self.weight, self._eps, backend=self._backend)
+        return gated_rms_norm(x, gate, self.weight, self._eps, activation=self._activation, backend=self._backend)
 
     def layouts(self) -> tuple[Layout, ...]:
         return ({"weight": whole(self.weight)},)

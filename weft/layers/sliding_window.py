@@ -26,7 +26,7 @@ class SlidingWindowAttention(Attention):
     def __init__(self, geometry: SlidingWindowConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__(geometry.attention, config, context, name)
 
-    @split_op("sliding_window", width=lambda layer: layer.qkv_proj.num_heads * layer.head_dim)
+    @split_op("sliding_window", width=lambda layer: layer.output_width)
     def attend(self, qkv: Tensor) -> Tensor:
         """Everything between the projections: ``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
         context = get_forward_context()

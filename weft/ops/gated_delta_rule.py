@@ -6,7 +6,8 @@ Per value head, with key k, value v, decay exp(g) and write strength beta (all p
     o_t = S_t^T q_t
 
 Queries and keys are L2-normalised (eps 1e-6 under the root), queries are scaled by ``K ** -0.5``; each of the HK key
-heads serves ``HV / HK`` consecutive value heads.
+heads serves ``HV / HK`` consecutive value heads. In Kimi Delta Attention (arXiv 2510.26692) g has a value per channel
+of the key, ``[K]``, and ``exp(g)`` decays the rows of S.
 
 Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[num_slots, HV, K, V]``, float32 or
 bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: projections, convolution, norms.
@@ -75,7 +76,8 @@ def recurrent_gated_delta_rule_reference(
     Args:
         q, k: ``[N, HK, K]``, not yet normalised.
         v: ``[N, HV, V]``; HV is a multiple of HK.
-        g, beta: ``[N, HV]`` float32 from ``gdn_gates``.
+        g: ``[N, HV]`` float32 from ``gdn_gates``, or ``[N, HV, K]`` from ``kda_gates``.
+        beta: ``[N, HV]`` float32.
         state: ``[num_slots, HV, K, V]``.
         state_slots: ``[N]`` integers; only slot 0 (padding) may occur more than once.
 
@@ -87,7 +89,7 @@ def recurrent_gated_delta_rule_reference(
     qk = _l2norm(torch.stack([q, k], dim=2).float())  # [N, HK, 2, K]
     if num_v_heads != q.shape[1]:
         qk = qk.repeat_interleave(num_v_heads // q.shape[1], dim=1)
-    decay = g.exp()[..., None, None]
+    decay = g.exp()[..., None] if g.dim() == 3 else g.exp()[..., None, None]
     old = state.index_select(0, slots).float().mul_(decay)
     from_q, from_k = torch.matmul(qk, old).unbind(2)
     delta = (v.float() - from_k).mul_(beta.unsqueeze(-1))
@@ -172,7 +174,7 @@ def _intra_chunk(
     Returns:
         ``wq [C, HV, 128, K]`` (W above the decayed queries), ``u [C, HV, 64, V]``, the masked attention inside the
         chunk ``[C, HV, 64, 64]``, keys decayed to the chunk's end ``[C, HV, 64, K]``, and the chunk's whole decay
-        ``[C, HV, 1, 1]``.
+        ``[C, HV, 1 or K, 1]``.
     """
     group = v.shape[1] // k.shape[1]
 
@@ -183,19 +185,35 @@ def _intra_chunk(
     keys = _l2norm(chunked(k)).repeat_interleave(group, dim=1)
     values = chunked(v)
     strength = chunked(beta.unsqueeze(-1))
-    log_decay = chunked(g.unsqueeze(-1)).cumsum(2)  # [C, HV, 64, 1]
-
-    lower = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=v.device).tril()
-    pairwise = (log_decay - log_decay.transpose(2, 3)).masked_fill_(~lower, -torch.inf).exp_()
-    scores = torch.matmul(torch.cat([keys * strength, queries], dim=2), keys.transpose(2, 3))
-    system, attention = (s * pairwise for s in scores.split(CHUNK_SIZE, dim=2))
+    log_decay = chunked(g if g.dim() == 3 else g.unsqueeze(-1)).cumsum(2)  # [C, HV, 64, 1 or K]
+    scores = _channel_scores if g.dim() == 3 else _head_scores
+    system, attention = scores(keys * strength, queries, keys, log_decay)
     decayed = log_decay.exp()
     right_side = torch.cat([keys * (strength * decayed), values * strength], dim=3)
     solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     w, u = solved.split([keys.shape[3], values.shape[3]], dim=3)
     last = log_decay[:, :, -1:]
     wq = torch.cat([w, queries * decayed], dim=2)
-    return wq, u.contiguous(), attention, keys * (last - log_decay).exp(), last.exp()
+    return wq, u.contiguous(), attention, keys * (last - log_decay).exp(), last.exp().transpose(2, 3)
+
+
+def _head_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """``exp(G_i - G_j) (x_i . k_j)`` for i >= j and both x, ``[C, HV, 64, 64]``, with one decay per head."""
+    lower = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=keys.device).tril()
+    pairwise = (log_decay - log_decay.transpose(2, 3)).masked_fill_(~lower, -torch.inf).exp_()
+    scores = torch.matmul(torch.cat([writes, queries], dim=2), keys.transpose(2, 3))
+    system, attention = (s * pairwise for s in scores.split(CHUNK_SIZE, dim=2))
+    return system, attention
+
+
+def _channel_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with a decay per channel, row by row: the factors of a product of matrices would overflow."""
+    rows = torch.stack([writes, queries], dim=3)  # [C, HV, 64, 2, K]
+    scores = keys.new_zeros(*keys.shape[:2], 2, CHUNK_SIZE, CHUNK_SIZE)
+    for i in range(CHUNK_SIZE):
+        decayed = keys[:, :, : i + 1] * (log_decay[:, :, i : i + 1] - log_decay[:, :, : i + 1]).exp()
+        scores[:, :, :, i, : i + 1] = torch.matmul(rows[:, :, i], decayed.transpose(2, 3))
+    return scores[:, :, 0], scores[:, :, 1]
 
 
 def chunk_gated_delta_rule(
@@ -215,7 +233,8 @@ def chunk_gated_delta_rule(
     Args:
         q, k: ``[T, HK, K]``, not yet normalised.
         v: ``[T, HV, V]``; HV is a multiple of HK.
-        g, beta: ``[T, HV]`` float32 from ``gdn_gates``.
+        g: ``[T, HV]`` float32 from ``gdn_gates``, or ``[T, HV, K]`` from ``kda_gates`` (then HK equals HV).
+        beta: ``[T, HV]`` float32.
         state: ``[num_slots, HV, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
             starts here); the final state is written back there, and the state after every chunk with a
             ``checkpoint_slot`` into that slot, in the same pass.
@@ -227,6 +246,10 @@ def chunk_gated_delta_rule(
     """
     if backend is Backend.TORCH:
         return chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out)
+    if g.dim() == 3:
+        from weft.ops.triton.kda import chunk_kda_triton
+
+        return chunk_kda_triton(q, k, v, g, beta, state, batch, out=out)
     from weft.ops.triton.gated_delta_rule import chunk_gated_delta_rule_triton
 
     return chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, out=out)

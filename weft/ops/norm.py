@@ -74,25 +74,32 @@ def rms_norm(
     return rms_norm_triton(x, weight, eps, zero_centered=zero_centered, residual=residual)
 
 
-def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm_reference(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu"
+) -> Tensor:
     """Torch reference of ``gated_rms_norm``."""
     y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
-    return y.mul_(F.silu(gate.float())).to(x.dtype)
+    factor = F.silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
+    return y.mul_(factor).to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tensor:
-    """``weight * rms_norm(x) * silu(gate)``: the output norm of Gated DeltaNet (arXiv 2412.06464).
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu", backend: Backend
+) -> Tensor:
+    """``weight * rms_norm(x) * silu(gate)``: the output norm of Gated DeltaNet (arXiv 2412.06464), or with a sigmoid
+    that of Kimi Delta Attention.
 
     Args:
         x: ``[N, V]`` or ``[T, HV, V]``, one row per token and value head.
         gate: of x's shape; as ``[T, HV, V]`` it may be a slice of a wider projection (strided tokens).
         weight: ``[V]``, never zero-centred.
+        activation: of the gate, ``silu`` or ``sigmoid``.
 
     Returns:
         x's shape and dtype.
     """
     if backend is Backend.TORCH:
-        return gated_rms_norm_reference(x, gate, weight, eps)
+        return gated_rms_norm_reference(x, gate, weight, eps, activation=activation)
     from weft.ops.triton.gated_norm import gated_rms_norm_triton
 
-    return gated_rms_norm_triton(x, gate, weight, eps)
+    return gated_rms_norm_triton(x, gate, weight, eps, activation=activation)

@@ -37,7 +37,8 @@ TILES = {2048: Tile(1024, 4, None), 1 << 30: Tile(2048, 4, 64)}
 @jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_kernel(
     x, gate, weight, out, num_rows, stride_gate, eps,
-    H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SILU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows of ``x [num_rows, V]``; row r's gate is head ``r % H`` of token ``r // H``."""
     enter(EARLY)
@@ -51,11 +52,15 @@ def _gated_rms_norm_kernel(
     b_weight = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
     b_x, b_gate = b_x.to(tl.float32), b_gate.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)
-    y = b_x * scale[:, None] * b_weight[None, :] * b_gate * sigmoid(b_gate)
+    y = b_x * scale[:, None] * b_weight[None, :] * sigmoid(b_gate)
+    if SILU:
+        y *= b_gate
     tl.store(out + inside, y.to(out.dtype.element_ty), mask=mask)
 
 
-def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, tile: Tile | None = None) -> Tensor:
+def gated_rms_norm_triton(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu", tile: Tile | None = None
+) -> Tensor:
     """Triton kernel of ``gated_rms_norm``.
 
     ``x`` is contiguous. A three-dimensional gate ``[T, HV, V]`` may be a slice of a wider projection (strided tokens).
@@ -72,7 +77,8 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *
         rows = max(1, tile.elements // block_v)
         _gated_rms_norm_kernel[(cdiv(num_rows, rows),)](
             x, gate, weight, out, num_rows, gate.stride(0), eps,
-            H=num_heads, V=width, ROWS=rows, BLOCK_V=block_v, num_warps=tile.warps, maxnreg=tile.max_registers,
+            H=num_heads, V=width, ROWS=rows, BLOCK_V=block_v, SILU=activation == "silu",
+            num_warps=tile.warps, maxnreg=tile.max_registers,
             **early_launch(x.device),
         )  # fmt: skip
     return out

@@ -117,9 +117,9 @@ def _window_decode_kernel(
     acc, row_sum, row_max = _start(sinks, heads, in_group, FIXED)
     own = tl.arange(0, 16)  # as many as a matrix product takes
     p_new = row * ENTRY + kv_head * HEAD_DIM
-    b_k, b_v = _load(k + p_new, v + p_new, own * 0, own == 0, dims, FIXED)
+    own_k, own_v = _load(k + p_new, v + p_new, own * 0, own == 0, dims, FIXED)
     acc, row_sum, row_max = accumulate(
-        acc, row_sum, row_max, queries, b_k, b_v, (own == 0)[None, :], scale_log2, PRECISION, True
+        acc, row_sum, row_max, queries, own_k, own_v, (own == 0)[None, :], scale_log2, PRECISION, True
     )
     p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
     for start in tl.range(0, count, KEYS, num_stages=FIXED.stages):

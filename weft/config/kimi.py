@@ -1,0 +1,126 @@
+"""The two kinds of layers of Kimi-Linear (arXiv 2510.26692): Kimi Delta Attention, and unrotated latent attention.
+
+Geometry, how ``config.json`` names it, what each keeps. Latent attention (MLA, arXiv 2405.04434) keeps one vector per
+token for all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.json_object import JsonObject
+from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
+from weft.config.sharding import divide
+from weft.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaConfig:
+    """Geometry of Kimi Delta Attention, of the whole model; keys and values have heads of one size."""
+
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+
+    @property
+    def width(self) -> int:
+        """Of queries, of keys and of values."""
+        return self.num_heads * self.head_dim
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """``conv [3 * width, kernel - 1]``, the last inputs of the convolution, and ``recurrent [H, K, K]``."""
+        recurrent = (self.num_heads, self.head_dim, self.head_dim)
+        low_rank = 2 * self.head_dim * (hidden_size + self.width)
+        return LayerSpec(
+            states=(
+                CacheTensor("conv", (3 * self.width, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
+                CacheTensor("recurrent", recurrent, dtypes.state, sharded_dim=0),
+            ),
+            chunk_size=CHUNK_SIZE,
+            num_weights=hidden_size * (4 * self.width + self.num_heads) + low_rank + 3 * self.width * self.conv_kernel,
+            flops_per_token=6.0 * self.width * self.head_dim,  # decay, read, write
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """Heads are split."""
+        divide(self.num_heads, tp_size, "linear_attn_config.num_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionConfig:
+    """Geometry of latent attention without rotary embedding, of the whole model.
+
+    Attributes:
+        key_dim, value_dim: of a head, as they come from the latent.
+        shared_dim: of the part of a key that all heads share.
+        rank: of the latent.
+        query_rank: of the latent from which queries come; None: they come from the hidden states.
+    """
+
+    num_heads: int
+    key_dim: int
+    shared_dim: int
+    value_dim: int
+    rank: int
+    query_rank: int | None
+
+    def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
+        """``latent [rank + shared_dim]``, one entry per token, whole on every rank."""
+        entry, heads = self.rank + self.shared_dim, self.num_heads
+        query = heads * (self.key_dim + self.shared_dim)
+        queries = hidden_size * query
+        if self.query_rank is not None:
+            queries = self.query_rank * (hidden_size + query)
+        absorbed = heads * self.rank * (self.key_dim + self.value_dim)
+        return LayerSpec(
+            paged=(CacheTensor("latent", (entry,), dtypes.model),),
+            num_weights=queries + hidden_size * (entry + heads * self.value_dim) + absorbed,
+            flops_per_pair=2.0 * heads * (entry + self.rank),
+        )
+
+    def check_shares(self, tp_size: int) -> None:
+        """Heads are split."""
+        divide(self.num_heads, tp_size, "num_attention_heads")
+
+
+def read_kimi_delta(text: JsonObject) -> KimiDeltaConfig:
+    """Read ``linear_attn_config`` (published files) or ``linear_*`` (transformers)."""
+    nested = text.object("linear_attn_config") or JsonObject({}, text.where)
+    return KimiDeltaConfig(
+        nested.integer("num_heads", text.integer("linear_num_heads", 32)),
+        nested.integer("head_dim", text.integer("linear_head_dim", 128)),
+        nested.integer("short_conv_kernel_size", text.integer("linear_conv_kernel_dim", 4, low=2), low=2),
+    )
+
+
+def read_latent_attention(text: JsonObject) -> LatentAttentionConfig:
+    """Read the keys of the layers of full attention.
+
+    Raises:
+        UnsupportedModelError: they have biases, or rotate.
+    """
+    for key, value, default in (("attention_bias", False, False), ("mla_use_nope", True, True)):
+        if text.boolean(key, default) is not value:
+            raise UnsupportedModelError(
+                f"{text.where}: {key}={str(not value).lower()} is not supported for this architecture; leave it out"
+            )
+    return LatentAttentionConfig(
+        num_heads=text.integer("num_attention_heads"),
+        key_dim=text.integer("qk_nope_head_dim"),
+        shared_dim=text.integer("qk_rope_head_dim"),
+        value_dim=text.integer("v_head_dim"),
+        rank=text.integer("kv_lora_rank"),
+        query_rank=text.integer("q_lora_rank") if text.given("q_lora_rank") else None,
+    )
+
+
+def kimi_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """``full_attn_layers`` and ``kda_layers`` count from 1; without them every fourth layer after the first is full."""
+    nested = text.object("linear_attn_config")
+    if nested is None or not (nested.given("full_attn_layers") and nested.given("kda_layers")):
+        return tuple("full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(num_layers))
+    full, delta = set(nested.integers("full_attn_layers")), set(nested.integers("kda_layers"))
+    if full & delta or full | delta != set(range(1, num_layers + 1)):
+        raise nested.wrong("full_attn_layers", f"with kda_layers, each of the layers 1 to {num_layers} once")
+    return tuple("full_attention" if i + 1 in full else "linear_attention" for i in range(num_layers))

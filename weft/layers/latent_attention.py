@@ -1,0 +1,131 @@
+"""Latent attention (MLA, arXiv 2405.04434) without rotary embedding, absorbed: full attention in Kimi-Linear.
+
+Job: project, normalise and store the latent, bring queries into its space, attend there, bring values back. Owns: the
+layer's projections. Does not know: who allocated the pages; it finds its cache by its own name in the forward context.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.config.kimi import LatentAttentionConfig
+from weft.config.model import ModelConfig
+from weft.config.sharding import divide
+from weft.forward_context import get_forward_context
+from weft.layers.attention import PagedAttention
+from weft.layers.context import ModelContext
+from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.norm import RMSNorm
+from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter
+from weft.ops.latent_attention import latent_attention, store_latents
+
+_EPS = 1e-6
+"""Of the latents' norms, whatever the model's is."""
+
+
+class QueryAndLatentProjection(ColumnParallelLinear):
+    """``[T, hidden_size] -> [T, queries of the rank's heads | latent]``; with ``shared``, queries are whole too."""
+
+    def __init__(
+        self, hidden_size: int, queries: int, entry: int, context: ModelContext, *, shared: bool
+    ) -> None:  # fmt: skip
+        local = queries if shared else divide(queries, context.tp.size, "num_attention_heads")
+        first = 0 if shared else context.tp.rank * local
+        parts = {
+            "0.": RowMap(queries, (RowRun(first, 0, local),)),
+            "1.": RowMap(entry, (RowRun(0, local, entry),)),
+        }
+        self._build(hidden_size, local + entry, parts, False, context)
+        self.split_sizes = [local, entry]
+
+
+class LatentExpansion(WeightModule):
+    """Of the rank's heads, the keys' part ``k [H, key_dim, rank]`` and the values' ``v [H, value_dim, rank]``."""
+
+    def __init__(self, geometry: LatentAttentionConfig, context: ModelContext) -> None:
+        super().__init__()
+        self._geometry, self._tp = geometry, context.tp
+        heads = divide(geometry.num_heads, context.tp.size, "num_attention_heads")
+        for name, rows in (("k", geometry.key_dim), ("v", geometry.value_dim)):
+            parameter = empty_parameter(heads, rows, geometry.rank, dtype=context.dtype, device=context.device)
+            self.register_parameter(name, parameter)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        """One tensor, each head's key rows followed by its value rows."""
+        k, v = self.get_parameter("k"), self.get_parameter("v")
+        both = self._geometry.key_dim + self._geometry.value_dim
+        copies = []
+        for local in range(k.shape[0]):
+            start = (self._tp.rank * k.shape[0] + local) * both
+            copies.append(((slice(start, start + k.shape[1]),), k[local]))
+            copies.append(((slice(start + k.shape[1], start + both),), v[local]))
+        return ({"weight": WeightPiece((self._geometry.num_heads * both, k.shape[2]), tuple(copies))},)
+
+
+class LatentAttention(PagedAttention):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum (padding rows are arbitrary).
+
+    Args:
+        name: key of the layer's cache and of its entry in the layer table, for example ``model.layers.3.self_attn``.
+    """
+
+    def __init__(self, geometry: LatentAttentionConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
+        super().__init__()
+        self.name, self._backend, self._geometry = name, context.backend, geometry
+        self._heads = divide(geometry.num_heads, context.tp.size, "num_attention_heads")
+        self._scale = (geometry.key_dim + geometry.shared_dim) ** -0.5
+        self.output_width = self._heads * geometry.value_dim
+        queries, entry = (
+            geometry.num_heads * (geometry.key_dim + geometry.shared_dim),
+            geometry.rank + geometry.shared_dim,
+        )
+        hidden_size = config.hidden_size
+        self.q_b_proj: ColumnParallelLinear | None = None
+        if geometry.query_rank is None:
+            self.q_kv_proj = QueryAndLatentProjection(hidden_size, queries, entry, context, shared=False)
+        else:
+            self.q_a_kv_proj = QueryAndLatentProjection(hidden_size, geometry.query_rank, entry, context, shared=True)
+            self.q_a_layernorm = RMSNorm(geometry.query_rank, _EPS, context, zero_centered=False)
+            self.q_b_proj = ColumnParallelLinear(
+                geometry.query_rank, queries, bias=False, context=context, what="num_attention_heads"
+            )
+        self.kv_a_layernorm = RMSNorm(geometry.rank, _EPS, context, zero_centered=False)
+        self.kv_b_proj = LatentExpansion(geometry, context)
+        self.o_proj = RowParallelLinear(
+            geometry.num_heads * geometry.value_dim,
+            hidden_size,
+            bias=False,
+            context=context,
+            what="num_attention_heads",
+        )
+        context.layers.register(name, self)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({},)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.q_b_proj is None:
+            projected = self.q_kv_proj(hidden_states)
+        else:
+            q_a, entry = self.q_a_kv_proj(hidden_states).split(self.q_a_kv_proj.split_sizes, dim=-1)
+            projected = torch.cat([self.q_b_proj(self.q_a_layernorm(q_a)), entry], dim=-1)
+        return self.o_proj(self.attend(projected))
+
+    def attend_rows(self, projected: Tensor) -> Tensor:
+        """``[T, queries | latent] -> [T, num_heads * value_dim]``."""
+        context, geometry = get_forward_context(), self._geometry
+        batch, cache = context.batch, context.caches[self.name]["latent"]
+        width = geometry.key_dim + geometry.shared_dim
+        q = projected[:, : self._heads * width].unflatten(-1, (self._heads, width))
+        latent, shared = projected[:, self._heads * width :].split([geometry.rank, geometry.shared_dim], dim=-1)
+        store_latents(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), cache, batch.slot_mapping)
+        absorbed = _per_head(q[..., : geometry.key_dim], self.kv_b_proj.get_parameter("k"))
+        q = torch.cat([absorbed, q[..., geometry.key_dim :]], dim=-1)
+        attended = latent_attention(q, cache, batch, rank=geometry.rank, scale=self._scale, backend=self._backend)
+        return _per_head(attended, self.kv_b_proj.get_parameter("v").transpose(1, 2)).flatten(1)
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """``[T, H, K] x [H, K, N] -> [T, H, N]``."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

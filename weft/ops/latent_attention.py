@@ -1,0 +1,67 @@
+"""Causal softmax attention of all heads over one latent per token, in pages (MLA, arXiv 2405.04434, absorbed).
+
+Job: attend, and write latents. Owns: the layout ``[num_pages, page_size, E]``: of an entry, the first R columns are
+both key and value, the others key alone. Does not know: how queries are absorbed, or who filled the pages. Unwritten
+entries may hold anything, NaN included; they are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.forward_context import Batch
+from weft.ops.attention import paged_attention_reference
+from weft.ops.backend import Backend
+from weft.ops.device_work import device_reference, device_work
+
+
+def latent_attention_reference(q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float) -> Tensor:
+    """Torch reference of ``latent_attention``: attention with one key head, whose values are its keys."""
+    if batch.mixture is not None:
+        out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
+        device_work("latent_attention", batch, (q, latents, torch.tensor(scale, dtype=torch.float64)), (out,))
+        return out
+    cache = latents.unsqueeze(2)
+    return paged_attention_reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
+
+
+@device_reference("latent_attention")
+def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    q, latents, scale = inputs
+    rank = outputs[0].shape[2]
+    outputs[0].copy_(latent_attention_reference(q, latents, batch, rank=rank, scale=scale.item()))
+
+
+def latent_attention(
+    q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float, backend: Backend
+) -> Tensor:  # fmt: skip
+    """``softmax(scale * q c^T) c[:rank]`` of each token over its sequence up to and including itself.
+
+    Args:
+        q: ``[T, H, E]``, absorbed queries.
+        latents: ``[num_pages, page_size, E]`` in q's dtype; this step's are written.
+        batch: says which tokens form which sequence and where their pages are.
+        rank: columns of an entry that are its value.
+
+    Returns:
+        ``[T, H, rank]`` in q's dtype; padding rows are zero.
+    """
+    if backend is Backend.TORCH:
+        return latent_attention_reference(q, latents, batch, rank=rank, scale=scale)
+    from weft.ops.triton.latent_attention import latent_attention_triton
+
+    return latent_attention_triton(q, latents, batch, rank=rank, scale=scale)
+
+
+def store_latents(entries: Tensor, latents: Tensor, slot_mapping: Tensor) -> None:
+    """Write one entry per token, in place.
+
+    Args:
+        entries: ``[T, E]``.
+        latents: ``[num_pages, page_size, E]``.
+        slot_mapping: ``[T]`` int64. Only slots of page 0 may occur more than once.
+    """
+    latents.flatten(0, 1).index_copy_(0, slot_mapping, entries.to(latents.dtype))
