@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -188,10 +189,27 @@ def prefix_table() -> Table:
     return [*ours.values(), PEERS], columns, rows
 
 
+def tuned_table() -> Table:
+    files, rows = [], []
+    for model, base in MODELS.items():
+        name = f"tuned-choice-{base}-h200"
+        if found := read(name).get("results"):
+            files.append(name)
+            best, chosen = Counter(r["best"] for r in found), Counter(r["chosen"] for r in found)
+            worst, held = max(r["excess"] for r in found), sum(r["holds"] for r in found)
+            rows.append([model, str(len(found)), _counted(best), _counted(chosen), f"{100 * worst:.1f}%", str(held)])
+    columns = ("", "batches", "fastest", "chosen", "most over the fastest", "within 3% or the spread of repeats")
+    return files, columns, rows
+
+
+def _counted(modes: Counter[str]) -> str:
+    return ", ".join(f"{mode} {count}" for mode, count in modes.most_common())
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
-    "prefix": prefix_table,
+    "prefix": prefix_table, "tuned": tuned_table,
 }  # fmt: skip
 
 

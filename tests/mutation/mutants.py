@@ -307,9 +307,9 @@ MUTANTS = (
         "tests/quantization/test_parity.py",
     ),
     _mutant(
-        "cache-overflows", "what is too large for an FP8 cache saturates", "weft/ops/kv_cache.py",
-        "            x = x.clamp(-E4M3_MAX, E4M3_MAX)", "            x = x + 0", "tests/quantization/test_kv_cache.py",
-        "tests/ops/test_attention.py",
+        "cache-scale-unused", "an FP8 cache has the checkpoint's scales", "weft/layers/attention.py",
+        'scaled = cache["k"].dtype is E4M3 and self.k_scale is not None', "scaled = False",
+        "tests/quantization/test_kv_cache.py", "tests/quantization/test_loading.py",
     ),
     # -- several ranks -----------------------------------------------------------------------------------------------
     _mutant(
