@@ -21,8 +21,16 @@ from weft.ops.fp8 import (
     quantize_rows,
 )
 from weft.ops.triton import fp8_few_rows
+from weft.ops.triton import fp8_linear as fp8_linear_module
 from weft.ops.triton.fp8_few_rows import FewRows, few_rows_config
-from weft.ops.triton.fp8_linear import Library, ManyRows, fp8_product_triton, many_rows_config, outputs
+from weft.ops.triton.fp8_linear import (
+    Library,
+    ManyRows,
+    choose_config,
+    fp8_product_triton,
+    many_rows_config,
+    outputs,
+)
 from weft.ops.triton.fp8_moe import fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.moe import Tile, Tiles
@@ -217,6 +225,26 @@ def test_weights_that_a_program_holds_fit_in_registers(rows: int, inner: int, to
 def test_tiles_of_many_rows() -> None:
     assert many_rows_config(65, 2048).rows == 64
     assert many_rows_config(8192, 8192) == ManyRows(128, 128, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "block", "library"),
+    [
+        (256, 1024, 128, True),
+        (256, 384, 128, False),
+        (200, 1024, 0, False),
+        (208, 1040, 0, True),
+        (208, 1030, 0, False),
+    ],
+)
+def test_the_matrix_library_takes_what_it_can(
+    rows: int, inner: int, block: int, library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that nobody tuned, on an H200; on other devices the kernel for many rows takes all."""
+    weight = torch.empty(rows, inner)
+    assert isinstance(choose_config(weight, 300, False, block), ManyRows)
+    monkeypatch.setattr(fp8_linear_module, "has_table", lambda device: True)
+    assert isinstance(choose_config(weight, 300, False, block), Library if library else ManyRows)
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
