@@ -16,6 +16,7 @@ from weft.assets import MODEL_DIR
 from weft.config import EngineConfig, resolve
 from weft.config.fields import OPTIONS
 from weft.config.resolution import resolve_settings
+from weft.config.vllm_settings import ANY, VLLM_SETTINGS
 from weft.errors import ConfigError, UnsupportedModelError
 
 
@@ -191,6 +192,36 @@ def test_bad_values(settings: dict[str, Any], message: str) -> None:
 def test_unknown_settings_name_what_was_meant(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown setting '{name}'.*{hint}"):
         resolve(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({"block_size": 16}, "here it is called page_size"),
+        ({"pipeline_parallel_size": 2}, "use tensor_parallel_size or data_parallel_size"),
+        ({"enable_chunked_prefill": False}, "raise max_num_batched_tokens"),
+        ({"enable_lora": 1}, "merge the adapter"),
+        ({"runner": "pooling"}, "models generate"),
+    ],
+)
+def test_vllms_settings_say_what_to_write_instead(settings: dict[str, Any], hint: str) -> None:
+    (name, value), *_ = settings.items()
+    with pytest.raises(ConfigError, match=rf"{name}={value!r} is a setting of vLLM that Weft has not: .*{hint}"):
+        resolve(**settings)
+
+
+def test_vllms_settings_that_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {name: (setting.harmless or (None,))[0] for name, setting in VLLM_SETTINGS.items()}
+    given |= {name: 4 for name, value in given.items() if value is ANY}
+    assert resolve(device="cpu", **given) == resolve(device="cpu")
+    told = {record.getMessage().partition(" ")[0] for record in caplog.records}
+    assert told == {name for name, setting in VLLM_SETTINGS.items() if setting.harmless == (ANY,)}
+    assert not VLLM_SETTINGS.keys() & OPTIONS.keys()
+
+
+def test_the_page_names_all_of_vllms_settings() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "offline.md").read_text()
+    assert [name for name in VLLM_SETTINGS if f"`{name}`" not in page] == []
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:

@@ -48,11 +48,25 @@ def test_the_same_as_llm() -> None:
             assert llm.get_tokenizer().encode("a") and llm.config is not None
             await constrained(llm)
             await aborted(llm)
+            await forgets(llm)
             await refused(llm)
         with pytest.raises(EngineDeadError, match="was shut down; make a new AsyncLLM"):
             await last(llm.generate("a"))
 
     asyncio.run(main())
+
+
+async def forgets(llm: AsyncLLM) -> None:
+    """What is cached, but not while something runs."""
+    again = SamplingParams(temperature=0.0, max_tokens=2)
+    assert (await last(llm.generate("12 + 30:", again))).num_cached_tokens > 0
+    stream = llm.generate("on and on", ENDLESS, request_id="long")
+    await anext(stream)
+    assert not await llm.reset_prefix_cache()
+    await llm.abort("long")
+    await last(stream)
+    assert await llm.reset_prefix_cache()
+    assert (await last(llm.generate("12 + 30:", again))).num_cached_tokens == 0
 
 
 async def streams_grow(llm: AsyncLLM) -> None:

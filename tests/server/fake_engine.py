@@ -118,6 +118,9 @@ class FakeCore:
     def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]:
         return 1, [1, 2, 3]
 
+    def reset_prefix_cache(self) -> bool:
+        return not self.requests
+
     def shutdown(self) -> None:
         self.requests.clear()
 

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from weft.config.aliases import ALIASES, SERVER_FLAGS, WITHOUT_EFFECT
+from weft.config.aliases import ALIASES, SERVER_FLAGS
 from weft.config.fields import OPTIONS, Option
+from weft.config.vllm_settings import VLLM_SETTINGS
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
 
@@ -42,10 +43,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, server: bool = False) -
             group.add_argument(
                 flag, dest=dest, action="store_const", const=alias.value, default=argparse.SUPPRESS, help=help
             )
-    for name, why in WITHOUT_EFFECT.items():
-        group.add_argument(
-            _flag(name), dest=_ENGINE + name, action="store_true", default=argparse.SUPPRESS, help=f"no effect: {why}"
-        )
+    name = "trust_remote_code"
+    help = f"no effect: {VLLM_SETTINGS[name].why}"
+    group.add_argument(_flag(name), dest=_ENGINE + name, action="store_true", default=argparse.SUPPRESS, help=help)
     for flag in () if server else SERVER_FLAGS:
         group.add_argument(flag, action=_ServerFlag, help=argparse.SUPPRESS)
 

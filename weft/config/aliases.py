@@ -1,7 +1,6 @@
 """Other names of the settings: the flags that users of other engines know.
 
-Job: one table from alias to field, with the value where the flag itself implies one; settings that are taken and have
-no effect. Owns: the aliases.
+Job: one table from alias to field, with the value where the flag itself implies one. Owns: the aliases.
 Does not know: how flags are parsed. Every field also has the flag of its own name (``max_model_len``:
 ``--max-model-len``), and every boolean field its negation (``--no-enable-prefix-caching``).
 """
@@ -44,11 +43,6 @@ ALIASES: Mapping[str, Alias] = {
     "--speculative-ngram-min-match-window-size": Alias("speculative_config", key="ngram_min_match_window_size"),
     "--speculative-ngram-max-match-window-size": Alias("speculative_config", key="ngram_max_match_window_size"),
 }
-
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "trust_remote_code": "the code of a checkpoint is never run",
-}
-"""Settings of other engines that are taken with a warning, and why they change nothing."""
 
 SERVER_FLAGS = ("--api-key", "--host", "--port")
 """Flags of ``weft serve``. The other verbs refuse them by name and do not call them unknown."""

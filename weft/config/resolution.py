@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.config.aliases import WITHOUT_EFFECT
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.generation import read_generation_config
@@ -27,6 +26,7 @@ from weft.config.parallelism import choose_parallelism
 from weft.config.quantization import ONLINE
 from weft.config.triton_version import kernel_choice, triton_version
 from weft.config.validate import check_names, check_value
+from weft.config.vllm_settings import without_vllms
 from weft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,9 @@ def resolve(**user: Any) -> EngineConfig:
 
 def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     """``resolve`` of a mapping. ``weights=False`` is for looking only: a model on the hub is not downloaded whole."""
-    user = _without_effect(user)
+    user, warnings = without_vllms(user)
+    for warning in warnings:
+        logger.warning(warning)
     check_names(user)
     values = {name: option.default for name, option in OPTIONS.items()}
     values |= {name: check_value(name, value) for name, value in user.items() if value is not None}
@@ -82,14 +84,6 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
         generation=generation,
         reasons=reasons,
     )
-
-
-def _without_effect(user: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user gave, less the settings that change nothing; each is told."""
-    for name in WITHOUT_EFFECT:
-        if user.get(name):
-            logger.warning("%s has no effect: %s", name, WITHOUT_EFFECT[name])
-    return {name: value for name, value in user.items() if name not in WITHOUT_EFFECT}
 
 
 def _switch_off(values: dict[str, Any], reasons: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from weft.engine import wire
 from weft.engine.chat_prompts import ChatPrompts
@@ -198,6 +198,7 @@ class AsyncEngine:
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
         self._death: EngineDeadError | None = None
         self._pending_snapshots: list[asyncio.Future[Snapshot]] = []
+        self._pending_resets: list[asyncio.Future[bool]] = []
 
     @property
     def num_open(self) -> int:
@@ -326,12 +327,29 @@ class AsyncEngine:
         if not pending.done():
             pending.set_result(snapshot)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing changes, while requests run. Raises EngineDeadError."""
+        if self._death is not None:
+            raise self._death
+        pending: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._pending_resets.append(pending)
+        self._link.send(wire.ResetPrefixCache())
+        return await pending
+
+    def told_reset(self, message: wire.PrefixCacheReset) -> None:
+        """The engine has answered the oldest of these questions."""
+        pending = self._pending_resets.pop(0)
+        if not pending.done():
+            pending.set_result(message.done)
+
     def die(self, reason: str) -> None:
         """The engine is gone: every open stream ends with an error, and no new one starts."""
         self._death = EngineDeadError(reason)
         for stream in self._streams.values():
             stream.fail(self._death)
-        for pending in self._pending_snapshots:
+        waiting: list[asyncio.Future[Any]] = [*self._pending_snapshots, *self._pending_resets]
+        for pending in waiting:
             if not pending.done():
                 pending.set_exception(self._death)
         self._pending_snapshots.clear()
+        self._pending_resets.clear()

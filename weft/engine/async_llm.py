@@ -105,6 +105,9 @@ class AsyncLLM:
             case wire.Outputs():
                 if self._engine is not None:
                     self._engine.receive(message)
+            case wire.PrefixCacheReset():
+                assert self._engine is not None
+                self._engine.told_reset(message)
             case wire.Configured():
                 self.config = message.config
             case wire.Ready():
@@ -212,6 +215,12 @@ class AsyncLLM:
             return False
         stream.abort()
         return True
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. Returns False, and nothing changed, while requests run."""
+        await self.start()
+        assert self._engine is not None
+        return await self._engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as ``transformers`` loads it. Raises RequestError if there is none (yet)."""

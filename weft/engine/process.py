@@ -57,6 +57,7 @@ class Core(Protocol):
     def stats(self) -> EngineStats: ...
     def snapshot(self, tokens_per_node: int) -> Snapshot: ...
     def cached_prefixes(self, known_version: int) -> tuple[int, list[int]]: ...
+    def reset_prefix_cache(self) -> bool: ...
     def shutdown(self) -> None: ...
     @property
     def has_work(self) -> bool: ...
@@ -102,7 +103,7 @@ class EngineLoop:
         now = time.monotonic()
         self._prefixes_due = now + max(PREFIXES_EVERY_S, 100 * (now - began))
 
-    def _handle(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
+    def _handle(self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache) -> None:
         """What cannot be obeyed is no reason to end the requests that run."""
         try:
             self._apply(message)
@@ -116,9 +117,12 @@ class EngineLoop:
         self._sent.pop(request_id, None)
         self._channel.send(wire.Outputs([wire.Update(request_id, [], finish_reason="error")], self._core.stats()))
 
-    def _apply(self, message: RequestSpec | wire.FinishRequests | wire.Inspect) -> None:
+    def _apply(self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache) -> None:
         if isinstance(message, wire.Inspect):
             self._channel.send(self._core.snapshot(message.tokens_per_node))
+            return
+        if isinstance(message, wire.ResetPrefixCache):
+            self._channel.send(wire.PrefixCacheReset(self._reset_prefix_cache()))
             return
         if isinstance(message, RequestSpec):
             self._sent[message.request_id] = (0, 0)
@@ -129,6 +133,12 @@ class EngineLoop:
             self._sent.pop(request_id, None)
             self._core.finish(request_id, message.reason)
         self._channel.send(wire.Outputs([], self._core.stats()))  # so that the gauges fall even if no step follows
+
+    def _reset_prefix_cache(self) -> bool:
+        """A step that was launched beyond the end of the last request holds pages until it is taken in."""
+        while not self._sent and self._core.has_work:
+            self._step()
+        return self._core.reset_prefix_cache()
 
     def _step(self) -> None:
         try:

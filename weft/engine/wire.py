@@ -50,11 +50,15 @@ class StartReplica(msgspec.Struct, frozen=True, tag="start_replica"):
     replica: int
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
+    """Forget every cached prefix, and say with ``PrefixCacheReset`` whether that was possible."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave, with status 0."""
 
 
-ToEngine = RequestSpec | FinishRequests | Inspect | DrainReplica | StartReplica | Shutdown
+ToEngine = RequestSpec | FinishRequests | Inspect | ResetPrefixCache | DrainReplica | StartReplica | Shutdown
 
 
 class Configured(msgspec.Struct, frozen=True, tag="configured"):
@@ -140,13 +144,19 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     stats: EngineStats
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag="was_reset"):
+    """``done``: nothing is cached any more; False: requests run, and nothing has changed."""
+
+    done: bool
+
+
 class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):
     """What a replica has cached; see ``weft/engine/prefix_hashes.py``."""
 
     hashes: list[int]
 
 
-FromEngine = Configured | Stage | Ready | Failed | Outputs | Snapshot | CachedPrefixes
+FromEngine = Configured | Stage | Ready | Failed | Outputs | Snapshot | CachedPrefixes | PrefixCacheReset
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
