@@ -259,8 +259,8 @@ def test_a_model_on_the_hub_is_fetched_without_its_weights_if_only_looked_at(mon
 
 
 def test_unsupported_architecture_is_passed_on(checkpoint: Path) -> None:
-    edit(checkpoint, architectures=["JambaForCausalLM"])
-    with pytest.raises(UnsupportedModelError, match="JambaForCausalLM"):
+    edit(checkpoint, architectures=["NoSuchForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match="NoSuchForCausalLM"):
         resolve(model=str(checkpoint))
 
 
