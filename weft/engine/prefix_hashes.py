@@ -25,9 +25,9 @@ _BASE = 0x9E3779B97F4A7C15
 _powers = np.ones(1, dtype=np.uint64)
 
 
-def prefix_hashes(token_ids: list[int] | Tokens, salt: str | None = None) -> list[int]:
+def prefix_hashes(token_ids: list[int] | Tokens, salt: str | None = None) -> NDArray[np.uint64]:
     """``hashes[n - 1]`` is that of the first ``n`` tokens."""
-    return _extend(_seed(salt), 0, as_tokens(token_ids)).tolist()
+    return _extend(_seed(salt), 0, as_tokens(token_ids))
 
 
 def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:

@@ -17,10 +17,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weft.engine.prefix_hashes import STEP, prefix_hashes
 
 LOAD_TOKENS = 64
 FULL_TOKENS = 4096
+
+_MASK = 2**18 - 1
 
 RECENT_S = 15.0
 """Seconds for which a prompt that was sent counts as cached although the replica does not tell of it (yet)."""
@@ -55,6 +60,7 @@ class Router:
         self.max_num_seqs = max_num_seqs
         self._clock = clock
         self._owners: dict[int, int] = {}  # prefix -> replicas that have it, a bit each
+        self._present = np.zeros(_MASK + 1, dtype=np.uint32)  # prefixes in ``_owners`` by their lowest bits
 
     def choose(self, token_ids: list[int], salt: str | None = None, positions: Iterable[int] = ()) -> int:
         """The replica for a prompt; it counts as sent there.
@@ -74,19 +80,20 @@ class Router:
         now, replica = self._clock(), self.replicas[chosen]
         replica.num_open += 1
         ends = {len(token_ids) - 1, len(token_ids), *positions, *range(STEP, len(token_ids), STEP)}
-        for value in (hashes[p - 1] for p in ends if 0 < p <= len(token_ids)):
+        for value in hashes[[p - 1 for p in ends if 0 < p <= len(token_ids)]].tolist():
             replica.sent[value] = now
-            self._owners[value] = self._owners.get(value, 0) | 1 << chosen
+            self._add(value, chosen)
         return chosen
 
-    def _cached(self, hashes: list[int], up: list[int]) -> dict[int, int]:
+    def _cached(self, hashes: NDArray[np.uint64], up: list[int]) -> dict[int, int]:
         """Tokens of the prompt that each replica has, as far as is known."""
-        cached, owners = dict.fromkeys(up, 0), self._owners
-        for length in [n for n, value in enumerate(hashes, 1) if value in owners]:
-            owned = owners[hashes[length - 1]]
+        cached = dict.fromkeys(up, 0)
+        (places,) = self._present[hashes & np.uint64(_MASK)].nonzero()  # of the few that may be known
+        for place, value in zip(places.tolist(), hashes[places].tolist(), strict=True):
+            owned = self._owners.get(value, 0)
             for index in up:
                 if owned >> index & 1:
-                    cached[index] = length
+                    cached[index] = place + 1
         return cached
 
     def _cost(self, index: int, num_missing: int, num_tokens: int) -> int:
@@ -112,8 +119,15 @@ class Router:
             self._owners[value] &= ~(1 << index)
             if not self._owners[value]:
                 del self._owners[value]
+                self._present[value & _MASK] -= 1
         for value in now - before:
-            self._owners[value] = self._owners.get(value, 0) | 1 << index
+            self._add(value, index)
+
+    def _add(self, value: int, index: int) -> None:
+        owned = self._owners.get(value, 0)
+        self._owners[value] = owned | 1 << index
+        if not owned:
+            self._present[value & _MASK] += 1
 
     def up(self, index: int) -> None:
         """A replica takes requests, with nothing cached."""
