@@ -1,10 +1,12 @@
 """What a step that verifies drafts costs beside a decode step, and what n-gram drafts gain where a text is repeated.
 
     python benchmarks/speculation.py --json FILE [--model FOLDER] [--batch-sizes 1 8 32] [--drafts 2] [--device cuda]
+                                     [--method ngram|mtp] [--repetition]
 
-The first part runs dummy weights: every request gets random drafts, none of which is accepted, or none; figures are
-medians of the milliseconds between steps of whole batches, both without overlap, since n-gram drafts have none.
-``tokens_per_s_at`` is what follows for drafts that are right with a given probability each. The second part
+The first part runs dummy weights: every request gets random drafts (with ``mtp`` those of a random head, whose time
+counts), none of which is accepted, or none at all; figures are medians of the milliseconds between steps of whole
+batches, both without overlap, which drafts do not have. ``tokens_per_s_at`` is what follows for drafts that are right
+with a given probability each. The second part
 asks the bundled model to go on with a text that its prompt holds three times.
 """
 
@@ -116,9 +118,11 @@ def main() -> None:
     parser.add_argument("--model", default=str(CONFIGS / "qwen3-next-12l"))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, default=2)
+    parser.add_argument("--method", choices=("ngram", "mtp"), default="ngram")
+    parser.add_argument("--repetition", action="store_true", help="the second part too")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    repeated = repetition(args.device)
+    repeated = repetition(args.device) if args.repetition else None
     print(json.dumps(repeated), flush=True)
     with LLM(
         args.model,
@@ -127,10 +131,11 @@ def main() -> None:
         device=args.device,
         max_num_seqs=max(args.batch_sizes),
         max_model_len=2048,
-        speculative_config={"method": "ngram", "num_speculative_tokens": args.drafts},
+        speculative_config={"method": args.method, "num_speculative_tokens": args.drafts},
     ) as llm:
         assert llm._core.scheduler.drafts is not None
-        llm._core.scheduler.drafts.proposer = RandomDrafts(llm.config.model_config.vocab_size)
+        if args.method == "ngram":
+            llm._core.scheduler.drafts.proposer = RandomDrafts(llm.config.model_config.vocab_size)
         rows = [verification(llm, size, args.drafts) for size in args.batch_sizes]
         for row in rows:
             print(json.dumps(row), flush=True)

@@ -21,6 +21,7 @@ def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]
         max_num_seqs=rows,
         chunk_sizes=(64,) if recurrent else (),
         num_drafts=4,
+        verifies=False,
         device=CPU,
     )
     return table, builder

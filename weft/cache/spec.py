@@ -81,6 +81,11 @@ class CacheSpec:
         return any(spec.states for spec in self.layers.values())
 
     @property
+    def verifies(self) -> bool:
+        """Whether a batch with ``Batch.verification`` can run: every layer with states reads it."""
+        return all(spec.verifies for spec in self.layers.values() if spec.states)
+
+    @property
     def chunk_sizes(self) -> tuple[int, ...]:
         """The chunk lengths that occur, ascending."""
         return tuple(sorted({spec.chunk_size for spec in self.layers.values() if spec.chunk_size is not None}))

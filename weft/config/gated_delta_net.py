@@ -54,6 +54,7 @@ class GatedDeltaNetConfig:
                 CacheTensor("recurrent", recurrent, dtypes.state, sharded_dim=0),
             ),
             chunk_size=CHUNK_SIZE,
+            verifies=True,
             num_weights=projections + self.conv_dim * self.conv_kernel,
             flops_per_token=6.0 * self.num_v_heads * self.head_k_dim * self.head_v_dim,  # decay, read, write
         )

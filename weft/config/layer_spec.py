@@ -71,6 +71,8 @@ class LayerSpec:
         states: tensors ``[num_slots, *shape]``.
         chunk_size: longest chunk of its prefill, in tokens; a layer with states has one, since a state is stored at the
             end of a chunk.
+        verifies: it reads ``Batch.verification``, and so can run a few tokens of every sequence and keep each state; a
+            layer with states that does not verifies drafts as a prefill.
         num_weights: weights of the layer's token mixer that one token meets, of the whole model; two FLOPs each.
         flops_per_token: FLOPs of one token besides those (decay, read and write of a state).
         flops_per_pair: FLOPs of attention for one pair of a token and an earlier one.
@@ -79,6 +81,7 @@ class LayerSpec:
     paged: tuple[CacheTensor, ...] = ()
     states: tuple[CacheTensor, ...] = ()
     chunk_size: int | None = None
+    verifies: bool = False
     num_weights: int = 0
     flops_per_token: float = 0.0
     flops_per_pair: float = 0.0

@@ -60,7 +60,9 @@ class EngineCore:
             max_num_seqs=self.plan.max_num_seqs,
             max_num_batched_tokens=self.plan.max_num_batched_tokens or config.max_num_batched_tokens,
             policy=config.schedule_policy,
-            drafts=DraftPlanner.of(config.speculative_config, self.manager) if config.speculative_config else None,
+            drafts=DraftPlanner.of(config.speculative_config, self.manager, self.plan.max_model_len)
+            if config.speculative_config
+            else None,
         )
         self._max_in_flight = 1 if config.enable_overlap else 0
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the moment of the launch

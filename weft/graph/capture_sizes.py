@@ -98,6 +98,7 @@ class CaptureSizes:
 
     Attributes:
         decode: batch sizes of full decode graphs.
+        verify: batch sizes of steps in which every sequence verifies drafts; ``query_len`` tokens each.
         forward, pieces: token counts of any batch's forward pass, as full graphs and in pieces.
         samples: how many tokens are sampled after those.
     """
@@ -106,17 +107,23 @@ class CaptureSizes:
     forward: Sequence[int] = ()
     pieces: Sequence[int] = ()
     samples: Sequence[int] = ()
+    verify: Sequence[int] = ()
+    query_len: int = 1
 
     @property
     def max_tokens(self) -> int:
         """Tokens of the largest captured forward pass; 0 without any."""
-        return max((*self.forward, *self.pieces), default=0)
+        verified = (size * self.query_len for size in self.verify)
+        return max((*self.forward, *self.pieces, *verified), default=0)
 
     @staticmethod
-    def of(config: EngineConfig, max_num_seqs: int, table: ModeTable | None = None) -> CaptureSizes:
+    def of(
+        config: EngineConfig, max_num_seqs: int, table: ModeTable | None = None, *, verifies: bool = False
+    ) -> CaptureSizes:
         """What the configured mode uses.
 
         Args:
+            verifies: the model can run verifications (``CacheSpec.verifies``).
             max_num_seqs: the largest batch, after clamping to the caches.
             table: measured modes; sizes that no batch will run in are left out.
         """
@@ -136,4 +143,8 @@ class CaptureSizes:
             decode = table.decode_sizes(decode)
             forward = table.token_sizes(GraphMode.FULL, forward)
             pieces = table.token_sizes(GraphMode.PIECEWISE, pieces)
-        return CaptureSizes(decode, forward, pieces, sequences if forward or pieces else ())
+        samples, query_len = sequences if forward or pieces else (), 1 + config.num_drafts
+        verify: list[int] = []
+        if verifies and config.num_drafts and GraphMode.FULL in mode.decode:
+            verify = [size for size in sequences if size * query_len <= config.max_num_batched_tokens]
+        return CaptureSizes(decode, forward, pieces, samples, verify, query_len)

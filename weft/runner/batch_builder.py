@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.cache.checkpoints import MAX_CHECKPOINTS
-from weft.forward_context import Batch, BatchDescriptor, ChunkTable, Mixture
+from weft.forward_context import Batch, BatchDescriptor, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import StepBuffers
@@ -40,6 +40,7 @@ class StepShape:
             sequence decodes.
         num_samples: sequences that sample a token.
         padded: True if rows beyond the real ones are present; their number is then known to the device only.
+        query_len: tokens of every sequence where all of them verify as many drafts, 0 otherwise.
         any_mixture: True if also how many sequences decode is known to the device only.
     """
 
@@ -52,6 +53,7 @@ class StepShape:
     num_samples: int
     padded: bool = False
     any_mixture: bool = False
+    query_len: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -73,6 +75,12 @@ class StepShape:
     def decodes(size: int, max_seq_len: int) -> StepShape:
         """What a graph of ``size`` decodes computes."""
         return StepShape(size, size, size, 1, max_seq_len, (), size, padded=True)
+
+    @staticmethod
+    def verification(size: int, query_len: int, max_seq_len: int) -> StepShape:
+        """What a graph of ``size`` sequences computes that verify ``query_len - 1`` drafts each."""
+        tokens = size * query_len
+        return StepShape(tokens, size, 0, query_len, max_seq_len, (), tokens, padded=True, query_len=query_len)
 
     @staticmethod
     def mixture(num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: Sequence[int]) -> StepShape:
@@ -152,6 +160,7 @@ class BatchBuilder:
         max_num_tokens, max_num_seqs: the largest step.
         chunk_sizes: chunk lengths of the model's recurrent layers, a table each.
         num_drafts: most drafts of a request in a step.
+        verifies: steps of sequences with equally many drafts get a ``Verification``.
         device: where the forward pass runs.
     """
 
@@ -164,12 +173,14 @@ class BatchBuilder:
         max_num_seqs: int,
         chunk_sizes: Sequence[int],
         num_drafts: int,
+        verifies: bool,
         device: torch.device,
     ) -> None:
         self._rows = rows
         self.page_size = page_size
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
+        self.verifies, self._keeps_states = verifies, bool(chunk_sizes)
         max_num_samples = max_num_seqs * (1 + num_drafts)
         groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
@@ -178,6 +189,7 @@ class BatchBuilder:
             (torch.float32, max_num_samples, ("temperature", "top_p", "min_p")),
             (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
             (torch.int32, max_num_seqs + 1, ("cu_seqlens_q",)),
+            (torch.int32, max_num_samples, ("verify_slots",)),
             (torch.int32, 3, ("counts",)),
         ]
         for size in self._chunk_sizes:
@@ -206,7 +218,11 @@ class BatchBuilder:
         self._fill_sequences(requests, layout)
         num_samples = self._fill_samples(requests, layout)
         num_chunks: tuple[tuple[int, int], ...] = ()
-        if num_decodes < len(requests):
+        query_len = self._query_len(requests)
+        if query_len:
+            slots = [slot for r in requests for slot in self._verify_slots(r)]
+            self._host["verify_slots"][: len(slots)] = slots
+        elif num_decodes < len(requests):
             starts = layout.bounds.tolist()
             num_chunks = tuple((n, self._fill_chunks(requests, starts, num_decodes, n)) for n in self._chunk_sizes)
         num_tokens = int(layout.bounds[-1])
@@ -219,7 +235,23 @@ class BatchBuilder:
             max_seq_len=int(layout.seq_lens.max()),
             num_chunks=num_chunks,
             num_samples=num_samples,
+            query_len=query_len,
         )
+
+    def _query_len(self, requests: list[ScheduledRequest]) -> int:
+        """Tokens of each request where all verify as many drafts and store no other states; otherwise 0."""
+        count = len(requests[0].draft_token_ids) if self.verifies else 0
+        if not count:
+            return 0
+        states = count if self._keeps_states else 0
+        alike = all(len(r.draft_token_ids) == count and len(r.checkpoints) == states for r in requests)
+        return 1 + count if alike else 0
+
+    def _verify_slots(self, request: ScheduledRequest) -> list[int]:
+        """The slots of the states after each token; 0 where the model has none."""
+        if not self._keeps_states:
+            return [0] * request.num_tokens
+        return [*(slot for _, slot in request.checkpoints), request.state_slot]
 
     def send(self) -> None:
         """Copy the step to the device."""
@@ -317,6 +349,19 @@ class BatchBuilder:
         self.pad_samples(real, size)
         host["sample_indices"][count:size] = np.arange(count, size)
 
+    def pad_verification(self, real: StepShape, size: int, query_len: int) -> None:
+        """Fill a step of verifications up to ``size`` sequences: padding ones verify token 0 at the first positions of
+        page 0 with state slot 0, and are sampled greedily."""
+        count, host = real.num_seqs, self._host
+        self._pad_tokens(count * query_len, size * query_len)
+        host["rows"][count:size] = self._rows.padding_row
+        host["state_slots"][count:size] = 0
+        host["verify_slots"][count * query_len : size * query_len] = 0
+        host["seq_lens"][count:size] = query_len
+        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1) * query_len
+        self.pad_samples(real, size * query_len)
+        host["sample_indices"][count * query_len : size * query_len] = np.arange(count * query_len, size * query_len)
+
     def pad_mixture(self, real: StepShape, size: int) -> None:
         """Fill any step up to ``size`` tokens that belong to no sequence, and with sequences that have no token."""
         padded = self.mixture_shape(size, 0)
@@ -356,6 +401,8 @@ class BatchBuilder:
         if shape.any_mixture:
             self.pad_mixture(nothing, shape.num_tokens)
             self.pad_samples(nothing, shape.num_samples)
+        elif shape.query_len:
+            self.pad_verification(nothing, shape.num_seqs, shape.query_len)
         else:
             self.pad_decodes(nothing, shape.num_seqs)
         self.send()
@@ -390,11 +437,16 @@ class BatchBuilder:
             state_slots=device("state_slots", shape.num_seqs),
             chunks={size: self._chunk_table(shape, size, count) for size, count in shape.num_chunks},
             token_count=device("counts", 1) if shape.padded else None,
+            verification=self._verification(shape) if shape.query_len else None,
             mixture=Mixture(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
             if shape.any_mixture
             else None,
         )
         return StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
+
+    def _verification(self, shape: StepShape) -> Verification:
+        slots = self._buffers.device("verify_slots", shape.num_seqs * shape.query_len)
+        return Verification(shape.query_len, slots.view(shape.num_seqs, shape.query_len))
 
     def _chunk_table(self, shape: StepShape, size: int, num_chunks: int) -> ChunkTable:
         device = self._buffers.device

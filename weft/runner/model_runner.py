@@ -157,6 +157,10 @@ class ModelRunner:
             functions.pad(functions.decode_shape(size))
             functions.decode(size)
             self.steps.rows.last_token.zero_()
+        for size in powers_of_two(max(sizes.verify)) if sizes.verify else ():
+            functions.pad(functions.verification_shape(size))
+            functions.verify(size)
+            self.steps.rows.last_token.zero_()
         for size in powers_of_two(sizes.max_tokens) if sizes.max_tokens else ():
             functions.pad(functions.mixture_shape(size))
             functions.forward(size)
@@ -271,7 +275,7 @@ class ModelRunner:
         self.steps.graphs = capture_graphs(sizes, functions, self.compiler, pool, options, config, self._table)
 
     def _capture_sizes(self, max_num_seqs: int) -> CaptureSizes:
-        return CaptureSizes.of(self.config, max_num_seqs, self._table)
+        return CaptureSizes.of(self.config, max_num_seqs, self._table, verifies=self.spec.verifies)
 
     @property
     def caches(self) -> dict[str, LayerCache]:

@@ -36,8 +36,10 @@ class StepFunctions:
         max_num_seqs, max_model_len: what a graph must be able to serve.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
 
+        query_len: tokens of a sequence that verifies as many drafts as there may be.
+
     Attributes:
-        hidden: as given.
+        hidden, query_len: as given.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class StepFunctions:
         max_num_seqs: int,
         max_model_len: int,
         hidden: Tensor,
+        query_len: int,
     ) -> None:
         self._model, self._builder, self._rows = model, builder, rows
         self._sampler, self._sampling, self._context = sampler, sampling, context
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self.hidden = hidden
+        self.hidden, self.query_len = hidden, query_len
         self._compiled: Callable[..., Tensor] = model
         self._max_compiled = 0
 
@@ -66,6 +69,9 @@ class StepFunctions:
 
     def decode_shape(self, size: int) -> StepShape:
         return StepShape.decodes(size, self._max_model_len)
+
+    def verification_shape(self, size: int) -> StepShape:
+        return StepShape.verification(size, self.query_len, self._max_model_len)
 
     def mixture_shape(self, num_tokens: int) -> StepShape:
         return self._builder.mixture_shape(num_tokens, self._max_model_len)
@@ -87,6 +93,14 @@ class StepFunctions:
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             hidden_states = model(input_ids=inputs.input_ids)
         return self._sample(hidden_states, inputs.samples)
+
+    def verify(self, size: int) -> SampledLogits:
+        """The step of ``size`` sequences that verify drafts, from its inputs to a token for every position; the hidden
+        states are kept."""
+        inputs = self._builder.materialise(self.verification_shape(size))
+        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
+            hidden_states = self._model(inputs.input_ids)
+        return self._sample(self.keep(hidden_states), inputs.samples)
 
     def forward(self, num_tokens: int) -> Tensor:
         """The forward pass of ``num_tokens`` tokens of any sequences: ``[num_tokens, hidden_size]``, kept."""

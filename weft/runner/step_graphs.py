@@ -35,6 +35,7 @@ class StepGraphs:
     Attributes:
         dispatcher: chooses among them.
         decode: of whole decode steps, by batch size.
+        verify: of steps in which every sequence verifies drafts, by batch size; ``query_len`` tokens each.
         forward: of any batch's forward pass, by tokens.
         pieces: any batch's forward pass in pieces, by tokens.
         samples: of sampling after those, by how many tokens are sampled.
@@ -42,17 +43,27 @@ class StepGraphs:
 
     dispatcher: Dispatcher = Dispatcher(CudaGraphMode.NONE)
     decode: GraphSet[SampledLogits] | None = None
+    verify: GraphSet[SampledLogits] | None = None
+    query_len: int = 0
     forward: GraphSet[Tensor] | None = None
     pieces: PiecewiseModel | None = None
     samples: GraphSet[SampledLogits] | None = None
 
     def choose(self, shape: StepShape) -> Choice:
         """How a step of these sizes runs."""
+        if shape.query_len:
+            return self._choose_verification(shape)
         choice = self.dispatcher.choose(shape.descriptor())
         graphs = self.decode if shape.is_decode else self.forward
         if graphs is not None and choice.mode is not GraphMode.FULL:
             graphs.counters.missed += 1
         return choice
+
+    def _choose_verification(self, shape: StepShape) -> Choice:
+        size = None
+        if self.verify is not None and shape.query_len == self.query_len:
+            size = smallest_fitting(self.verify.sizes, shape.num_seqs)
+        return Choice(GraphMode.NONE, shape.num_tokens) if size is None else Choice(GraphMode.FULL, size)
 
     def sample_size(self, num_samples: int) -> int | None:
         """The size of the sampling graph that takes so many tokens; None if there is none."""
@@ -93,6 +104,12 @@ def capture_graphs(
         decode = FunctionRecorder(functions.decode, pool)
         graphs.decode = GraphSet("decode graphs", decode, sizes.decode, options, budget)
         budget -= graphs.decode.counters.capture_bytes
+    if sizes.verify:
+        functions.pad(functions.verification_shape(max(sizes.verify)))
+        verify = FunctionRecorder(functions.verify, pool)
+        graphs.verify = GraphSet("verification graphs", verify, sizes.verify, options, budget)
+        budget -= graphs.verify.counters.capture_bytes
+        graphs.query_len = functions.query_len
     if sizes.samples:
         functions.pad(functions.mixture_shape(max(sizes.samples)))
         sample = FunctionRecorder(functions.sample, pool)

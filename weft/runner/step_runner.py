@@ -37,7 +37,7 @@ from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_drafter import StepDrafter
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
-from weft.runner.step_sampler import StepSampler
+from weft.runner.step_sampler import SampledTokens, StepSampler
 from weft.speculation.acceptance import sampled_positions
 
 
@@ -86,6 +86,7 @@ class StepRunner:
             max_num_seqs=plan.max_num_seqs,
             chunk_sizes=spec.chunk_sizes,
             num_drafts=config.num_drafts,
+            verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
             device=device,
         )
         sampler = Sampler(backend)
@@ -106,6 +107,7 @@ class StepRunner:
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
             hidden=torch.zeros(shape, dtype=dtype, device=device),
+            query_len=1 + config.num_drafts,
         )
 
     def read_by_graphs(self) -> dict[str, Tensor]:
@@ -135,6 +137,8 @@ class StepRunner:
         choice = self.graphs.choose(shape)
         if choice.mode is GraphMode.FULL and shape.is_decode:
             return self._launch_decode_graph(scheduler_output, sampled, shape, choice.size)
+        if choice.mode is GraphMode.FULL and shape.query_len:
+            return self._launch_verification_graph(scheduler_output, sampled, shape, choice.size)
         return self._launch_batch(scheduler_output, sampled, shape, choice)
 
     def _launch_decode_graph(
@@ -148,6 +152,29 @@ class StepRunner:
         pending = pending_step(scheduler_output, self._sample(logits, sampled, replayed))
         pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
         return pending
+
+    def _launch_verification_graph(
+        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
+    ) -> PendingStep:
+        """Replay a step in which every sequence verifies drafts."""
+        assert self.graphs.verify is not None
+        self.builder.pad_verification(shape, size, shape.query_len)
+        self.builder.send()
+        logits, replayed = self.graphs.verify.replay(size, shape.num_seqs)
+        result = self._sample(logits, sampled, replayed)
+        drafts = self._drafts(scheduler_output, shape, self.functions.hidden[: shape.num_tokens], result)
+        pending = pending_step(scheduler_output, result, drafts=drafts)
+        pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), (size - shape.num_seqs) * shape.query_len
+        return pending
+
+    def _drafts(
+        self, scheduler_output: SchedulerOutput, shape: StepShape, hidden_states: Tensor, result: SampledTokens | None
+    ) -> Tensor | None:
+        """What the model's own head makes of the step; None if it drafts nothing."""
+        if self._draft is None:
+            return None
+        acceptance = result.acceptance if result is not None else None
+        return self._draft(scheduler_output.requests, shape, hidden_states, acceptance)
 
     def _launch_batch(
         self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
@@ -172,10 +199,7 @@ class StepRunner:
         elif sampled:
             indices = self.builder.sample_rows(shape.num_samples).indices
             result = self._sample(self._model.compute_logits(hidden_states.index_select(0, indices)), sampled)
-        drafts = None
-        if self._draft is not None:
-            acceptance = result.acceptance if result is not None else None
-            drafts = self._draft(scheduler_output.requests, shape, hidden_states, acceptance)
+        drafts = self._drafts(scheduler_output, shape, hidden_states, result)
         pending = pending_step(scheduler_output, result, prompt_logprobs, failed, drafts)
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending

@@ -72,21 +72,24 @@ class Lookup:
 
 
 class Planned(NamedTuple):
-    """One request's part of the next step: so many tokens, the drafts included."""
+    """One request's part of the next step: so many tokens, the drafts included, of which the first ``num_proposed`` are
+    meant."""
 
     running: Running
     num_tokens: int
     drafts: list[int]
+    num_proposed: int
 
 
 class Launched(NamedTuple):
-    """One request's part of a launched step: the tokens that it may sample, and those fed once it is done; of both,
-    how many wait for their drafts to be accepted."""
+    """One request's part of a launched step: the tokens that it may sample, and those fed once it is done; of both, how
+    many wait for their drafts to be accepted, and how many of these drafts were proposed."""
 
     running: Running
     num_samples: int
     num_tokens: int
     num_drafts: int
+    num_proposed: int
 
 
 class Scheduler:
@@ -205,17 +208,25 @@ class Scheduler:
                 continue
             decoding -= is_decode
             budget -= num_tokens
-            planned.append(Planned(running, num_tokens, []))
+            planned.append(Planned(running, num_tokens, [], 0))
         return planned, budget
 
     def _plan_drafts(self, planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
         """Drafts for the decoding requests of a plan, from what pages, slots and budget are left."""
         with_drafts = []
-        for running, num_tokens, _ in planned:
-            is_decode = running.request.num_tokens_to_compute == 1
+        for plan in planned:
+            running, is_decode = plan.running, plan.running.request.num_tokens_to_compute == 1
             drafts = planner.plan(running.request, running.lease, budget) if is_decode else []
             budget -= len(drafts)
-            with_drafts.append(Planned(running, num_tokens + len(drafts), drafts))
+            with_drafts.append(Planned(running, plan.num_tokens, drafts, len(drafts)))
+        if not any(plan.drafts for plan in with_drafts):
+            return planned, budget
+        for i, (running, num_tokens, proposed, _) in enumerate(with_drafts):
+            drafts = proposed
+            if running.request.num_tokens_to_compute == 1:
+                drafts = planner.fill_up(running.request, running.lease, proposed, budget)
+            budget -= len(drafts) - len(proposed)
+            with_drafts[i] = Planned(running, num_tokens + len(drafts), drafts, len(proposed))
         return with_drafts, budget
 
     def _grow(self, running: Running, num_tokens: int) -> bool:
@@ -288,7 +299,7 @@ class Scheduler:
             pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
-            planned.append(Planned(running, num_tokens, []))
+            planned.append(Planned(running, num_tokens, [], 0))
 
     def _candidates(self) -> list[Request]:
         """Waiting requests in the order in which they are tried."""
@@ -339,11 +350,12 @@ class Scheduler:
         """Turn the plan into a scheduler output and count its tokens as fed."""
         self._step += 1
         starting = [plan.running for plan in planned if not plan.running.announced]
-        scheduled = [(plan.running, self._schedule(*plan)) for plan in planned]
+        scheduled = [(plan, self._schedule(plan)) for plan in planned]
         if not all(entry.is_decode for _, entry in scheduled):
             scheduled.sort(key=lambda pair: not pair[1].is_decode)
         self._launched[self._step] = [
-            Launched(r, e.num_samples, e.start + e.num_tokens, len(e.draft_token_ids)) for r, e in scheduled
+            Launched(p.running, e.num_samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed)
+            for p, e in scheduled
         ]
         finished_rows, self._finished_rows = self._finished_rows, []
         return SchedulerOutput(
@@ -360,7 +372,8 @@ class Scheduler:
         request = running.request
         return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling)
 
-    def _schedule(self, running: Running, num_tokens: int, drafts: list[int]) -> ScheduledRequest:
+    def _schedule(self, plan: Planned) -> ScheduledRequest:
+        running, num_tokens, drafts, _ = plan
         request, lease = running.request, running.lease
         start = request.num_computed_tokens
         known_end = start + num_tokens - len(drafts)
@@ -423,7 +436,8 @@ class Scheduler:
         request = launched.running.request
         request.num_computed_tokens -= launched.num_drafts - num_accepted
         self.manager.settle(launched.running.lease, request.num_computed_tokens)
-        self.drafts.verified(request, launched.num_drafts, num_accepted)
+        if launched.num_proposed:
+            self.drafts.verified(request, launched.num_proposed, min(num_accepted, launched.num_proposed))
 
     def _leave(self, running: Running) -> None:
         """A running request has ended; what it holds goes back as soon as no launched step uses it."""

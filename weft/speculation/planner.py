@@ -89,38 +89,50 @@ class DraftPlanner:
         accepted_per_position: how often the 1st, 2nd, … draft was right.
     """
 
-    def __init__(self, proposer: Proposer, manager: Manager, max_drafts: int, reach: int = 0) -> None:
+    def __init__(
+        self, proposer: Proposer, manager: Manager, max_drafts: int, max_model_len: int, reach: int = 0
+    ) -> None:
         self.proposer, self.max_drafts = proposer, max_drafts
-        self._manager, self._reach = manager, reach
+        self._manager, self._max_model_len, self._reach = manager, max_model_len, reach
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * max_drafts
         self._log = AcceptanceLog()
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, manager: Manager) -> DraftPlanner:
+    def of(cls, config: SpeculativeConfig, manager: Manager, max_model_len: int) -> DraftPlanner:
         """As configured."""
         count = config.num_speculative_tokens
         if config.method == "mtp":
-            return cls(ModelDrafts(), manager, count, reach=count - 1)
-        return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), manager, count)
+            return cls(ModelDrafts(), manager, count, max_model_len, reach=count - 1)
+        return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), manager, count, max_model_len)
 
     def plan(self, request: Request, lease: Lease, budget: int) -> list[int]:
         """Drafts for a request whose last known token runs in this step; at most ``budget``.
 
-        The lease gets pages and slots for them. A prefill stores its states before the first draft.
+        The lease gets pages and slots for them. What is accepted past ``max_tokens`` is dropped.
         """
+        room = self._room(request, lease, budget)
+        drafts = self.proposer.propose(request, room) if room > 0 else []
+        return drafts[: self._manager.allocate_drafts(lease, request.num_computed_tokens, len(drafts))]
+
+    def fill_up(self, request: Request, lease: Lease, drafts: list[int], budget: int) -> list[int]:
+        """Any tokens behind ``drafts``, at most ``budget``, so that all requests of a step bring equally many tokens,
+        which runs faster than different numbers of them."""
+        room = self._room(request, lease, budget + len(drafts))
+        if room > len(drafts):
+            filler = request.output_token_ids[-1:] * (room - len(drafts))
+            drafts = (drafts + filler)[: self._manager.allocate_drafts(lease, request.num_computed_tokens, room)]
+        if self._reach:
+            end = request.num_computed_tokens + 1 + len(drafts) + self._reach
+            self._manager.allocate(lease, min(end, self._max_model_len))
+        return drafts
+
+    def _room(self, request: Request, lease: Lease, budget: int) -> int:
+        """Most drafts. A prefill stores its states before the first one."""
         start = request.num_computed_tokens
         if start < len(lease.tokens) or request.no_drafts_because:
-            return []
-        room = min(self.max_drafts, budget, request.max_tokens - len(request.output_token_ids) - 1)
-        if room <= 0:
-            return []
-        drafts = self.proposer.propose(request, room)
-        drafts = drafts[: self._manager.allocate_drafts(lease, start, len(drafts))] if drafts else []
-        if self._reach:
-            last = request.num_prompt_tokens + request.max_tokens
-            self._manager.allocate(lease, min(last, start + 1 + len(drafts) + self._reach))
-        return drafts
+            return 0
+        return min(self.max_drafts, budget, self._max_model_len - start - 1)
 
     def stats(self) -> dict[str, Any]:
         """Fields of ``SchedulerStats``."""
