@@ -6,8 +6,8 @@
 The first part runs dummy weights: every request gets random drafts (with ``mtp`` those of a random head, whose time
 counts), none of which is accepted, or none at all; figures are medians of the milliseconds between steps of whole
 batches, both without overlap, which drafts do not have. ``tokens_per_s_at`` is what follows for drafts that are right
-with a given probability each. The second part
-asks the bundled model to go on with a text that its prompt holds three times.
+with a given probability each. The second part asks the bundled model to go on with a text that its prompt holds three
+times.
 """
 
 from __future__ import annotations

@@ -226,6 +226,10 @@ def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Refere
         install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
         yield engine
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
+        graphs = runner_of(engine.llm).graphs.verify
+        assert (graphs is not None) == (request.param[0] != "Lfm2ForCausalLM" and "FULL" in request.param[1])
+        if graphs is not None:
+            assert graphs.counters.replays and graphs.counters.padding_rows
 
 
 def runner_of(llm: LLM) -> ModelRunner:
@@ -370,11 +374,11 @@ def check_drafts(engine: Poisoned, path: str, length: int) -> None:
     """Prefill chunks, decodes and drafts share steps; nothing that a rejected draft wrote is ever read."""
     prompt, salt = prompt_of(length), engine.begin()
     num_cached = prime(engine, path, prompt, salt)
-    companion = start_companion(engine)
+    companions = [start_companion(engine), engine.add(COMPANIONS[1], 2 * NUM_TOKENS, "companions")]
     request = engine.add(prompt, 2 * NUM_TOKENS, salt)
     engine.finish()
     assert request.num_cached_tokens == num_cached
-    for each in (request, companion):
+    for each in (request, *companions):
         assert each.output_token_ids == engine.reference(each.prompt_token_ids, len(each.output_token_ids))
     engine.llm._core.scheduler.check()
 

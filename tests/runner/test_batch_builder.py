@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.batch_builder import BatchBuilder, StepInputs, StepShape, chunk_bounds
@@ -21,7 +22,7 @@ def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]
         max_num_seqs=rows,
         chunk_sizes=(64,) if recurrent else (),
         num_drafts=4,
-        verifies=False,
+        verifies=True,
         device=CPU,
     )
     return table, builder
@@ -188,3 +189,25 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
     chunks = batch.chunks[64]
     assert chunks.length[0] == 20 and not chunks.length[1:].any() and (chunks.checkpoint_slot[1:] == -1).all()
     assert chunks.first.tolist() == [0, 0, 0] + [1] * 6
+
+
+def test_equally_many_drafts_are_one_verification() -> None:
+    """Every state has its slot, the working slot comes last; anything else in the step makes it a short prefill."""
+    table, builder = make(rows=3)
+    for row in range(3):
+        table.fill(NewRequest(row, list(range(40)), 40, RowSampling()))
+    alike = [
+        ScheduledRequest(0, 40, 3, [1, 2, 3, 4, 5, 6], 7, True, [(41, 8), (42, 9)], 0, [5, 6]),
+        ScheduledRequest(2, 41, 3, [11, 12, 13, 14, 15, 16], 3, True, [(42, 4), (43, 5)], 0, [7, 8]),
+    ]
+    inputs = build(table, builder, alike)
+    verification = inputs.batch.verification
+    assert verification is not None and verification.query_len == 3
+    assert verification.slots.tolist() == [[8, 9, 7], [4, 5, 3]] and not inputs.batch.chunks
+    assert inputs.batch.num_decodes == 0 and inputs.batch.cu_seqlens_q.tolist() == [0, 3, 6]
+    assert inputs.input_ids.tolist()[1:3] == [5, 6] and inputs.batch.positions.tolist() == [40, 41, 42, 41, 42, 43]
+    assert inputs.samples.indices.tolist() == list(range(6)) and inputs.samples.positions.tolist() == [1, 2, 3, 2, 3, 4]
+    decode = ScheduledRequest(1, 40, 1, [21, 22, 23], 2, True)
+    snapshot = replace(alike[1], checkpoints=[*alike[1].checkpoints, (44, 6)])
+    for others in ([decode, *alike], [alike[0], snapshot]):
+        assert builder.fill(SchedulerOutput(9, others)).query_len == 0

@@ -103,6 +103,28 @@ def test_options(engines: Engines, option: str) -> None:
             assert a.keys() == b.keys() and all(abs(a[t].logprob - b[t].logprob) < 1e-4 for t in a)
 
 
+def test_requests_of_one_step_bring_equally_many_tokens(engines: Engines) -> None:
+    """What is missing is filled up with any tokens, which are not counted as drafts; drafts may reach past the end."""
+    plain, drafting = engines
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, seed=n) for n in (9, 10, 11)]
+    case = Case(prompts(3, seed=2), params)
+    expected = case.run(plain)
+    known = case.known(expected)
+    del known[tuple(case.prompts[0]), 9], known[tuple(case.prompts[1]), 10]
+    install(drafting, FromOutputs(known), 3)
+    before = drafting.stats().spec_decode_num_draft_tokens
+    executor, steps = drafting._core._executor, []
+    launch = executor.launch
+    executor.launch = lambda step, *more: (steps.append(step), launch(step, *more))[1]  # type: ignore[method-assign]
+    try:
+        assert [f.token_ids for f in case.run(drafting)] == [e.token_ids for e in expected]
+    finally:
+        executor.launch = launch  # type: ignore[method-assign]
+    counts = [{len(r.draft_token_ids) for r in step.requests} for step in steps]
+    assert sum(found == {3} for found in counts) >= 2, counts
+    assert drafting.stats().spec_decode_num_draft_tokens - before <= 11
+
+
 def test_drafts_take_no_room_from_others(engines: Engines) -> None:
     """Where the budget is short, drafts are what is left out: every running request gets a token in each step."""
     plain, drafting = engines

@@ -16,6 +16,7 @@ import pytest
 from tests.engine.conftest import assert_idle
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from tests.speculation.conftest import Case
+from tests.test_x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.request import Request
 
@@ -43,6 +44,8 @@ def engines(request: pytest.FixtureRequest, checkpoint: tuple[Path, ReferenceHea
     with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), **SETTINGS, **modes, speculative_config=config) as mtp:
         yield plain, mtp, reference
         assert mtp.stats().spec_decode_num_drafts
+        graphs = runner_of(mtp).graphs.verify
+        assert graphs is None if request.param == "NONE" else graphs is not None and graphs.counters.replays
         assert_idle(mtp)
 
 
