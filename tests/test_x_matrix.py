@@ -182,9 +182,9 @@ COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVER
 ]
 COLUMNS += [("Lfm2ForCausalLM", mode, "overlap", "capture") for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE", "overlap", "capture")]
-COLUMNS += [(arch, "FULL", "overlap", "capture") for arch in ("Mamba2ForCausalLM", "JambaForCausalLM")]
 COLUMNS += [("KimiLinearForCausalLM", "FULL", "overlap", "capture")]
 COLUMNS += [(WINDOWS, "FULL_AND_PIECEWISE", "overlap", "capture")]
+COLUMNS += [(a, "FULL", "overlap", "capture") for a in ("Mamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM")]
 """Model, mode, overlap, and where pieces come from."""
 
 

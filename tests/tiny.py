@@ -36,6 +36,7 @@ MAMBA_ARCHITECTURES = (
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
     "Mamba2ForCausalLM",
+    "MiniMaxForCausalLM",
     "NemotronHForCausalLM",
 )
 """Those with Mamba layers."""
@@ -141,6 +142,19 @@ _FALCON_MAMBA = _NO_TOKENS | {
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
 }
+_MINIMAX = _NO_TOKENS | {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "block_size": 16,
+    "full_attn_alpha_factor": 1.3,
+    "full_attn_beta_factor": 0.9,
+    "linear_attn_alpha_factor": 1.4,
+    "linear_attn_beta_factor": 0.8,
+    "mlp_alpha_factor": 1.2,
+    "mlp_beta_factor": 1.1,
+}
 _MAMBA2 = _NO_TOKENS | {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -191,6 +205,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FalconH1ForCausalLM": ("FalconH1Config", _WITHOUT_HEAD_DIM | _MAMBA2_LAYER | _NO_TOKENS | _FALCON_H1),
     "FalconMambaForCausalLM": ("FalconMambaConfig", _FALCON_MAMBA),
     "JambaForCausalLM": ("JambaConfig", _WITHOUT_HEAD_DIM | _NO_TOKENS | _JAMBA),
+    "MiniMaxForCausalLM": ("MiniMaxConfig", _BASE | _MINIMAX),
     "GraniteMoeHybridForCausalLM": (
         "GraniteMoeHybridConfig",
         _WITHOUT_HEAD_DIM | _MAMBA2_LAYER | _NO_TOKENS | _GRANITE,

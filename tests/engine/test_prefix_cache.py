@@ -80,8 +80,11 @@ BRANCHING = [
     "Mamba2ForCausalLM",
     "JambaForCausalLM",
     "KimiLinearForCausalLM",
+    "MiniMaxForCausalLM",
 ]
-SEEDS = dict.fromkeys(("BambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM"), "Lfm2ForCausalLM")
+SEEDS = dict.fromkeys(
+    ("BambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM"), "Lfm2ForCausalLM"
+)
 """Of those whose own name leads to a workload in which some policy finds nothing to reuse."""
 
 

@@ -133,6 +133,7 @@ KIMI = "KimiLinearForCausalLM"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 BAMBA, MAMBA2, FALCON_H1 = "BambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM"
+MINIMAX = "MiniMaxForCausalLM"
 JAMBA, FALCON_MAMBA = "JambaForCausalLM", "FalconMambaForCausalLM"
 GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
 LLAMA, QWEN3, MOE, NEXT = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"
@@ -164,6 +165,9 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (JAMBA, {"num_experts": 1, "num_experts_per_tok": 1, "mamba_proj_bias": True, "mamba_conv_bias": False}),
     (JAMBA, {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_conv": 2, "mamba_expand": 3, "hidden_size": 60}),
     (FALCON_MAMBA, {"tie_word_embeddings": True, "use_bias": True, "conv_kernel": 3, "time_step_rank": 5}),
+    (MINIMAX, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "layer_types": None}),
+    (MINIMAX, {"head_dim": None, "tie_word_embeddings": True, "num_hidden_layers": 2,
+               "layer_types": ["linear_attention"] * 2}),
     (MAMBA2, {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3}),
     (MAMBA2, {"expand": 3, "num_heads": 9, "n_groups": 1, "state_size": 20, "time_step_limit": [0.0, 0.05]}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),

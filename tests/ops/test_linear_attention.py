@@ -15,6 +15,7 @@ from tests.ops.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, poison
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.backend import Backend
 from weft.ops.group_norm import gated_group_norm
+from weft.ops.lightning_attention import lightning_attention_step
 from weft.ops.linear_attention import chunk_linear_attention, linear_attention_step_reference
 from weft.ops.mamba2 import mamba2_decode, mamba2_gates, mamba2_gates_reference
 from weft.ops.mamba2_parts import Mamba2Weights
@@ -145,6 +146,29 @@ def test_decode_step(
     close(results[1][0] / scale, results[0][0] / scale, dtype)
     assert torch.equal(results[1][1], results[0][1])
     close(results[1][2], results[0][2], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lightning_step(dtype: torch.dtype) -> None:
+    """Fixed decays, queries and keys of their own for every head; rows 1 and 4 are padding."""
+    heads, size = (64, 128) if ON_GPU else (3, 20)
+    qkv = torch.randn(5, 3, heads, size, device=DEVICE).to(dtype)
+    qkv[[1, 4]] = torch.nan
+    rates = -torch.linspace(0.01, 2, heads, device=DEVICE)
+    slots = torch.tensor([3, 0, 1, 4, 0], dtype=torch.int32, device=DEVICE)
+    state = torch.randn(6, heads, size, size, device=DEVICE)
+    results = []
+    for backend in (TORCH, TRITON):
+        advanced = state.clone()
+        out = lightning_attention_step(*qkv.unbind(1), rates, advanced, slots, backend=backend)
+        kept = torch.full_like(out, 7.0)
+        lightning_attention_step(*qkv.unbind(1), rates, state.clone(), slots, backend=backend, out=kept)
+        assert (out[[1, 4]] == 0).all() and (kept[[1, 4]] == 7).all()
+        assert torch.equal(kept[[0, 2, 3]], out[[0, 2, 3]])
+        results.append((out, advanced[1:]))
+    scale = results[0][0].float().std()
+    close(results[1][0] / scale, results[0][0] / scale, dtype)
+    close(results[1][1], results[0][1], torch.float32)
 
 
 def test_gates_kernel_keeps_the_limits() -> None:

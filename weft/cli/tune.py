@@ -83,9 +83,7 @@ def tuning_config(settings: dict[str, Any]) -> EngineConfig:
     return dataclasses.replace(config, cuda_graph_mode=TUNED)
 
 
-def choose_splits(
-    config: EngineConfig, profile: GraphProfile, effort: Effort
-) -> tuple[EngineConfig, GraphProfile]:
+def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -> tuple[EngineConfig, GraphProfile]:
     """The config and the profile with the split points of the fastest pieces, where the user names none: the default
     ones, or those and another kind of layer. One engine each, which is gone before the next one starts."""
     from msgspec.structs import replace

@@ -85,7 +85,7 @@ def read_attention(
         ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
     """
     num_heads = text.integer("num_attention_heads")
-    head_dim = _head_dim(text, num_heads)
+    head_dim = read_head_dim(text, num_heads)
     max_positions, bias = text.integer("max_position_embeddings", 32768), text.boolean("attention_bias", False)
     return AttentionConfig(
         num_heads=num_heads,
@@ -100,7 +100,8 @@ def read_attention(
     )
 
 
-def _head_dim(text: JsonObject, num_heads: int) -> int:
+def read_head_dim(text: JsonObject, num_heads: int) -> int:
+    """``head_dim``, or the hidden size over the heads."""
     if text.given("head_dim"):
         return text.integer("head_dim")
     hidden_size = text.integer("hidden_size")

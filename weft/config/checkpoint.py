@@ -101,6 +101,7 @@ def _model_config(architecture: str, family: Family, top: JsonObject, text: Json
         activation=family.activation,
         multipliers=family.multipliers(text) if family.multipliers is not None else Multipliers(),
         zero_centered_norm=family.zero_centered_norm,
+        residual_weights=family.residual_weights(text) if family.residual_weights is not None else {},
         norm_placement=dict(family.norm_placement),
         moe=family.moe(text, len(layer_types)) if family.moe is not None else None,
         dtype=_dtype(top, text),

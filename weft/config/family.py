@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
-from weft.config.model import Multipliers
+from weft.config.model import Multipliers, ResidualWeights
 from weft.config.moe import MoeConfig
 
 MixerReader = Callable[[JsonObject], MixerConfig]
@@ -41,6 +41,7 @@ class Family:
         mlp_bias: ``mlp_bias`` is read (other architectures have none).
         zero_centered_norm: see ``ModelConfig``.
         norm_placement: see ``ModelConfig``.
+        residual_weights: reads those of ``ModelConfig``.
         keys: names of the family's own for keys that others share -> the shared name.
         layer_names: names of layer types in published files -> those of ``mixers``.
         intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
@@ -59,6 +60,7 @@ class Family:
     mlp_bias: bool = False
     zero_centered_norm: bool = False
     norm_placement: Mapping[str, str] = field(default_factory=dict)
+    residual_weights: Callable[[JsonObject], dict[str, ResidualWeights]] | None = None
     mtp: bool = False
     multimodal: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)

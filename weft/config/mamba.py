@@ -72,5 +72,5 @@ def read_mamba(text: JsonObject, *, norm_weights: bool) -> MambaConfig:
         conv_bias=text.boolean("mamba_conv_bias", True),
         bias=text.boolean("mamba_proj_bias", False),
         norm_weights=norm_weights,
-        norm_eps=text.number("rms_norm_eps") if norm_weights else text.number("mixer_rms_eps", 1e-6),
+        norm_eps=text.number("rms_norm_eps", 1e-6) if norm_weights else text.number("mixer_rms_eps", 1e-6),
     )

@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from weft.config.attention import AttentionConfig, read_attention
+from weft.config.attention import AttentionConfig, read_attention, read_head_dim
 from weft.config.family import Family
 from weft.config.json_object import JsonObject
+from weft.config.lightning_attention import read_lightning_attention
 from weft.config.mamba import read_mamba
 from weft.config.mamba2 import Mamba2Config, read_mamba2
-from weft.config.model import Multipliers
+from weft.config.model import Multipliers, ResidualWeights
 from weft.config.moe import MoeConfig, SigmoidRouting, read_experts
 from weft.errors import UnsupportedModelError
 
@@ -159,6 +160,81 @@ def read_jamba_moe(text: JsonObject, num_layers: int) -> MoeConfig | None:
     return MoeConfig(num_experts, top_k, text.integer("intermediate_size"), False, None, sparse)
 
 
+# --- MiniMax ---------------------------------------------------------------------------------------------------------
+
+
+def minimax_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """``attn_type_list`` (1: full attention, 0: lightning attention); without it they alternate."""
+    kinds = text.integers("attn_type_list") or tuple((i + 1) % 2 for i in range(num_layers))
+    if len(kinds) != num_layers or not set(kinds) <= {0, 1}:
+        raise text.wrong("attn_type_list", f"num_hidden_layers={num_layers} zeros and ones")
+    return tuple("full_attention" if kind else "linear_attention" for kind in kinds)
+
+
+def read_minimax_attention(text: JsonObject) -> AttentionConfig:
+    """``rotary_dim`` says how much of a head is rotated."""
+    if text.given("sliding_window"):
+        raise UnsupportedModelError(
+            f"{text.where}: sliding_window={text.raw('sliding_window')!r} is not supported for this architecture; set "
+            "it to null"
+        )
+    if not text.given("rotary_dim"):
+        return read_attention(text, qkv_bias=False)
+    share = text.integer("rotary_dim") / read_head_dim(text, text.integer("num_attention_heads"))
+    partial_text = JsonObject(text.values | {"partial_rotary_factor": share}, text.where)
+    return read_attention(partial_text, qkv_bias=False, partial_rotary_factor=share)
+
+
+def read_minimax_moe(text: JsonObject, num_layers: int) -> MoeConfig:
+    """Experts in every layer, as wide as ``intermediate_size``."""
+    if text.given("shared_intermediate_size") and text.integer("shared_intermediate_size", low=0):
+        raise UnsupportedModelError(
+            f"{text.where}: shared_intermediate_size={text.raw('shared_intermediate_size')!r} (a shared expert) is not "
+            "supported for this architecture; supported is 0"
+        )
+    num_experts, top_k = read_experts(text)
+    return MoeConfig(num_experts, top_k, text.integer("intermediate_size"), True, None, frozenset(range(num_layers)))
+
+
+def read_residual_weights(text: JsonObject) -> dict[str, ResidualWeights]:
+    """``full_attn_alpha_factor`` and so on."""
+    if not text.boolean("postnorm", True):
+        raise UnsupportedModelError(f"{text.where}: postnorm=false is not supported; supported is true")
+
+    def weight(name: str) -> float:
+        return text.number(f"{name}_factor", 1.0, open_low=False)
+
+    mlp = weight("mlp_alpha"), weight("mlp_beta")
+    return {
+        kind: ResidualWeights(weight(f"{name}_alpha"), weight(f"{name}_beta"), *mlp)
+        for kind, name in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"))
+    }
+
+
+_MINIMAX_KEYS = {
+    f"layernorm_{own}_{factor}": f"{shared}_{factor}_factor"
+    for own, shared in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+    for factor in ("alpha", "beta")
+}
+_MINIMAX = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1,
+            "eos_token_id": 2}  # fmt: skip
+_MINIMAX_FAMILY = Family(
+    "weft.models.minimax:MiniMaxForCausalLM",
+    {
+        "full_attention": {"self_attn": read_minimax_attention},
+        "linear_attention": {"self_attn": read_lightning_attention},
+    },
+    layer_types=minimax_layer_types,
+    moe=read_minimax_moe,
+    norm_placement={"full_attention": "stream", "linear_attention": "stream"},
+    residual_weights=read_residual_weights,
+    keys=_MINIMAX_KEYS,
+    defaults=_MINIMAX,
+)
+
+
 # --- defaults and table ----------------------------------------------------------------------------------------------
 
 _MAMBA2_LAYER = {"mamba_n_heads": 128, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4, "mamba_expand": 2}
@@ -274,6 +350,7 @@ MAMBA_FAMILIES: dict[str, Family] = {
         keys=_FALCON_MAMBA_KEYS,
         defaults=_FALCON_MAMBA,
     ),
+    "MiniMaxForCausalLM": _MINIMAX_FAMILY,
     "Mamba2ForCausalLM": Family(
         "weft.models.mamba2:Mamba2ForCausalLM",
         {"linear_attention": {"mamba": read_mamba2}},

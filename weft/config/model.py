@@ -37,6 +37,21 @@ class Multipliers:
     down: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class ResidualWeights:
+    """How the halves of a block weigh what they take over and what they add (MiniMax).
+
+    Attributes:
+        mixer_input, mlp_input: of the normalised input.
+        mixer_output, mlp_output: of what the half makes of it.
+    """
+
+    mixer_input: float
+    mixer_output: float
+    mlp_input: float
+    mlp_output: float
+
+
 class Mixers(Mapping[str, Mapping[str, MixerConfig]]):
     """Layer type -> name of the module in the decoder layer -> geometry of that token mixer; read only.
 
@@ -74,7 +89,9 @@ class ModelConfig:
             ReLU) stands alone.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         norm_placement: layer type -> where its block's norms stand, if not before mixer and MLP (``pre``): after them
-            (``post``), or on both sides (``sandwich``).
+            (``post``), on both sides (``sandwich``), or before, with the residual stream taken after them
+            (``stream``).
+        residual_weights: layer type -> the weights of a block whose norms are those of the stream.
         dtype: the checkpoint's own dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         state_dtype: dtype of the recurrent state if the checkpoint names one (``mamba_ssm_dtype``), else None.
         quantization: how the linear layers' weights are stored; None: in ``dtype``.
@@ -100,6 +117,7 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     zero_centered_norm: bool = False
     norm_placement: dict[str, str] = field(default_factory=dict)
+    residual_weights: dict[str, ResidualWeights] = field(default_factory=dict)
     moe: MoeConfig | None = None
     dtype: str = "float32"
     state_dtype: str | None = None

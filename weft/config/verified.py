@@ -57,6 +57,7 @@ VERIFIED: dict[str, Verified] = {
     "NemotronHForCausalLM": Verified(False, Ranks.LAYERS),
     "JambaForCausalLM": Verified(False, Ranks.REFUSED),
     "FalconMambaForCausalLM": Verified(False, Ranks.REFUSED),
+    "MiniMaxForCausalLM": Verified(False, Ranks.REFUSED),
     "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
     "KimiLinearForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(False, Ranks.REFUSED),

@@ -142,7 +142,22 @@ class SandwichNormLayer(DecoderLayer):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
-_LAYERS = {"pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer}
+class StreamNormLayer(DecoderLayer):
+    """Pre-norm, but what is carried on is the normalised input; both parts of each sum are weighted (MiniMax)."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext, place: LayerPlace, mixers: Mixers) -> None:
+        super().__init__(config, context, place, mixers)
+        self._weights = config.residual_weights[place.layer_type]
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights = self._weights
+        x, _ = self.input_layernorm.add(x, residual)
+        mixed = self.mix(x) * weights.mixer_output
+        x, _ = self.post_attention_layernorm.add(mixed, x * weights.mixer_input)
+        return self.mlp(x) * weights.mlp_output, x * weights.mlp_input
+
+
+_LAYERS = {"stream": StreamNormLayer, "pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer}
 
 
 def _layer_class(config: ModelConfig, index: int) -> type[DecoderLayer]:

@@ -1,0 +1,92 @@
+"""Lightning attention, the recurrent token mixer of MiniMax-Text (arXiv 2501.08313).
+
+Job: one merged input projection ``q | k | v | gate``, SiLU on the first three, linear attention with fixed decays (one
+step for decoding rows, chunks for the rest), a norm over all heads, gate, output projection. Owns: the layer's weights,
+whole on one rank. Does not know: how states are allocated or forked; it finds them by its own name in the forward
+context.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.config.lightning_attention import NORM_EPS, LightningAttentionConfig
+from weft.config.model import ModelConfig
+from weft.forward_context import get_forward_context
+from weft.graph.split_ops import split_op
+from weft.layers.context import ModelContext
+from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.norm import RMSNorm
+from weft.layers.weight import RowMap, RowRun
+from weft.ops.activation import sigmoid_mul
+from weft.ops.lightning_attention import lightning_attention_step
+from weft.ops.linear_attention import chunk_linear_attention
+
+
+class LightningProjection(ColumnParallelLinear):
+    """``[T, hidden_size] -> [T, q | k | v | gate]``; the checkpoint has each head's q, k, v in a row, and the gate."""
+
+    def __init__(self, hidden_size: int, geometry: LightningAttentionConfig, context: ModelContext) -> None:
+        width, size = geometry.head_dim, geometry.inner_size
+        runs = tuple(
+            RowRun((3 * head + part) * width, part * size + head * width, width)
+            for head in range(geometry.num_heads)
+            for part in range(3)
+        )
+        gate = RowMap(size, (RowRun(0, 3 * size, size),))
+        self._build(hidden_size, 4 * size, {"0.": RowMap(3 * size, runs), "1.": gate}, False, context)
+
+
+class LightningAttention(nn.Module):
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``.
+
+    Args:
+        name: key of the layer's state and of its entry in the layer table, for example ``model.layers.0.self_attn``;
+            the rates follow from the number in it.
+    """
+
+    def __init__(
+        self, geometry: LightningAttentionConfig, config: ModelConfig, context: ModelContext, name: str
+    ) -> None:
+        super().__init__()
+        geometry.check_shares(context.tp.size)
+        self.name, self._backend, self._geometry = name, context.backend, geometry
+        self.inner_size = geometry.inner_size
+        rates = geometry.slopes(int(name.split(".")[2]))
+        self._log_decay = -torch.tensor(rates, dtype=torch.float32, device=context.device)
+        self.in_proj = LightningProjection(config.hidden_size, geometry, context)
+        self.norm = RMSNorm(self.inner_size, NORM_EPS, context, zero_centered=False)
+        self.out_proj = RowParallelLinear(
+            self.inner_size, config.hidden_size, bias=False, context=context, what="num_attention_heads * head_dim"
+        )
+        context.layers.register(name, self)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.out_proj(self.mix(self.in_proj(hidden_states)))
+
+    @split_op("lightning_attention", width=lambda layer: layer.inner_size)
+    def mix(self, projected: Tensor) -> Tensor:
+        """Everything between the projections: ``[T, q | k | v | gate] -> [T, inner_size]``."""
+        context = get_forward_context()
+        batch, state = context.batch, context.caches[self.name]["recurrent"]
+        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
+        heads = F.silu(projected[:, : 3 * self.inner_size]).unflatten(-1, (3, self._geometry.num_heads, -1))
+        q, k, v = heads.unbind(1)
+        decode = (self._log_decay, state, slots)
+        if batch.num_decodes == projected.shape[0]:
+            mixed = lightning_attention_step(q, k, v, *decode, backend=self._backend)
+        elif batch.chunks:
+            g = self._log_decay.expand(projected.shape[0], -1)
+            mixed = chunk_linear_attention(q, k, v, g, None, None, state, batch, backend=self._backend)
+        else:  # decodes and padding
+            mixed = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        count = slots.shape[0]
+        if count and batch.num_decodes < projected.shape[0]:
+            rows = (q[:count], k[:count], v[:count])
+            lightning_attention_step(*rows, *decode, backend=self._backend, out=mixed[:count])
+        gated = sigmoid_mul(self.norm(mixed.flatten(1)), projected[:, 3 * self.inner_size :], backend=self._backend)
+        if batch.num_tokens < gated.shape[0]:
+            gated[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
+        return gated
