@@ -124,6 +124,25 @@ def test_replicas_that_are_down_get_nothing() -> None:
     assert router.choose(prompt(1)) == 0 and not router.replicas[0].told
 
 
+def test_a_replica_that_comes_back_has_what_it_tells_of_from_then_on() -> None:
+    """Also where that is what it had before."""
+    router, _ = make_router()
+    tokens = prompt(1)
+    told = prefix_hashes(tokens)
+    router.refresh(1, told)
+    router.down(1)
+    router.up(1)
+    assert router.choose(tokens) == 0, "it starts with nothing cached"
+    router.ended(0)
+    other = prompt(2)
+    told = prefix_hashes(other)
+    router.refresh(1, told)
+    router.down(1)
+    router.up(1)
+    router.refresh(1, told)
+    assert router.choose(other) == 1
+
+
 def test_a_choice_costs_little() -> None:
     """Under 100 us of processor time for a prompt of a thousand tokens with four replicas (three times that here)."""
     router, _ = make_router(4)

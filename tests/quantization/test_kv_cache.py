@@ -143,11 +143,16 @@ def test_scales_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     exact = Harness(folder)
     assert exact.model.get_submodule("model.layers.0.self_attn").k_scale.item() == pytest.approx(1e-2)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=5)
-    found = []
+    found, stored = [], []
     for dtype in ("auto", "fp8"):
         with caplog.at_level("WARNING"), LLM(str(folder), kv_cache_dtype=dtype, **SETTINGS) as llm:
             (entry,) = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].logprobs
             found.append(entry)
+            cache = llm._core._executor._runner.caches["model.layers.0.self_attn"]
+            stored.append({name: cache[name].float()[1:] for name in ("k", "v")})
+    for name, exact_values in stored[0].items():  # the first layer's, which depend on no cache
+        assert exact_values.any()
+        torch.testing.assert_close(stored[1][name] * 1e-2, exact_values, rtol=1 / 16, atol=1e-2 * 2**-9)
     assert "1.0 is used" not in caplog.text
     best = max(found[0], key=lambda token: found[0][token].logprob)
     assert abs(found[1][best].logprob - found[0][best].logprob) < 0.2

@@ -12,9 +12,11 @@ from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.cache.plan import plan_caches
 from weft.cache.spec import CacheSpec
+from weft.config import resolve
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.layer_spec import CacheDtypes
 from weft.errors import CapacityError
+from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.memory import allocate_caches, cache_tensors, largest_that_fits
 from weft.runner.model_runner import ModelRunner
 from weft.runner.warmup import StepLimits
@@ -91,3 +93,15 @@ def test_a_start_with_too_large_a_step_clamps_it_and_says_so(
         assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 2, 2]
         assert llm.stats().num_steps >= 3
     assert "max_num_batched_tokens=2048" in caplog.text and "trying 1024" in caplog.text
+
+
+def test_the_plan_is_that_of_the_rank_with_the_least_memory(tmp_path: Path) -> None:
+    class Poor(SingleRank):
+        def least(self, value: int) -> int:
+            return min(value, 3 * MIB)  # another rank has no more
+
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    config = resolve(model=str(folder), skip_tokenizer_init=True)
+    alone, together = ModelRunner(config).plan, ModelRunner(config, tp=Poor()).plan
+    assert together.cache_bytes <= 3 * MIB < alone.cache_bytes
+    assert together.num_pages < alone.num_pages
