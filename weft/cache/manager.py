@@ -344,7 +344,8 @@ class Manager:
 
         Call it once, when the step is launched. Positions for which no slot can be had are skipped, but for drafts.
         """
-        lease.drafts.stored.clear()
+        if num_drafts or lease.drafts.stored:
+            lease.drafts.stored.clear()
         if num_drafts:
             return self._draft_checkpoints(lease, start, num_drafts)
         end, states = start + num_tokens, lease.checkpoints

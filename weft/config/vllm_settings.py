@@ -40,9 +40,7 @@ def _renamed(name: str) -> Elsewhere:
 
 VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "trust_remote_code": _no_effect("the code of a checkpoint is never run"),
-    "disable_log_stats": _no_effect(
-        "stats() and RequestOutput.metrics are always there, nothing of it is logged"
-    ),
+    "disable_log_stats": _no_effect("stats() and RequestOutput.metrics are always there, nothing of it is logged"),
     "disable_log_requests": _no_effect("prompts and answers are never logged"),
     "swap_space": _no_effect("preempted requests are computed again from what the prefix cache kept"),
     "preemption_mode": _no_effect("preempted requests are computed again from what the prefix cache kept"),

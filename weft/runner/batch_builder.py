@@ -180,7 +180,7 @@ class BatchBuilder:
         self.page_size = page_size
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
-        self.verifies, self._keeps_states = verifies, bool(chunk_sizes)
+        self.num_drafts, self.verifies, self._keeps_states = num_drafts, verifies, bool(chunk_sizes)
         max_num_samples = max_num_seqs * (1 + num_drafts)
         groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
@@ -240,7 +240,7 @@ class BatchBuilder:
 
     def _query_len(self, requests: list[ScheduledRequest]) -> int:
         """Tokens of each request where all verify as many drafts and store no other states; otherwise 0."""
-        count = len(requests[0].draft_token_ids) if self.verifies else 0
+        count = len(requests[0].draft_token_ids) if self.verifies and self.num_drafts else 0
         if not count:
             return 0
         states = count if self._keeps_states else 0
@@ -286,7 +286,7 @@ class BatchBuilder:
             r, at = requests[i], int(starts[i])
             known = table.known_tokens(r.row, r.start, r.start + r.num_tokens)
             ids[at : at + len(known)] = known
-        for end, r in zip(layout.bounds[1:].tolist(), requests, strict=True):
+        for end, r in zip(layout.bounds[1:].tolist(), requests, strict=True) if self.num_drafts else ():
             if r.draft_token_ids:
                 ids[end - len(r.draft_token_ids) : end] = r.draft_token_ids
         pages = table.page_table[token_rows, positions // self.page_size]
@@ -303,7 +303,7 @@ class BatchBuilder:
         self._host["rows"][:count] = layout.rows
 
     def _fill_samples(self, requests: list[ScheduledRequest], layout: _Layout) -> int:
-        counts = np.array([r.num_samples for r in requests])
+        counts = np.array([r.num_samples for r in requests] if self.num_drafts else [r.samples for r in requests], int)
         rows, host, table = np.repeat(layout.rows, counts), self._host, self._rows
         n = len(rows)
         behind = np.repeat(np.cumsum(counts), counts) - np.arange(n)  # how far a position lies before the request's end

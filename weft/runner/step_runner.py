@@ -132,7 +132,8 @@ class StepRunner:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
         self.prepare(scheduler_output)
         self._sampling.set_processors(processors)
-        sampled = sampled_positions(scheduler_output.requests)
+        requests = scheduler_output.requests
+        sampled = sampled_positions(requests) if self.builder.num_drafts else [r for r in requests if r.samples]
         shape = self.builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
         if choice.mode is GraphMode.FULL and shape.is_decode:

@@ -78,7 +78,7 @@ class StepSampler:
 
     def _accept_drafts(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor) -> Acceptance | None:
         """Which of ``token_ids [M]`` count; each row's last one of these is remembered. None without drafts."""
-        if not any(request.draft_token_ids for request in sampled):
+        if not (self._builder.num_drafts and any(request.draft_token_ids for request in sampled)):
             return None
         following = [after.draft_token_ids[-1:] for after in sampled[1:]] + [[]]
         drafts = [draft[0] if draft else NO_DRAFT for draft in following]

@@ -71,25 +71,29 @@ class Lookup:
     awaited: Running | None = None
 
 
+NO_DRAFTS: list[int] = []
+"""Never changed."""
+
+
 class Planned(NamedTuple):
     """One request's part of the next step: so many tokens, the drafts included, of which the first ``num_proposed`` are
     meant."""
 
     running: Running
     num_tokens: int
-    drafts: list[int]
-    num_proposed: int
+    drafts: list[int] = NO_DRAFTS
+    num_proposed: int = 0
 
 
 class Launched(NamedTuple):
-    """One request's part of a launched step: the tokens that it may sample, and those fed once it is done; of both, how
-    many wait for their drafts to be accepted, and how many of these drafts were proposed."""
+    """One request's part of a launched step: whether it samples, and the tokens fed once it is done; the last
+    ``num_drafts`` of these if they are accepted, of which ``num_proposed`` were proposed."""
 
     running: Running
-    num_samples: int
+    samples: bool
     num_tokens: int
-    num_drafts: int
-    num_proposed: int
+    num_drafts: int = 0
+    num_proposed: int = 0
 
 
 class Scheduler:
@@ -169,7 +173,7 @@ class Scheduler:
 
     def sampling_requests(self, step: int) -> list[tuple[int, Request]]:
         """Rows and requests that sample in a launched step."""
-        return [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.num_samples]
+        return [(entry.running.row, entry.running.request) for entry in self._launched[step] if entry.samples]
 
     # -- a step goes out -----------------------------------------------------------------------------------------
 
@@ -208,7 +212,7 @@ class Scheduler:
                 continue
             decoding -= is_decode
             budget -= num_tokens
-            planned.append(Planned(running, num_tokens, [], 0))
+            planned.append(Planned(running, num_tokens))
         return planned, budget
 
     def _plan_drafts(self, planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
@@ -299,7 +303,7 @@ class Scheduler:
             pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
-            planned.append(Planned(running, num_tokens, [], 0))
+            planned.append(Planned(running, num_tokens))
 
     def _candidates(self) -> list[Request]:
         """Waiting requests in the order in which they are tried."""
@@ -354,8 +358,7 @@ class Scheduler:
         if not all(entry.is_decode for _, entry in scheduled):
             scheduled.sort(key=lambda pair: not pair[1].is_decode)
         self._launched[self._step] = [
-            Launched(p.running, e.num_samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed)
-            for p, e in scheduled
+            Launched(p.running, e.samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed) for p, e in scheduled
         ]
         finished_rows, self._finished_rows = self._finished_rows, []
         return SchedulerOutput(
@@ -400,33 +403,33 @@ class Scheduler:
         Returns:
             The requests that got a token or ended by it. Tokens of requests that had ended meanwhile are dropped.
         """
-        results: dict[int, list[int]] = {}
-        for row, token_id in zip(output.rows, output.token_ids, strict=True):
-            results.setdefault(row, []).append(token_id)
+        results = dict(zip(output.rows, output.token_ids, strict=True))  # of a row with drafts, the last token only
+        runs = _by_row(output) if self.drafts is not None else {}
         changed: list[Request] = []
         for launched in self._launched.pop(output.step):
             running, request = launched.running, launched.running.request
             running.in_flight -= 1
-            request.num_pending -= launched.num_samples
-            tokens = results.get(running.row, [])
+            request.num_pending -= launched.samples + launched.num_drafts
             if running.row in output.failed_rows:
                 running.failed = True
             elif not running.failed:
                 self.manager.confirm(running.lease, launched.num_tokens)
             if launched.num_drafts:
-                self._settle(launched, num_accepted=max(0, len(tokens) - 1))
+                self._settle(launched, num_accepted=max(0, len(runs.get(running.row, ())) - 1))
             if request.finish_reason is not None:
                 self._give_back_if_idle(running)
                 continue
             request.prompt_logprobs.extend(output.prompt_logprobs.get(running.row, ()))
             if running.row in output.failed_rows:
                 request.finish_reason = "error"
-            else:
-                request.extend(tokens, output.logprobs.get(running.row, ()))
+            elif self.drafts is not None:
+                request.extend(runs.get(running.row, ()), output.logprobs.get(running.row, ()))
                 request.draft_token_ids = output.draft_token_ids.get(running.row, [])
+            elif launched.samples:
+                request.append(results[running.row], *output.logprobs.get(running.row, (None,)))
             if request.finish_reason is not None:
                 self._leave(running)
-            if launched.num_samples or request.finish_reason is not None:
+            if launched.samples or request.finish_reason is not None:
                 changed.append(request)
         return changed
 
@@ -478,3 +481,11 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens <= request.num_tokens
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
+
+
+def _by_row(output: ModelOutput) -> dict[int, list[int]]:
+    """Row -> all its tokens."""
+    tokens: dict[int, list[int]] = {}
+    for row, token_id in zip(output.rows, output.token_ids, strict=True):
+        tokens.setdefault(row, []).append(token_id)
+    return tokens
