@@ -6,6 +6,7 @@ Does not know: Weft.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,7 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, arch)(config).eval()
+    _norm_by_group(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "layernorm.weight", "norm_f.weight", "dt_bias", ".bias", ".D")):
@@ -265,6 +267,21 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
             if name.endswith(("expert_bias", "correction_bias")):
                 buffer.uniform_(-0.3, 0.3, generator=generator)
     return model
+
+
+def _norm_by_group(model: Any, config: Any) -> None:
+    """Give Mamba-2's gated norms their groups where this transformers takes them over all channels (before 5.23)."""
+    num_groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", None)
+    for module in model.modules():
+        is_ours = type(module).__name__.endswith("RMSNormGated") and num_groups is not None
+        if is_ours and not hasattr(module, "group_size") and not hasattr(module, "n_groups"):
+            module.forward = partial(_grouped_norm, module, num_groups)
+
+
+def _grouped_norm(norm: Any, num_groups: int, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    gated = (hidden_states * torch.nn.functional.silu(gate)).unflatten(-1, (num_groups, -1))
+    scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * (gated * scale).flatten(-2)
 
 
 def make_checkpoint(

@@ -28,15 +28,20 @@ HEADS = [(8, 64, 128, 64), (1, 6, 256, 40), (32, 32, 128, 128)] if ON_GPU else [
 def rule_inputs(
     rows: int, heads: tuple[int, int, int, int], dtype: torch.dtype, mamba: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q, k, v, g, beta, skip; q, k, v are slices of one projection. Without ``mamba``: decays are constants."""
+    """q, k, v, g, beta, skip; q, k, v are slices of one projection. Without ``mamba``: decays are constants.
+
+    Rates and time steps are those of training: sums of g that are far greater cannot be told apart in float32 to the
+    digits that are compared here, by the reference neither.
+    """
     groups, num_heads, dk, dv = heads
     packed = torch.randn(rows, 2 * groups * dk + num_heads * dv, device=DEVICE).to(dtype)
     v, k, q = packed.split([num_heads * dv, groups * dk, groups * dk], dim=-1)
     shaped = (q.unflatten(-1, (groups, dk)), k.unflatten(-1, (groups, dk)), v.unflatten(-1, (num_heads, dv)))
     if not mamba:
         return *shaped, -torch.linspace(0.01, 2, num_heads, device=DEVICE).expand(rows, -1), None, None
-    rates = torch.linspace(-3, 2, num_heads, device=DEVICE), torch.linspace(-4, 1, num_heads, device=DEVICE)
-    gates = mamba2_gates_reference(torch.randn(rows, num_heads, device=DEVICE), *rates, (0.0, math.inf))
+    ranges = (0.0, math.log(16.0)), (math.log(1e-3), math.log(1e-1))
+    rates = (torch.linspace(*ends, num_heads, device=DEVICE) for ends in ranges)
+    gates = mamba2_gates_reference(0.5 * torch.randn(rows, num_heads, device=DEVICE), *rates, (0.0, math.inf))
     return *shaped, *gates, torch.randn(num_heads, device=DEVICE)
 
 

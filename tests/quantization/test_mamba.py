@@ -1,0 +1,37 @@
+"""FP8 weights under Mamba layers: quantised while they load, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Harness
+from tests.models.test_parity import prompt
+from tests.tiny import MAMBA_ARCHITECTURES, make_checkpoint
+from weft.config import resolve
+from weft.errors import ConfigError
+
+TOKENS = prompt(70)
+
+
+def relative_error(folder: Path) -> float:
+    """Of the logits with weights quantised while they load, against those without."""
+    config = resolve(model=str(folder), device="cpu", quantization="fp8").model_config
+    results = []
+    for quantization in (config.quantization, None):
+        harness = Harness(folder, quantization=quantization)
+        results.append(harness.run([(harness.sequence(TOKENS), len(TOKENS))])[0])
+    return ((results[0] - results[1]).norm() / results[1].norm()).item()
+
+
+@pytest.mark.parametrize("arch", MAMBA_ARCHITECTURES)
+def test_fp8_weights_are_near(arch: str, tmp_path: Path) -> None:
+    """As near as rounding weights and inputs to three bits of mantissa leaves such small models."""
+    more = {"layers_block_type": ["linear_attention", "mlp", "full_attention"]} if "Nemotron" in arch else {}
+    assert 0.005 < relative_error(make_checkpoint(arch, tmp_path, **more)) < 0.3
+
+
+def test_experts_of_squared_relu_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="FP8 experts without a gate"):
+        relative_error(make_checkpoint("NemotronHForCausalLM", tmp_path))
