@@ -14,6 +14,7 @@ import torch
 import transformers
 
 ARCHITECTURES = (
+    "Gemma3ForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
@@ -169,6 +170,15 @@ _MAMBA2 = _NO_TOKENS | {
     "layer_norm_epsilon": 1e-6,
     "initializer_range": 0.1,
 }
+_GEMMA3 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 24,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 _KIMI = {
     **{key: value for key, value in _BASE.items() if key != "head_dim"},
     "num_hidden_layers": 4,
@@ -216,6 +226,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {k: v for k, v in _BASE.items() if k != "num_hidden_layers"} | _NO_TOKENS | _NEMOTRON,
     ),
     "Mamba2ForCausalLM": ("Mamba2Config", _MAMBA2),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", _BASE | _GEMMA3),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),

@@ -21,6 +21,7 @@ from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
 from weft.config.moe import MoeConfig, SigmoidRouting
 from weft.config.rope import RopeConfig
+from weft.config.sliding_window import SlidingWindowConfig
 from weft.errors import ConfigError, UnsupportedModelError
 
 
@@ -187,7 +188,7 @@ def test_qwen3_5_moe_multimodal(tmp_path: Path) -> None:
     assert config.eos_token_ids == (248044,) and not config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a != "KimiLinearForCausalLM"])
+@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a not in ("KimiLinearForCausalLM", "Gemma3ForCausalLM")])
 def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) -> None:
     """Every derived number equals what the transformers configuration class says for a file without keys."""
     import transformers
@@ -370,6 +371,18 @@ def test_kimi_linear_as_published_and_as_transformers_writes_it(tmp_path: Path) 
     assert dataclasses.replace(again, model_type="") == config
 
 
+def test_an_empty_config_of_gemma_3(tmp_path: Path) -> None:
+    import transformers
+
+    config, reference = read(tmp_path, {"architectures": ["Gemma3ForCausalLM"]}), transformers.Gemma3TextConfig()
+    assert list(config.layer_types) == reference.layer_types
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "tie_word_embeddings"):
+        assert getattr(config, key) == getattr(reference, key), key
+    heads = attention(config)
+    assert (heads.num_heads, heads.num_kv_heads, heads.head_dim) == (8, 4, reference.head_dim)
+    assert heads.scale == reference.query_pre_attn_scalar**-0.5
+
+
 def test_an_empty_config_of_kimi_linear(tmp_path: Path) -> None:
     import transformers
 
@@ -395,6 +408,38 @@ def test_an_empty_config_of_kimi_linear(tmp_path: Path) -> None:
 def test_what_kimi_linear_does_not_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, UnsupportedModelError), match=message):
         read(tmp_path, KIMI_LINEAR | changes)
+
+
+def test_gemma_3_as_published_and_as_transformers_writes_it(tmp_path: Path) -> None:
+    old = tiny("Gemma3ForCausalLM", rope_parameters=None, layer_types=None, sliding_window_pattern=2)
+    old |= {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"factor": 4.0, "rope_type": "linear"}}
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = read(tmp_path, tiny("Gemma3ForCausalLM", rope_parameters=nested, layer_types=types))
+    assert read(tmp_path, old) == config
+    window = config.mixers["sliding_attention"]["self_attn"]
+    assert isinstance(window, SlidingWindowConfig) and window.window == 20
+    assert (window.attention.rope.theta, window.attention.rope.scaling) == (2e4, "default")  # type: ignore[union-attr]
+    assert attention(config).rope == RopeConfig(5e5, 16, "linear", {"factor": 4.0})
+    assert attention(config).scale == 24**-0.5 and config.multipliers.embedding == 48**0.5
+    assert set(config.norm_placement.values()) == {"sandwich"} and config.zero_centered_norm
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn_logit_softcapping": 50.0},
+        {"final_logit_softcapping": 30.0},
+        {"use_bidirectional_attention": True},
+        {"hidden_activation": "gelu"},
+    ],
+)
+def test_what_gemma_3_does_not_do_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="is not supported"):
+        read(tmp_path, tiny("Gemma3ForCausalLM", **changes))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

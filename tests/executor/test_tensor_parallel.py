@@ -28,6 +28,7 @@ MODELS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "Gemma3ForCausalLM",
 )
 HYBRID = "Qwen3NextForCausalLM"
 ODD = {

@@ -20,7 +20,7 @@ LENGTHS = (1, 63, 64, 65, 130, 210)
 STEPS = 40
 TOLERANCE = 1e-4
 HYBRID = (
-    *(a for a in PLAIN if a.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear"))),
+    *(a for a in PLAIN if a.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear", "Gemma3"))),
     *MAMBA_ARCHITECTURES,
 )
 
@@ -129,6 +129,11 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
 
 
 LFM2_MOE, QWEN2_MOE, OLMO = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM", "OlmoHybridForCausalLM"
+GEMMA = "Gemma3ForCausalLM"
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
 KIMI = "KimiLinearForCausalLM"
 NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LFM2, MISTRAL, QWEN2 = "Lfm2ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
@@ -172,6 +177,9 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (MAMBA2, {"expand": 3, "num_heads": 9, "n_groups": 1, "state_size": 20, "time_step_limit": [0.0, 0.05]}),
     (MISTRAL, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "hidden_size": 50}),
     (MISTRAL, {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 512}),
+    (GEMMA, {"layer_types": None, "sliding_window_pattern": 2, "num_attention_heads": 6, "num_key_value_heads": 1}),
+    (GEMMA, {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 10, "sliding_window": 1}),
+    (GEMMA, {"rope_parameters": GEMMA_ROPE, "sliding_window": 600}),
     (KIMI, {"q_lora_rank": 18, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "linear_conv_kernel_dim": 2}),
     (KIMI, {"linear_num_heads": 3, "num_attention_heads": 5, "num_key_value_heads": 5, "n_shared_experts": 3}),
     (KIMI, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "topk_group": 4}),

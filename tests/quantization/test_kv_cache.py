@@ -156,3 +156,10 @@ def test_scales_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "1.0 is used" not in caplog.text
     best = max(found[0], key=lambda token: found[0][token].logprob)
     assert abs(found[1][best].logprob - found[0][best].logprob) < 0.2
+
+
+@pytest.mark.parametrize("arch", ["KimiLinearForCausalLM", "Mamba2ForCausalLM"])
+def test_models_without_keys_and_values_in_pages_refuse_it(arch: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(arch, tmp_path)
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype=fp8 has no effect with {arch}"):
+        resolve(model=str(folder), device="cpu", kv_cache_dtype="fp8")

@@ -12,6 +12,7 @@ from functools import partial
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import read_gated_delta_net, read_olmo_hybrid_gated_delta_net
+from weft.config.gemma3 import GEMMA3, gemma3_layer_types, gemma3_multipliers, read_full_attention, read_window
 from weft.config.json_object import JsonObject
 from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
 from weft.config.mamba_families import MAMBA_FAMILIES
@@ -202,6 +203,17 @@ FAMILIES: dict[str, Family] = {
         layer_types=olmo_hybrid_layer_types,
         norm_placement={"full_attention": "post"},
         defaults=_OLMO_HYBRID,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "weft.models.gemma3:Gemma3ForCausalLM",
+        {"full_attention": {"self_attn": read_full_attention}, "sliding_attention": {"self_attn": read_window}},
+        layer_types=gemma3_layer_types,
+        norm_placement={"full_attention": "sandwich", "sliding_attention": "sandwich"},
+        multipliers=gemma3_multipliers,
+        activation="gelu_pytorch_tanh",
+        zero_centered_norm=True,
+        keys={"hidden_activation": "hidden_act"},
+        defaults=GEMMA3,
     ),
     "KimiLinearForCausalLM": Family(
         "weft.models.kimi_linear:KimiLinearForCausalLM",

@@ -85,8 +85,8 @@ class ModelConfig:
         mixers: the token mixers of every layer type that occurs. A layer with several side by side has several modules.
         layers_without_mlp: the layers that have token mixers alone. (A layer may also have an MLP alone: its type then
             has no mixers.)
-        activation: of dense MLPs and experts: ``"silu"`` gates a second projection (SwiGLU), ``"relu2"`` (squared
-            ReLU) stands alone.
+        activation: of dense MLPs and experts: ``"silu"`` or (dense alone) ``"gelu_pytorch_tanh"`` gates a second
+            projection, ``"relu2"`` (squared ReLU) stands alone.
         zero_centered_norm: RMSNorm scales by ``1 + weight`` (all norms but the gated one).
         norm_placement: layer type -> where its block's norms stand, if not before mixer and MLP (``pre``): after them
             (``post``), on both sides (``sandwich``), or before, with the residual stream taken after them

@@ -21,6 +21,7 @@ from weft.config.generation import read_generation_config
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import differences, empty_profile, find_profile, read_profile
 from weft.config.locate import BUNDLED_NAME, locate
+from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
 from weft.config.parallelism import choose_parallelism
 from weft.config.quantization import ONLINE
@@ -303,6 +304,16 @@ def _choose_dtypes(values: dict[str, Any], reasons: dict[str, str], model: Model
     if values["mamba_ssm_dtype"] == "auto":
         values["mamba_ssm_dtype"] = model.state_dtype or "float32"
         reasons["mamba_ssm_dtype"] = "the checkpoint's" if model.state_dtype else "the checkpoint names none"
+    if values["kv_cache_dtype"] == "fp8" and not _has_fp8_tensors(model):
+        raise ConfigError(
+            f"kv_cache_dtype=fp8 has no effect with {model.architecture}: keys and values in pages can be FP8, but not "
+            "latents, windows or states; leave it out"
+        )
+
+
+def _has_fp8_tensors(model: ModelConfig) -> bool:
+    specs = model.layer_specs(CacheDtypes(kv="float8_e4m3fn")).values()
+    return any(tensor.dtype == "float8_e4m3fn" for spec in specs for tensor in spec.paged)
 
 
 def _choose_context(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:

@@ -59,6 +59,7 @@ VERIFIED: dict[str, Verified] = {
     "FalconMambaForCausalLM": Verified(False, Ranks.REFUSED),
     "MiniMaxForCausalLM": Verified(False, Ranks.REFUSED),
     "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
+    "Gemma3ForCausalLM": Verified(False, Ranks.ENGINE),
     "KimiLinearForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(False, Ranks.REFUSED),
 }

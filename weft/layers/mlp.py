@@ -1,4 +1,4 @@
-"""Dense MLPs: SwiGLU (arXiv 2002.05202), and squared ReLU without a gate (arXiv 2109.08668).
+"""Dense MLPs: SwiGLU and GEGLU (arXiv 2002.05202), and squared ReLU without a gate (arXiv 2109.08668).
 
 Job: ``down(silu(gate(x)) * up(x))`` with gate and up merged, or ``down(relu(up(x)) ** 2)``. Owns: the projections. Does
 not know: experts.
@@ -7,6 +7,7 @@ not know: experts.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
@@ -19,6 +20,7 @@ class MLP(nn.Module):
     """``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
 
     Args:
+        activation: of the gate, ``silu`` or ``gelu_pytorch_tanh``.
         gate_multiplier, down_multiplier: of the gate before the activation, and of the output (Falcon-H1).
     """
 
@@ -29,11 +31,12 @@ class MLP(nn.Module):
         context: ModelContext,
         *,
         bias: bool = False,
+        activation: str = "silu",
         gate_multiplier: float = 1.0,
         down_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self._backend = context.backend
+        self._backend, self._silu = context.backend, activation == "silu"
         self._gate_multiplier, self._down_multiplier = gate_multiplier, down_multiplier
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, bias=bias, context=context, what="intermediate_size"
@@ -43,7 +46,10 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._gate_multiplier == 1.0:
+        if not self._silu:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            out = self.down_proj(F.gelu(gate * self._gate_multiplier, approximate="tanh") * up)
+        elif self._gate_multiplier == 1.0:
             out = self.down_proj(self.gate_up_proj.silu_mul(x))
         else:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -71,4 +77,12 @@ def dense_mlp(config: ModelConfig, intermediate_size: int, context: ModelContext
     if config.activation == "relu2":
         return UngatedMLP(hidden_size, intermediate_size, context, bias=bias)
     gate, down = config.multipliers.gate, config.multipliers.down
-    return MLP(hidden_size, intermediate_size, context, bias=bias, gate_multiplier=gate, down_multiplier=down)
+    return MLP(
+        hidden_size,
+        intermediate_size,
+        context,
+        bias=bias,
+        activation=config.activation,
+        gate_multiplier=gate,
+        down_multiplier=down,
+    )
