@@ -17,6 +17,7 @@ from tests.ops.interpreter import DEVICE
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.config import resolve
+from weft.errors import ConfigError
 from weft.forward_context import Batch
 from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend

@@ -20,8 +20,8 @@ from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.generation import read_generation_config
 from weft.config.graph_modes import CudaGraphMode, GraphMode
 from weft.config.graph_profile import differences, empty_profile, find_profile, read_profile
-from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.layer_spec import CacheDtypes
+from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
 from weft.config.parallelism import choose_parallelism
 from weft.config.quantization import ONLINE
