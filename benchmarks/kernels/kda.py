@@ -37,7 +37,7 @@ from weft.ops.triton.window_attention import window_attention_decode_triton, win
 ON_GPU = DEVICE == "cuda"
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
 WINDOWS = {"gpt-oss": (64, 8, 64, 128), "gemma3": (8, 4, 256, 1024)}
-TILES = [Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 3), (64, 8, 2))]
+TILES = [Tile(*t) for t in ((32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 8, 2))]
 GEOMETRY = KimiDeltaConfig(H, K, W)
 
 

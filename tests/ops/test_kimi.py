@@ -26,11 +26,11 @@ HEADS = [(32, 128), (3, 24)] if ON_GPU else [(2, 20)]
 
 
 def rule_inputs(num_tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, v, g, beta; decays from none to all within a token."""
+    """q, k, v, g, beta; decays from almost none to almost all of a state within a token."""
     packed = torch.randn(num_tokens, 3 * heads * dim, device=DEVICE).to(dtype)
     q, k, v = packed.unflatten(-1, (3, heads, dim)).unbind(1)
-    f, b = 4 * torch.randn(num_tokens, heads * dim, device=DEVICE), torch.randn(num_tokens, heads, device=DEVICE)
-    a_log, dt_bias = torch.linspace(-4, 2.7, heads, device=DEVICE), torch.linspace(-6, 2, heads * dim, device=DEVICE)
+    f, b = torch.randn(num_tokens, heads * dim, device=DEVICE), torch.randn(num_tokens, heads, device=DEVICE)
+    a_log, dt_bias = torch.linspace(-5, 2, heads, device=DEVICE), torch.linspace(-6, 1, heads * dim, device=DEVICE)
     return q, k, v, *kda_gates_reference(f, b, a_log, dt_bias)
 
 
@@ -140,7 +140,8 @@ def test_latent_attention_kernel(sizes: tuple[int, int, int], dtype: torch.dtype
     query, before = [1, 1, 40, 1, 5, 70, 3], [9, 0, 0, 63, 7, 5, 130]
     batch = on_device(make_batch(query, before, num_decodes=2, pad_tokens=3, pad_seqs=2, pad_chunks=0))
     pages, page_size = int(batch.page_table.max()) + 1, PAGE_SIZE
-    latents = torch.randn(pages, page_size, rank + shared, device=DEVICE).to(dtype)
+    latents = torch.full((pages, page_size, -(-(rank + shared) // 8) * 8), torch.nan, device=DEVICE).to(dtype)
+    latents[..., : rank + shared] = torch.randn(pages, page_size, rank + shared, device=DEVICE)
     q = torch.randn(sum(query) + 3, heads, rank + shared, device=DEVICE).to(dtype)
     q[sum(query) :] = torch.nan
     want, got = (latent_attention(q, latents, batch, rank=rank, scale=0.1, backend=b) for b in (TORCH, TRITON))

@@ -121,7 +121,7 @@ class EngineConfig:
         "int", None, "recurrent-state slots, the reserved one included; default: what memory allows", low=2
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _option(
-        "text", "auto", "keys and values in pages: auto: the computing dtype; fp8: e4m3, by the checkpoint's scales if any",
+        "text", "auto", "keys and values in pages. auto: computing dtype; fp8: e4m3, by the checkpoint's scales if any",
         choices=("auto", "fp8"), synonyms={"fp8_e4m3": "fp8"},
     )  # fmt: skip
     mamba_ssm_dtype: str = _option(

@@ -65,8 +65,13 @@ class LatentAttentionConfig:
     rank: int
     query_rank: int | None
 
+    @property
+    def padded_entry(self) -> int:
+        """Columns of an entry in the cache: a multiple of 8, so that kernels read whole 16 bytes."""
+        return -(-(self.rank + self.shared_dim) // 8) * 8
+
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
-        """``latent [rank + shared_dim]``, one entry per token, whole on every rank."""
+        """``latent [padded_entry]``, one entry per token, whole on every rank."""
         entry, heads = self.rank + self.shared_dim, self.num_heads
         query = heads * (self.key_dim + self.shared_dim)
         queries = hidden_size * query
@@ -74,7 +79,7 @@ class LatentAttentionConfig:
             queries = self.query_rank * (hidden_size + query)
         absorbed = heads * self.rank * (self.key_dim + self.value_dim)
         return LayerSpec(
-            paged=(CacheTensor("latent", (entry,), dtypes.model),),
+            paged=(CacheTensor("latent", (self.padded_entry,), dtypes.model),),
             num_weights=queries + hidden_size * (entry + heads * self.value_dim) + absorbed,
             flops_per_pair=2.0 * heads * (entry + self.rank),
         )

@@ -1,8 +1,8 @@
 """Causal softmax attention of all heads over one latent per token, in pages (MLA, arXiv 2405.04434, absorbed).
 
-Job: attend, and write latents. Owns: the layout ``[num_pages, page_size, E]``: of an entry, the first R columns are
-both key and value, the others key alone. Does not know: how queries are absorbed, or who filled the pages. Unwritten
-entries may hold anything, NaN included; they are never read.
+Job: attend, and write latents. Owns: the layout ``[num_pages, page_size, P]``: of an entry, the first R columns are
+both key and value, those up to E key alone, the others padding. Does not know: how queries are absorbed, or who
+filled the pages. Unwritten entries may hold anything, NaN included; they are never read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def latent_attention_reference(q: Tensor, latents: Tensor, batch: Batch, *, rank
         out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
         device_work("latent_attention", batch, (q, latents, torch.tensor(scale, dtype=torch.float64)), (out,))
         return out
-    cache = latents.unsqueeze(2)
+    cache = latents[..., : q.shape[2]].unsqueeze(2)
     return paged_attention_reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
 
 
@@ -42,7 +42,7 @@ def latent_attention(
 
     Args:
         q: ``[T, H, E]``, absorbed queries.
-        latents: ``[num_pages, page_size, E]`` in q's dtype; this step's are written.
+        latents: ``[num_pages, page_size, P]`` in q's dtype, P a multiple of 8 and at least E; this step's are written.
         batch: says which tokens form which sequence and where their pages are.
         rank: columns of an entry that are its value.
 
@@ -61,7 +61,7 @@ def store_latents(entries: Tensor, latents: Tensor, slot_mapping: Tensor) -> Non
 
     Args:
         entries: ``[T, E]``.
-        latents: ``[num_pages, page_size, E]``.
+        latents: ``[num_pages, page_size, P]``; columns from E on stay as they are.
         slot_mapping: ``[T]`` int64. Only slots of page 0 may occur more than once.
     """
-    latents.flatten(0, 1).index_copy_(0, slot_mapping, entries.to(latents.dtype))
+    latents.flatten(0, 1)[:, : entries.shape[1]].index_copy_(0, slot_mapping, entries.to(latents.dtype))

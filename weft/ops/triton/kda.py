@@ -267,6 +267,12 @@ def _scan_kernel(
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
 
 
+def _choose_tile(num_rows: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
+    """That of the rule with one decay per head; a third stage of the three forms of keys would not fit."""
+    tile = choose_tile(num_rows, head_v_dim, dtype)
+    return tile._replace(stages=min(tile.stages, 2))
+
+
 def chunk_kda_triton(
     q: Tensor,
     k: Tensor,
@@ -291,7 +297,7 @@ def chunk_kda_triton(
     assert out.is_contiguous(), "out must be contiguous"
     (num_rows, heads, head_v_dim), head_dim, num_chunks = v.shape, k.shape[2], chunks.start.shape[0]
     num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
-    tile = tile or choose_tile(num_seqs * heads, head_v_dim, q.dtype)
+    tile = tile or _choose_tile(num_seqs * heads, head_v_dim, q.dtype)
     block_v = max(16, tile.block_v)
     fixed = Fixed(
         heads, head_dim, head_v_dim, max(16, next_power_of_2(head_dim)), block_v, zero_decodes, _precision(q.dtype),

@@ -32,7 +32,7 @@ class Fixed(NamedTuple):
     """What the kernel is compiled for.
 
     Attributes:
-        num_heads, rank, shared, page_size: of the layer; an entry has ``rank + shared`` columns.
+        num_heads, rank, shared, entry, page_size: of the layer; an entry has ``rank + shared`` columns and padding.
         tokens, rows, keys, block_r, block_s: of a tile.
         precision: of products of float32 operands.
         stages: of the pipeline.
@@ -42,6 +42,7 @@ class Fixed(NamedTuple):
     num_heads: int
     rank: int
     shared: int
+    entry: int
     page_size: int
     tokens: int
     rows: int
@@ -72,7 +73,7 @@ def _latent_attention_kernel(
     BLOCK_R: tl.constexpr = FIXED.block_r
     BLOCK_S: tl.constexpr = FIXED.block_s
     STAGES: tl.constexpr = FIXED.stages
-    ENTRY: tl.constexpr = RANK + SHARED
+    ENTRY: tl.constexpr = FIXED.entry
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks of a sequence see most keys: they go first
     if FIXED.mixture:
         num_seqs = tl.load(counts + 1)
@@ -123,7 +124,8 @@ def _latent_attention_kernel(
 def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float) -> Tensor:
     """``latent_attention`` of ``weft/ops/latent_attention.py``."""
     num_rows, num_heads, entry = q.shape
-    assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] == entry
+    assert latents.is_contiguous() and q.stride(2) == 1 and latents.shape[2] >= entry
+    assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"
     out = torch.zeros(num_rows, num_heads, rank, dtype=q.dtype, device=q.device)
     num_seqs, mixture = batch.seq_lens.shape[0], batch.mixture
     at_least = max(16, next_power_of_2(num_heads))
@@ -131,7 +133,7 @@ def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: i
     tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
     keys = max(16, min(64, 16384 // block_r))
     fixed = Fixed(
-        num_heads, rank, entry - rank, latents.shape[1], tokens, rows, keys, block_r,
+        num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows, keys, block_r,
         max(16, next_power_of_2(entry - rank)), precision(q), 2 if q.element_size() < 4 else 1, mixture is not None,
     )  # fmt: skip
     _latent_attention_kernel[(num_rows // tokens + num_seqs,)](
