@@ -105,6 +105,20 @@ def test_drafts_at_the_end_of_the_context_touch_no_other_page(tmp_path: Path) ->
         )
 
 
+def test_what_is_no_token_is_drafted_from_without_harm(tmp_path: Path) -> None:
+    """Where the start walks through steps whose kernels do not run, what was sampled is arbitrary."""
+    folder, _ = make_mtp_checkpoint(NEXT, tmp_path)
+    harness = Harness(folder, mtp=True)
+    sequence = harness.sequence(prompt(9))
+    context = harness.context_for([(sequence, 3)])
+    with torch.no_grad(), forward_context(context):
+        hidden = harness.model(torch.tensor(sequence.tokens[:3]))
+        next_ids = torch.tensor([-1, 1 << 40, -(1 << 40)])
+        inputs = DraftInputs(hidden, next_ids, torch.tensor([2]), torch.tensor([0]), context.batch)
+        drafts = MtpDrafter(harness.model, 2, 512).draft(inputs)
+    assert ((drafts >= 0) & (drafts < harness.config.vocab_size)).all()
+
+
 def test_without_speculation_the_head_is_left_out(tmp_path: Path) -> None:
     folder, reference = make_mtp_checkpoint(NEXT, tmp_path)
     harness = Harness(folder)

@@ -29,11 +29,15 @@ def _allocate(vocab_size: int, hidden_size: int, rows: RowMap, context: ModelCon
 
 
 class VocabParallelEmbedding(WeightModule):
-    """``[T] int64 -> [T, hidden_size]``, this rank's part of the sum: ids of other shards give zeros."""
+    """``[T] int64 -> [T, hidden_size]``, this rank's part of the sum: ids of other shards give zeros.
+
+    Attributes:
+        vocab_size: ids of all shards.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
-        self._tp = context.tp
+        self._tp, self.vocab_size = context.tp, vocab_size
         self._rows = _shard(vocab_size, context)
         self.weight = _allocate(vocab_size, hidden_size, self._rows, context)
 

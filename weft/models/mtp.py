@@ -51,8 +51,8 @@ class DraftInputs:
 
     Attributes:
         hidden_states: ``[T, hidden_size]``, what the model returned for the batch.
-        next_ids: ``[T]`` int64, the token after each: the prompt's next one, or what was sampled; anything valid where
-            a draft was rejected, and for padding.
+        next_ids: ``[T]`` int64, the token after each: the prompt's next one, or what was sampled; anything where a
+            draft was rejected, and for padding.
         last: ``[N]`` int64, index of the last accepted token of every sequence that gets drafts.
         sequences: ``[N]`` int64, these sequences' rows of the batch.
         batch: of the step.
@@ -77,11 +77,14 @@ class MtpDrafter:
     def __init__(self, model: CausalLM, num_drafts: int, max_model_len: int) -> None:
         self._model, self._num_drafts, self._max_model_len = model, num_drafts, max_model_len
         self._head = model.get_submodule("mtp")
+        self._last_id = model.model.embed_tokens.vocab_size - 1
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """``[N, num_drafts]`` int64, within the forward context of the step. The pages of each sequence reach
         ``num_drafts - 1`` tokens past the last accepted one; entries there are overwritten by later steps."""
-        hidden = self._predict(inputs.next_ids, inputs.hidden_states)[inputs.last]
+        # Where kernels are compiled and not run, at start, or a row is NaN, what was sampled may be no token.
+        next_ids = inputs.next_ids.clamp(0, self._last_id)
+        hidden = self._predict(next_ids, inputs.hidden_states)[inputs.last]
         if not len(inputs.last):  # the cache of the head is filled, and that is all
             return inputs.last.new_empty(0, self._num_drafts)
         drafts = [self._best(hidden)]
