@@ -81,6 +81,19 @@ def test_tokens_of_log_probabilities_by_id(server: RunningServer) -> None:
     assert shown["top_logprobs"][0] is None and named[1] in shown["top_logprobs"][1]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("last", "every"), [(False, True), (True, True), (True, False), (False, False)])
+def test_usage_in_every_event_comes_with_that_in_the_last(
+    server: RunningServer, path: str, last: bool, every: bool
+) -> None:
+    asked = chat_body(TEXT) if "chat" in path else {"prompt": TEXT, "max_tokens": 3}
+    options = {"include_usage": last, "continuous_usage_stats": every}
+    text = server.client.post(path, json=asked | {"stream": True, "stream_options": options}).text
+    events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert ("usage" in events[-1] and not events[-1]["choices"]) is last
+    assert all(("usage" in event) is (last and every) for event in events if event["choices"])
+
+
 @pytest.mark.parametrize(
     ("path", "field", "body"),
     [

@@ -260,7 +260,7 @@ class ChatAnswer:
         forced = self._call.context.settings.enable_force_include_usage
         options = request.stream_options or StreamOptions()
         self._usage_at_end = forced or bool(options.include_usage)
-        self._usage_always = forced or bool(options.continuous_usage_stats)
+        self._usage_always = forced or bool(options.include_usage and options.continuous_usage_stats)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}

@@ -100,7 +100,7 @@ class CompletionAnswer:
         forced = self._call.context.settings.enable_force_include_usage
         options = request.stream_options or StreamOptions()
         self._usage_at_end = forced or bool(options.include_usage)
-        self._usage_always = forced or bool(options.continuous_usage_stats)
+        self._usage_always = forced or bool(options.include_usage and options.continuous_usage_stats)
 
     # -- whole ---------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ field of the name reads it."""
 
 
 class StreamOptions(msgspec.Struct):
-    """``include_usage``: a last chunk with the usage; ``continuous_usage_stats``: usage in every chunk."""
+    """``include_usage``: a last chunk with the usage; ``continuous_usage_stats``: with that, usage in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
