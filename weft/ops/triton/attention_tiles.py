@@ -82,7 +82,9 @@ def accumulate(
     acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """One step of the online softmax. Every row has seen a visible key by the end of the first step."""
-    k, v = k.to(q.dtype), v.to(q.dtype)  # of an FP8 cache
+    if k.dtype == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)  # holds all e4m3 numbers, and one instruction widens two of them; bfloat16 takes several
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
