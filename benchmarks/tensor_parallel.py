@@ -6,9 +6,10 @@ Stages run in processes of their own, each with a time limit; a stage that fails
 
 1. all-reduce: the fused kernel and NCCL, checked and timed over sizes;
 2. engine: cold start with an empty Triton cache, decode, first token, throughput (W2, W3, W1 of docs/performance.md),
-   with bf16 dummy weights and bf16 states; with the fused all-reduce unless stage 1 failed;
+   with bf16 dummy weights and bf16 states; with NCCL's all-reduce if stage 1 failed;
 3. tests: ``tests/multi_gpu``, but for those of stage 1;
-4. engine again, a warm start, with NCCL's all-reduce: decode.
+4. engine again, a warm start, with NCCL's all-reduce: decode;
+5. scaling: ``weft bench scaling`` of models that fit one GPU (Qwen3-0.6B, Qwen3-Next of 12 layers).
 
 Nothing begins or goes on after ``--limit`` seconds.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,13 +33,27 @@ from benchmarks.kernels.measure import ON_GPU
 
 BATCHES = (1, 8, 32, 128) if ON_GPU else (1, 2)
 LENGTHS = (16, 128, 512, 1024, 2048, 8192) if ON_GPU else (16, 40)
-STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm_nccl")
-PEER = {
-    "decode_ms": {1: 5.10, 8: 7.28, 32: 13.5, 128: 23.1},
-    "first_token_ms": {16: 71, 128: 74, 512: 55, 1024: 135, 2048: 128, 8192: 141},
-    "tokens_per_s": 5478,
+STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm_nccl", "scaling")
+SIZES = "1x1 2x1 1x2"
+SCALED = {2: {"qwen3-0.6b": SIZES, "qwen3-next-12l": SIZES}, 4: {"qwen3-next-48l": "2x2"}}
+"""By ranks: models, and GPUs of a replica x replicas."""
+SCALING = "--warmups 0 --repeats 2 --batch-sizes 1 32 128"
+if not ON_GPU:
+    SCALED = {ranks: {"qwen3-0.6b": sizes["qwen3-0.6b"]} for ranks, sizes in SCALED.items() if ranks == 2}
+    SCALING = "--warmups 0 --repeats 1 --batch-sizes 1 --prompt-len 8 --output-len 2 --num-prompts 2 --queue-len 2 4"
+PEERS: dict[int, dict[str, Any]] = {
+    2: {
+        "decode_ms": {1: 5.10, 8: 7.28, 32: 13.5, 128: 23.1},
+        "first_token_ms": {16: 71, 128: 74, 512: 55, 1024: 135, 2048: 128, 8192: 141},
+        "tokens_per_s": 5478,
+    },
+    4: {
+        "decode_ms": {1: 4.22, 8: 5.72, 32: 9.11, 128: 14.90},
+        "first_token_ms": {16: 83, 128: 51, 512: 53, 1024: 170, 2048: 158, 8192: 127},
+        "tokens_per_s": None,
+    },
 }
-"""vLLM 0.26 on two H200, see docs/performance.md."""
+"""vLLM 0.26 on as many H200, see docs/performance.md."""
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -85,6 +101,7 @@ class Run:
 
     def __init__(self, ranks: int, config: str, out: Path, limit_s: float) -> None:
         self.ranks, self.config, self.out = ranks, config, out
+        out.mkdir(parents=True, exist_ok=True)
         self._deadline = time.monotonic() + limit_s
         self.results: dict[str, Any] = {}
 
@@ -96,13 +113,15 @@ class Run:
             self.results[f"{name} stage"] = "no time left"
             return False
         with (self.out / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
+            )
             try:
-                done = subprocess.run(
-                    command, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, env=os.environ | environment
-                )
-                status = "ok" if done.returncode == 0 else f"status {done.returncode}"
+                returned = process.wait(limit_s)
+                status = "ok" if returned == 0 else f"status {returned}"
             except subprocess.TimeoutExpired:
                 status = f"later than {limit_s:.0f} s"
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         seconds = time.monotonic() - began
         self.results[f"{name} stage"] = f"{status}, {seconds:.0f} s"
         print(f"[{name}] {status}, {seconds:.0f} s", flush=True)
@@ -127,7 +146,7 @@ class Run:
             command = [python, "-m", "benchmarks.kernels.all_reduce", "--json", str(all_reduce)]
             fused = self.stage("all_reduce", [*command, "--ranks", str(self.ranks)], 75)
             self.results["all_reduce"] = json.loads(all_reduce.read_text()) if all_reduce.exists() else {}
-        own = {"enable_custom_all_reduce": True} if ON_GPU and fused else {}
+        own = {} if fused else {"disable_custom_all_reduce": True}
         with tempfile.TemporaryDirectory(prefix="weft-triton-") as cache:
             if "engine_cold" in stages:
                 everything = "decode first_token throughput"
@@ -136,9 +155,22 @@ class Run:
                 tests = ["pytest", "-q", "-n0", "-p", "no:cacheprovider", "tests/multi_gpu", "--durations=6"]
                 self.stage("tests", [python, "-m", *tests, "-k", "generate"], 140)
             if "engine_warm_nccl" in stages:
-                self.engine("engine_warm_nccl", "decode", 90, cache)
+                self.engine("engine_warm_nccl", "decode", 90, cache, disable_custom_all_reduce=True)
+            for name, sizes in SCALED.get(self.ranks, {}).items() if "scaling" in stages else ():
+                self.scaling(name, sizes, cache, [] if fused else ["--disable-custom-all-reduce"])
+
+    def scaling(self, model: str, sizes: str, cache: str, flags: list[str]) -> None:
+        path = self.out / f"scaling-{model}.json"
+        command = [sys.executable, "-m", "weft", "bench", "scaling", "--model", f"benchmarks/configs/{model}", *flags]
+        command += ["--load-format", "dummy", "--max-model-len", "2560" if ON_GPU else "64", *SCALING.split()]
+        command += ["--mamba-ssm-dtype", "bfloat16"] if "next" in model else []
+        command += ["--sizes", *sizes.split(), "--json", str(path)]
+        self.stage(f"scaling-{model}", command, 160, TRITON_CACHE_DIR=cache)
+        found = json.loads(path.read_text() or "{}") if path.exists() else {}
+        self.results[f"scaling-{model}"] = found.get("results", [])
 
     def table(self) -> None:
+        peers = PEERS.get(self.ranks, {"decode_ms": {}, "first_token_ms": {}, "tokens_per_s": None})
         print("\nall-reduce + norm, us      fused      NCCL + norm")
         for row in self.results.get("all_reduce", {}).get("rows", ()):
             print(f"{row['rows']:6} rows {row['kib']:9.0f} KiB {row.get('fused_us', '-'):>9} {row.get('plain_us'):>9}")
@@ -150,13 +182,15 @@ class Run:
             print("  " + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.items() if seconds >= 0.1))
             for row in found.get("decode", ()):
                 batch = row["batch_size"]
-                peer = PEER["decode_ms"].get(batch)
+                peer = peers["decode_ms"].get(batch)
                 print(f"  decode {batch:4}: {row['step_ms']} ms, interval {row['interval_ms']}, peer {peer}")
             for row in found.get("first_token", ()):
-                peer = PEER["first_token_ms"].get(row["prompt_len"])
+                peer = peers["first_token_ms"].get(row["prompt_len"])
                 print(f"  first token {row['prompt_len']:5}: {row['first_token_ms']} ms, peer {peer}")
             if "throughput" in found:
-                print(f"  W1: {found['throughput']['output_tokens_per_s']} tokens/s, peer {PEER['tokens_per_s']}")
+                print(f"  W1: {found['throughput']['output_tokens_per_s']} tokens/s, peer {peers['tokens_per_s']}")
+        for row in [row for name in SCALED.get(self.ranks, ()) for row in self.results.get(f"scaling-{name}", ())]:
+            print("scaling " + "  ".join(f"{name} {value}" for name, value in row.items()))
         print("\n" + "\n".join(f"{k}: {v}" for k, v in self.results.items() if k.endswith("stage")))
 
 

@@ -17,7 +17,7 @@ def test_scaling(run_weft: RunWeft, tmp_path: Path) -> None:
     target = tmp_path / "scaling.json"
     small = ["--num-prompts", 3, "--queue-len", 2, 5, "--batch-sizes", 1, 2, "--prompt-len", 5, "--output-len", 3]
     few = ["--warmups", 0, "--repeats", 1, "--device", "cpu", "--cpu-cache-gib", 0.05, "--max-num-seqs", 4]
-    result = run_weft("bench", "scaling", "--tensor-parallel-sizes", 1, *small, *few, "--json", target)
+    result = run_weft("bench", "scaling", "--sizes", "1x1", "1x2", *small, *few, "--json", target)
     assert result.status == 0 and "replicas" in result.out
     figures = json.loads(target.read_text())
     rows = figures["results"]
@@ -29,8 +29,9 @@ def test_scaling(run_weft: RunWeft, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tp", 2], "--tensor-parallel-size is what this benchmark varies; use --tensor-parallel-sizes"),
+        (["--tp", 2], "--tensor-parallel-size is what this benchmark varies; use --sizes"),
         (["--queue-len", 5, 2], "--queue-len 5 2: give MIN and MAX"),
+        (["--sizes", "2"], "--sizes 2: give GPUs of a replica x replicas, like 2x1"),
         (["--batch-sizes", 0], "--batch-sizes 0: give 1 or more"),
     ],
 )

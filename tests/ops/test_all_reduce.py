@@ -18,14 +18,15 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/multi_gpu has the
 
 WIDTH = 40
 NUM_PROGRAMS = 4
-ROWS = (1, 3, 2 * NUM_PROGRAMS + 1, 2)
+MOST_ROWS = 14 * NUM_PROGRAMS
+ROWS = (1, 3, 2 * NUM_PROGRAMS + 1, 2, 13 * NUM_PROGRAMS + 2)
 
 
 def run_rank(rank: int, size: int, buffers: list[Tensor], inputs: Tensor, results: Tensor) -> None:
     """One exchange after the other, each with another number of rows."""
     addresses = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.int64)
     counters = torch.zeros(NUM_PROGRAMS, dtype=torch.int32)
-    peers = PeerBuffers(addresses, counters, rank, size, WIDTH, max_rows=NUM_PROGRAMS * 8)
+    peers = PeerBuffers(addresses, counters, rank, size, WIDTH, MOST_ROWS)
     residual, weight = inputs[0, 0].clone(), inputs[0, 1, 0]
     for i, rows in enumerate(ROWS):
         first = i == 0
@@ -39,7 +40,8 @@ def run_rank(rank: int, size: int, buffers: list[Tensor], inputs: Tensor, result
 def test_ranks_sum_add_and_normalise(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("weft.ops.peer_buffers", "weft.ops.triton.all_reduce"):
         monkeypatch.setattr(f"{module}.MAX_PROGRAMS", NUM_PROGRAMS)
-    num_bytes = buffer_bytes(size, WIDTH, torch.float32)
+    monkeypatch.setattr("weft.ops.triton.all_reduce._TILE_VALUES", 4 * 64)  # tiles of four rows
+    num_bytes = buffer_bytes(size, WIDTH, torch.float32, MOST_ROWS)
     buffers = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     inputs = torch.randn(size, 3, max(ROWS), WIDTH).share_memory_()
     results = torch.full((size, len(ROWS), 2, max(ROWS), WIDTH), torch.nan).share_memory_()

@@ -21,16 +21,8 @@ def add_parser(kinds: Any) -> None:
     parser = add_verb(kinds, "scaling", run, "decode and throughput on several GPUs, and by replicas", usage=usage)
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--tensor-parallel-sizes",
-        type=int,
-        nargs="+",
-        default=[1, 2],
-        metavar="N",
-        help="GPUs of one engine (default: 1 2)",
-    )
-    group.add_argument(
-        "--data-parallel-sizes", type=int, nargs="+", default=[2], metavar="N",
-        help="replicas, each on the first number of GPUs (default: 2)",
+        "--sizes", nargs="+", default=["1x1", "2x1", "1x2"], metavar="NxM",
+        help="GPUs of a replica x replicas (default: 1x1 2x1 1x2)",
     )  # fmt: skip
     group.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N", help="decoded together"
@@ -54,11 +46,9 @@ def run(args: argparse.Namespace) -> int:
         from weft.bench import scaling
     except ImportError as error:
         raise ConfigError(f"replicas need {error.name}; install it with: pip install 'weft[server]'") from error
-    first = args.tensor_parallel_sizes[0]
-    sizes = [(size, 1) for size in args.tensor_parallel_sizes] + [(first, n) for n in args.data_parallel_sizes if n > 1]
     queue = ThroughputWorkload(args.num_prompts, tuple(args.queue_len), tuple(args.queue_len), warmups=args.warmups)
     workload = scaling.ScalingWorkload(
-        tuple(sizes), queue, tuple(args.batch_sizes), args.prompt_len, args.output_len, args.repeats
+        tuple(map(_size, args.sizes)), queue, tuple(args.batch_sizes), args.prompt_len, args.output_len, args.repeats
     )
     json_path = report.open_json(args.json)
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False} | engine_settings(args)
@@ -81,16 +71,20 @@ def _check(args: argparse.Namespace) -> None:
     for name, low in lowest.items():
         if getattr(args, name) < low:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: give {low} or more")
-    for name in ("tensor_parallel_sizes", "data_parallel_sizes", "batch_sizes"):
-        if min(getattr(args, name)) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {min(getattr(args, name))}: give 1 or more")
+    if min(args.batch_sizes) < 1:
+        raise ConfigError(f"--batch-sizes {min(args.batch_sizes)}: give 1 or more")
     low, high = args.queue_len
     if not 1 <= low <= high:
         raise ConfigError(f"--queue-len {low} {high}: give MIN and MAX with 1 <= MIN <= MAX")
     given = engine_settings(args)
-    for name, flag in (
-        ("tensor_parallel_size", "--tensor-parallel-sizes"),
-        ("data_parallel_size", "--data-parallel-sizes"),
-    ):
+    for name in ("tensor_parallel_size", "data_parallel_size"):
         if name in given:
-            raise ConfigError(f"--{name.replace('_', '-')} is what this benchmark varies; use {flag}")
+            raise ConfigError(f"--{name.replace('_', '-')} is what this benchmark varies; use --sizes")
+
+
+def _size(text: str) -> tuple[int, int]:
+    """``2x1``: two GPUs, one replica."""
+    gpus, _, replicas = text.partition("x")
+    if not (gpus.isdecimal() and replicas.isdecimal() and int(gpus) and int(replicas)):
+        raise ConfigError(f"--sizes {text}: give GPUs of a replica x replicas, like 2x1")
+    return int(gpus), int(replicas)

@@ -96,8 +96,8 @@ class EngineConfig:
     enable_expert_parallel: bool = _option(
         "bool", False, "split a mixture of experts by whole experts, not by their width"
     )
-    enable_custom_all_reduce: bool = _option(
-        "bool", False, "sum few rows over GPUs by a kernel of Weft's own, fused with the norm, instead of NCCL"
+    disable_custom_all_reduce: bool = _option(
+        "bool", False, "let NCCL sum over GPUs where a kernel of Weft's own, fused with the norm, is faster"
     )
     data_parallel_backend: Literal["mp", "ray"] = _option(
         "text", None, "where replicas run: mp (processes of this machine) or ray (actors on the machines of a Ray "

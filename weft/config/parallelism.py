@@ -81,9 +81,6 @@ def choose_parallelism(values: dict[str, Any], reasons: dict[str, str], model: M
     if experts and (size == 1 or model.moe is None):
         why = "tensor_parallel_size=1" if size == 1 else f"{model.architecture}, which has no experts"
         raise ConfigError(f"enable_expert_parallel=True has no effect with {why}; leave it out")
-    if values["enable_custom_all_reduce"] and (size == 1 or values["device"] == "cpu"):
-        why = "tensor_parallel_size=1" if size == 1 else "device='cpu', where ranks talk through gloo"
-        raise ConfigError(f"enable_custom_all_reduce=True has no effect with {why}; leave it out")
     check_shares(model, size, expert_parallel=experts)
     if size > 1:
         _check_devices(values["device"], size)

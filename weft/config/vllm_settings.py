@@ -53,7 +53,6 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "mm_processor_cache_gb": _no_effect("there is no image input"),
     "limit_mm_per_prompt": _no_effect("there is no image input"),
     "enable_chunked_prefill": Elsewhere((True,), "prompts are always computed in chunks; raise max_num_batched_tokens"),
-    "disable_custom_all_reduce": Elsewhere((True,), "here it is off until enable_custom_all_reduce=True"),
     "enable_sleep_mode": Elsewhere((False,), "shut the LLM down and make a new one, which takes seconds"),
     "enable_lora": Elsewhere((False,), "LoRA is not supported; merge the adapter into the checkpoint"),
     "pipeline_parallel_size": Elsewhere((1,), "use tensor_parallel_size or data_parallel_size"),

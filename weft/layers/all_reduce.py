@@ -20,8 +20,17 @@ from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes
 
 NAME = "all_reduce"
 
-MAX_ROWS = 512
-"""Rows above which NCCL and a norm are faster than the fused kernel; see benchmarks/tensor_parallel.py."""
+
+_MOST_BYTES = 32 * 2**20
+"""Of a message of two ranks: the kernel was faster than NCCL and a norm up to there, where measuring ended."""
+
+_MOST_BYTES_READ = 768 * 2**10
+"""Of the messages that a rank reads, with more than two ranks: NCCL was faster from 128 rows of 4 KiB on, with four."""
+
+
+def max_rows(size: int, row_bytes: int) -> int:
+    """Rows above which NCCL and a norm are faster than the fused kernel; see docs/parallelism.md."""
+    return max(1, (_MOST_BYTES if size == 2 else _MOST_BYTES_READ // (size - 1)) // row_bytes)
 
 
 class AllReduce(nn.Module):
@@ -36,11 +45,12 @@ class AllReduce(nn.Module):
 
     def _make_peers(self, context: ModelContext) -> PeerBuffers | None:
         tp = context.tp
-        addresses = tp.peer_memory(buffer_bytes(tp.size, self.width, context.dtype))
+        most = max_rows(tp.size, self.width * context.dtype.itemsize)
+        addresses = tp.peer_memory(buffer_bytes(tp.size, self.width, context.dtype, most))
         if addresses is None:
             return None
         counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=context.device)
-        return PeerBuffers(addresses, counters, tp.rank, tp.size, self.width, MAX_ROWS)
+        return PeerBuffers(addresses, counters, tp.rank, tp.size, self.width, most)
 
     @classmethod
     def shared(cls, width: int, context: ModelContext) -> AllReduce:

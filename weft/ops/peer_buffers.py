@@ -13,8 +13,6 @@ from torch import Tensor
 MAX_PROGRAMS = 128
 """Programs of one launch: fewer than a GPU has multiprocessors, so that all of them run at the same time."""
 
-MAX_ROWS_PER_PROGRAM = 8
-
 
 @dataclass(frozen=True, slots=True)
 class PeerBuffers:
@@ -23,15 +21,14 @@ class PeerBuffers:
     One rank's buffer holds flags, then rows::
 
         flags   [size, MAX_PROGRAMS] int32       flags[r, p]: the last exchange that program p of rank r announced here
-        rows    [2, MAX_PROGRAMS, MAX_ROWS_PER_PROGRAM, width]    of even and of odd exchanges
+        rows    [2, MAX_PROGRAMS, rows of a program, width]    of even and of odd exchanges
 
     Attributes:
         addresses: ``[size]`` int64 on the device: where each rank's buffer is, as seen from here.
         counters: ``[MAX_PROGRAMS]`` int32: exchanges of each program so far.
         rank, size: place in the group.
         width: columns of a row.
-        max_rows: rows above which the group's own all-reduce is faster; at most ``MAX_PROGRAMS *
-            MAX_ROWS_PER_PROGRAM``.
+        max_rows: rows for which there is room, above which the group's own all-reduce is to be used.
     """
 
     addresses: Tensor
@@ -47,6 +44,11 @@ def flag_bytes(size: int) -> int:
     return size * MAX_PROGRAMS * 4
 
 
-def buffer_bytes(size: int, width: int, dtype: torch.dtype) -> int:
+def rows_of_program(max_rows: int) -> int:
+    """Rows for which one program has room."""
+    return -(-max_rows // MAX_PROGRAMS)
+
+
+def buffer_bytes(size: int, width: int, dtype: torch.dtype, max_rows: int) -> int:
     """Bytes of one rank's buffer."""
-    return flag_bytes(size) + 2 * MAX_PROGRAMS * MAX_ROWS_PER_PROGRAM * width * dtype.itemsize
+    return flag_bytes(size) + 2 * MAX_PROGRAMS * rows_of_program(max_rows) * width * dtype.itemsize

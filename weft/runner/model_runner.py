@@ -124,7 +124,7 @@ class ModelRunner:
             device=self.device,
             tp=self._tp,
             expert_parallel=config.enable_expert_parallel,
-            custom_all_reduce=config.enable_custom_all_reduce,
+            custom_all_reduce=not config.disable_custom_all_reduce,
             backend=self._backend,
             layers=self._layers,
             max_model_len=config.max_model_len,

@@ -29,10 +29,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.peer_buffers import MAX_PROGRAMS, MAX_ROWS_PER_PROGRAM, PeerBuffers, flag_bytes
+from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, flag_bytes, rows_of_program
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
+
+_TILE_VALUES = 8192
+"""Of the rows that a program reads at a time: what eight warps hold in registers."""
 
 _MOST_POLLS = 1 << 27
 """A minute or more; a peer that is that late is dead, and the host has noticed. The launch then fails."""
@@ -66,51 +69,123 @@ def _wait_for(flag, exchange, MOST: tl.constexpr, TRAP: tl.constexpr):
             )
 
 
+@triton.jit
+def _meet(
+    addresses, number, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
+    MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
+):  # fmt: skip
+    """Announce ``number`` to this program on every other rank, and wait until all of them have announced it here."""
+    tl.debug_barrier()  # every thread's rows are written before one thread announces them
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            tl.atomic_xchg(_flags(addresses, peer, RANK, PROGRAMS), number, sem="release", scope="sys")
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _wait_for(_flags(addresses, RANK, peer, PROGRAMS), number, MOST_POLLS, TRAP)
+    tl.debug_barrier()  # no thread reads before the one that polls has seen all flags
+
+
+@triton.jit
+def _half(exchange, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, MOST_ROWS: tl.constexpr):
+    """Where this program's rows begin in the half of the buffer that belongs to an exchange."""
+    return ((exchange & 1) * PROGRAMS + tl.program_id(0)).to(tl.int64) * (MOST_ROWS * WIDTH)
+
+
+@triton.jit
+def _scale(weight, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    columns = tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    return scale
+
+
+@triton.jit
+def _tile(tile, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Of this program's tile number ``tile``: its rows ``[TILE, 1]``, where they stand in the program's part of the
+    buffer, and what of them is there ``[TILE, BLOCK]``."""
+    local = tile * TILE + tl.arange(0, TILE)[:, None]
+    rows = (tl.program_id(0) + local * tl.num_programs(0)).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    return rows, local * WIDTH + columns, (columns < WIDTH) & (rows < num_rows)
+
+
+@triton.jit
+def _share(
+    tile, x, here, num_rows, stride_x,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of this rank's rows where the others read them."""
+    rows, places, inside = _tile(tile, num_rows, WIDTH, BLOCK, TILE)
+    values = tl.load(x + rows * stride_x + tl.arange(0, BLOCK)[None, :], mask=inside, other=0.0)
+    tl.store(tl.multiple_of(here + places, [1, ALIGNED]), values, mask=inside)
+
+
+@triton.jit
+def _sum(
+    tile, residual, addresses, half, num_rows, stride_residual, element: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FLAG_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Read a tile of every rank's rows, sum and add the residual, rounded once."""
+    rows, places, inside = _tile(tile, num_rows, WIDTH, BLOCK, TILE)
+    values = tl.zeros([TILE, BLOCK], dtype=tl.float32)
+    for peer in tl.static_range(SIZE):  # in rank order on every rank: the same bits
+        there = _rows(addresses, peer, FLAG_BYTES, element) + half
+        place = tl.multiple_of(there + places, [1, ALIGNED])
+        values += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if RESIDUAL:
+        place = residual + rows * stride_residual + tl.arange(0, BLOCK)[None, :]
+        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    return values.to(element)
+
+
+@triton.jit
+def _finish(
+    tile, rounded, scale, y, total, eps, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Write a tile of sums, and normalise it."""
+    rows, _, inside = _tile(tile, num_rows, WIDTH, BLOCK, TILE)
+    columns = tl.arange(0, BLOCK)[None, :]
+    tl.store(total + rows * WIDTH + columns, rounded, mask=inside)
+    values = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)[:, None]
+    tl.store(y + rows * WIDTH + columns, (values * inverse * scale).to(y.dtype.element_ty), mask=inside)
+
+
 @jit(do_not_specialize=["num_rows"])
 def _all_reduce_norm_kernel(
     x, residual, weight, y, total, addresses, counters, eps, num_rows, stride_x, stride_residual,
     RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FLAG_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, MOST_ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, SINGLE: tl.constexpr, MOST_ROWS: tl.constexpr,
     RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
+    num_tiles = tl.cdiv(num_rows, num_programs * TILE)  # 1 if SINGLE
     exchange = tl.load(counters + program) + 1
-    half = ((exchange & 1) * PROGRAMS + program).to(tl.int64) * (MOST_ROWS * WIDTH)
-    element = x.dtype.element_ty
-    here = _rows(addresses, RANK, FLAG_BYTES, element) + half
-    for i in tl.static_range(ROWS):
-        row = (program + i * num_programs).to(tl.int64)
-        values = tl.load(x + row * stride_x + columns, mask=inside & (row < num_rows), other=0.0)
-        tl.store(tl.multiple_of(here + i * WIDTH + columns, ALIGNED), values, mask=inside)
-    tl.debug_barrier()  # every thread's rows are written before one thread announces them
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            tl.atomic_xchg(_flags(addresses, peer, RANK, PROGRAMS), exchange, sem="release", scope="sys")
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            _wait_for(_flags(addresses, RANK, peer, PROGRAMS), exchange, MOST_POLLS, EARLY)
-    tl.debug_barrier()  # no thread reads before the one that polls has seen all flags
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        scale += 1.0
-    for i in tl.static_range(ROWS):
-        row = (program + i * num_programs).to(tl.int64)
-        is_row = inside & (row < num_rows)
-        values = tl.zeros([BLOCK], dtype=tl.float32)
-        for peer in tl.static_range(SIZE):  # in rank order on every rank: the same bits
-            there = _rows(addresses, peer, FLAG_BYTES, element) + half
-            place = tl.multiple_of(there + i * WIDTH + columns, ALIGNED)
-            values += tl.load(place, mask=is_row, other=0.0, cache_modifier=".cg").to(tl.float32)
-        if RESIDUAL:
-            values += tl.load(residual + row * stride_residual + columns, mask=is_row, other=0.0).to(tl.float32)
-        rounded = values.to(element)
-        tl.store(total + row * WIDTH + columns, rounded, mask=is_row)
-        values = rounded.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-        tl.store(y + row * WIDTH + columns, (values * inverse * scale).to(element), mask=is_row)
+    half = _half(exchange, WIDTH, PROGRAMS, MOST_ROWS)
+    here = _rows(addresses, RANK, FLAG_BYTES, x.dtype.element_ty) + half
+    if SINGLE:
+        _share(0, x, here, num_rows, stride_x, WIDTH, BLOCK, TILE, ALIGNED)
+    else:
+        for tile in range(num_tiles):
+            _share(tile, x, here, num_rows, stride_x, WIDTH, BLOCK, TILE, ALIGNED)
+    _meet(addresses, exchange, RANK, SIZE, PROGRAMS, MOST_POLLS, EARLY)
+    scale = _scale(weight, WIDTH, BLOCK, ZERO_CENTERED)
+    if SINGLE:
+        rounded = _sum(
+            0, residual, addresses, half, num_rows, stride_residual, y.dtype.element_ty,
+            SIZE, WIDTH, BLOCK, TILE, FLAG_BYTES, ALIGNED, RESIDUAL,
+        )  # fmt: skip
+        _finish(0, rounded, scale, y, total, eps, num_rows, WIDTH, BLOCK, TILE)
+    else:
+        for tile in range(num_tiles):
+            rounded = _sum(
+                tile, residual, addresses, half, num_rows, stride_residual, y.dtype.element_ty,
+                SIZE, WIDTH, BLOCK, TILE, FLAG_BYTES, ALIGNED, RESIDUAL,
+            )  # fmt: skip
+            _finish(tile, rounded, scale, y, total, eps, num_rows, WIDTH, BLOCK, TILE)
     tl.store(counters + program, exchange)
 
 
@@ -126,12 +201,13 @@ def all_reduce_rms_norm_triton(
     if num_rows == 0:
         return y, total
     programs = min(num_rows, MAX_PROGRAMS)
-    block = next_power_of_2(width)
+    block, rows_per_program = next_power_of_2(width), cdiv(num_rows, programs)
+    tile = max(1, min(next_power_of_2(rows_per_program), _TILE_VALUES // block))
     _all_reduce_norm_kernel[(programs,)](
         x, other, weight, y, total, peers.addresses, peers.counters, eps, num_rows, x.stride(0), other.stride(0),
         RANK=peers.rank, SIZE=peers.size, WIDTH=width, BLOCK=block, FLAG_BYTES=flag_bytes(peers.size),
-        ALIGNED=math.gcd(16, width), PROGRAMS=MAX_PROGRAMS, ROWS=next_power_of_2(cdiv(num_rows, programs)),
-        MOST_ROWS=MAX_ROWS_PER_PROGRAM, RESIDUAL=residual is not None, ZERO_CENTERED=zero_centered,
+        ALIGNED=math.gcd(16, width), PROGRAMS=MAX_PROGRAMS, TILE=tile, SINGLE=rows_per_program <= tile,
+        MOST_ROWS=rows_of_program(peers.max_rows), RESIDUAL=residual is not None, ZERO_CENTERED=zero_centered,
         MOST_POLLS=_MOST_POLLS, num_warps=max(1, min(8, block // 256)), **early_launch(x.device),
     )  # fmt: skip
     return y, total
