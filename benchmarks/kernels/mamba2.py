@@ -31,12 +31,11 @@ from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.conv_update import causal_conv1d_update_triton
 from weft.ops.triton.group_norm import gated_group_norm_triton
 from weft.ops.triton.linear_attention import (
-    StepTile,
     Tile,
     choose_tile,
     chunk_linear_attention_triton,
-    linear_attention_step,
 )
+from weft.ops.triton.linear_attention_step import StepTile, linear_attention_step
 from weft.ops.triton.mamba2 import mamba2_decode_triton, mamba2_gates_triton
 
 NEMOTRON = Mamba2Config(64, 64, 128, 8, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)

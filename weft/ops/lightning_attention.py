@@ -33,7 +33,7 @@ def lightning_attention_step(
         ``[N, H, D]`` in q's dtype.
     """
     if backend is not Backend.TORCH:
-        from weft.ops.triton.linear_attention import linear_attention_step
+        from weft.ops.triton.linear_attention_step import linear_attention_step
 
         keep = out is not None
         return linear_attention_step(q, k, v, log_decay, state, state_slots, out=out, keep_padding=keep)

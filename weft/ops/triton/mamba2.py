@@ -18,7 +18,7 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.group_norm import gated_group_norm_triton
 from weft.ops.triton.launch import jit
-from weft.ops.triton.linear_attention import linear_attention_step
+from weft.ops.triton.linear_attention_step import linear_attention_step
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _ELEMENTS = 512

@@ -1,0 +1,146 @@
+"""One step of linear attention with one decay per head and token: what the decode operations of Mamba-2 and lightning
+attention share, in one launch. The state is read once and written once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import softplus
+from weft.ops.triton.gated_delta_rule import _check_rows
+from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import next_power_of_2
+
+
+class StepFixed(NamedTuple):
+    """What the step is compiled for.
+
+    Attributes:
+        num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
+        block_k, block_v: of a tile of the state.
+        time_steps: decays and write strengths come from Mamba-2's time steps; otherwise from constants of the heads.
+        keep_padding: leave rows with slot 0 as they are.
+    """
+
+    num_groups: int
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    block_k: int
+    block_v: int
+    time_steps: bool
+    keep_padding: bool
+
+
+@jit(do_not_specialize_on_alignment=["state_slots"])
+def _step_kernel(
+    q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
+    stride_q, stride_k, stride_v, stride_dt, dt_low, dt_high,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row and head. ``rate [H]``: log of A with time steps, otherwise the log decay itself."""
+    enter(EARLY)
+    H: tl.constexpr = FIXED.num_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    GROUP: tl.constexpr = FIXED.num_heads // FIXED.num_groups
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
+    k_mask = o_k < K
+    slot = tl.load(state_slots + i_row).to(tl.int64)
+    p_out = out + (i_row * H + i_head) * V + o_v
+    if slot == 0:
+        if not FIXED.keep_padding:
+            for j in tl.static_range(TILES):
+                zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
+                tl.store(p_out + j * BLOCK_V, zeros, mask=j * BLOCK_V + o_v < V)
+        return
+    columns = (i_head // GROUP) * K + o_k
+    b_q = tl.load(q + i_row * stride_q + columns, mask=k_mask, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_row * stride_k + columns, mask=k_mask, other=0.0).to(tl.float32)
+    g = tl.load(rate + i_head).to(tl.float32)
+    own = 0.0
+    if FIXED.time_steps:
+        step = softplus(tl.load(dt + i_row * stride_dt + i_head).to(tl.float32) + tl.load(dt_bias + i_head))
+        step = tl.minimum(tl.maximum(step, dt_low), dt_high)
+        g = -tl.exp(g) * step
+        b_k *= step
+        own = tl.load(skip + i_head).to(tl.float32)
+    decay = tl.exp(g)
+    for j in tl.static_range(TILES):
+        values = j * BLOCK_V + o_v
+        v_mask = values < V
+        p_state = state + (slot * H + i_head) * K * V + o_k[:, None] * V + values[None, :]
+        state_mask = k_mask[:, None] & v_mask[None, :]
+        b_state = tl.load(p_state, mask=state_mask, other=0.0).to(tl.float32)
+        b_v = tl.load(v + i_row * stride_v + i_head * V + values, mask=v_mask, other=0.0).to(tl.float32)
+        b_state = b_state * decay + b_k[:, None] * b_v[None, :]
+        tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
+        b_out = tl.sum(b_state * b_q[:, None], 0) + own * b_v
+        tl.store(p_out + j * BLOCK_V, b_out.to(out.dtype.element_ty), mask=v_mask)
+
+
+class StepTile(NamedTuple):
+    """Columns of the state per tile, and warps."""
+
+    block_v: int
+    warps: int
+
+
+def choose_step_tile(head_k_dim: int, head_v_dim: int) -> StepTile:
+    """The step's tile: at most 8,192 numbers of the state at a time, 128 registers of each thread (measured on an H200;
+    see ``benchmarks/kernels/mamba2.py``)."""
+    widest = 8192 // next_power_of_2(head_k_dim)
+    return StepTile(max(1, min(widest, next_power_of_2(head_v_dim))), 2)
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    state_slots: Tensor,
+    *,
+    dt: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, 0.0),
+    out: Tensor | None = None,
+    keep_padding: bool = False,
+    tile: StepTile | None = None,
+) -> Tensor:
+    """``linear_attention_step_reference`` in one launch; rows with slot 0 are zero, or kept.
+
+    Args:
+        q, k: ``[N, G, K]``, rows may be strided. v: ``[N, H, V]``, as well.
+        rate: ``[H]`` float32: the log of A where ``dt`` is given, else the log decay of each head.
+        dt: ``[N, H]`` before bias and softplus, rows may be strided; with ``dt_bias [H]``, ``skip [H]`` float32.
+        dt_limit: least and greatest time step.
+        out: ``[N, H, V]`` or ``[N, H * V]`` to write to, contiguous, optional.
+        tile: overrides the choice of ``choose_step_tile`` (tests and measurements).
+    """
+    (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, x)
+    assert state.is_contiguous() and state_slots.is_contiguous() and (dt is None or dt.stride(1) == 1)
+    out = v.new_empty(v.shape) if out is None else out
+    assert out.is_contiguous(), "out must be contiguous"
+    if num_rows:
+        tile = tile or choose_step_tile(head_k_dim, head_v_dim)
+        fixed = StepFixed(
+            num_groups, num_heads, head_k_dim, head_v_dim, next_power_of_2(head_k_dim), tile.block_v,
+            dt is not None, keep_padding,
+        )  # fmt: skip
+        _step_kernel[(num_heads, num_rows)](
+            q, k, v, dt, rate, dt_bias, skip, state, state_slots, out,
+            q.stride(0), k.stride(0), v.stride(0), 0 if dt is None else dt.stride(0), *dt_limit,
+            FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
+        )  # fmt: skip
+    return out
