@@ -11,7 +11,7 @@ from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES, make_checkpoint
 from weft.cli import main
 from weft.config import resolve
 from weft.config.families import FAMILIES
-from weft.config.verified import VERIFIED, Ranks, nearest
+from weft.config.verified import NOT_ON_A_GPU, VERIFIED, Ranks, nearest
 from weft.errors import ConfigError
 
 
@@ -30,7 +30,8 @@ def test_what_runs_on_one_rank_only_is_refused(arch: str, tmp_path: Path) -> Non
 def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == sorted(VERIFIED)
+    assert [line.split()[0] for line in lines[1:-1]] == sorted(VERIFIED)
+    assert lines[-1] == NOT_ON_A_GPU
     assert main(["models", "LlamaForCausalLM"]) == 0
     assert "LlamaForCausalLM  yes           yes" in capsys.readouterr().out
 

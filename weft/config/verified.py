@@ -29,8 +29,7 @@ class Verified:
 
     Attributes:
         gpu: on an H200, the same in float32, and in bfloat16 no further from float32 than ``transformers`` is
-            (``tests/gpu/test_parity.py``, ``tests/gpu/test_precision.py``). Of sliding windows only the prefill kernel
-            has run there.
+            (``tests/gpu/test_parity.py``, ``tests/gpu/test_precision.py``), but for what ``NOT_ON_A_GPU`` names.
         ranks: with tensor parallelism.
     """
 
@@ -64,6 +63,9 @@ VERIFIED: dict[str, Verified] = {
     "KimiLinearForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(True, Ranks.REFUSED),
 }
+
+
+NOT_ON_A_GPU = "Sliding windows that are shorter than the context have not run in a whole model on a GPU yet."
 
 
 def nearest(name: str) -> str:
