@@ -112,7 +112,7 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     want = torch.cat(expected)
     assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype]
     rows = query_len * hq // hkv
-    if rows > (32 if ON_GPU else MOST_ROWS) or dtype == torch.float32:
+    if rows > MOST_ROWS or dtype == torch.float32:
         return
     pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
     for tile in (pipelined, pipelined._replace(held_splits=16, warps=8)):

@@ -58,14 +58,12 @@ split, which loads all its keys at once: nothing else would move meanwhile. In l
 fewer warps than these programs have: where page tables hold more tokens, all sequences take that. So do heads of more
 than the last number: the keys of a split would not fit in shared memory."""
 
-MOST_ROWS = 64
-"""Query tokens times heads of a group that a tile holds."""
+MOST_ROWS = 32
+"""Query tokens times heads of a group that a tile holds: as many as were measured. Triton has miscompiled products of
+64 rows on Hopper (flash-linear-attention issues 640 and 984)."""
 
 _LOWEST = tl.constexpr(-1e30)
 """A maximum below all scores, of rows that may see none of a split's keys: finite, so that differences are numbers."""
-
-_HELD_ROWS = 32
-"""More rows need more registers than a program has that holds all keys of a split."""
 
 _MANY_SEQUENCES = 256
 """Sequences times key heads that fill the device without being split."""
@@ -300,8 +298,6 @@ def decode_tile(
     rows, work = max(16, next_power_of_2(num_rows)), num_seqs * num_kv_heads
     if element_size == 4:
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
-    if rows > _HELD_ROWS:
-        return Tile(rows, keys, warps=8, stages=2, ahead=False)
     if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= _HELD_HEAD:
         return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS)
     if work < _FEW_SEQUENCES:
