@@ -36,6 +36,12 @@ def test_counts_the_leading_drafts_that_were_sampled(seed: int) -> None:
     assert found.last.tolist() == [f + a for f, a in zip(first, accepted, strict=True)]
 
 
+def test_what_is_no_token_is_no_draft() -> None:
+    """Of NaN logits any number may be sampled, also the one that stands where no draft follows."""
+    found = accept(torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([0, 2]))
+    assert found.num_accepted.tolist() == [1, 0] and found.counted.all()
+
+
 def test_a_position_sees_only_the_drafts_before_it() -> None:
     plain = ScheduledRequest(3, 10, 1, [], 1, True)
     prefill = ScheduledRequest(4, 0, 8, [], 2, False)

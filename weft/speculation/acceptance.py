@@ -68,7 +68,8 @@ def accept(token_ids: Tensor, drafts: Tensor, first: Tensor) -> Acceptance:
         first: ``[N]`` int64, index of each request's first position, ascending.
     """
     indices = torch.arange(len(token_ids), device=token_ids.device)
-    differs = torch.where(token_ids == drafts, len(token_ids), indices)
+    is_right = (token_ids == drafts) & (drafts != NO_DRAFT)  # NaN logits may sample anything, NO_DRAFT too
+    differs = torch.where(is_right, len(token_ids), indices)
     next_difference = differs.flip(0).cummin(0).values.flip(0)
     num_accepted = next_difference[first] - first
     request = torch.zeros_like(indices).index_fill_(0, first, 1).cumsum_(0) - 1
