@@ -369,7 +369,7 @@ MUTANTS = (
     _mutant(
         "longest-context-told", "the set takes what its smallest replica takes", "weft/engine/replicas.py",
         "max_model_len=min(c.max_model_len for c in known)", "max_model_len=max(c.max_model_len for c in known)",
-        "tests/server/test_replicas.py",
+        "tests/server/test_replicas.py::test_the_set_takes_what_every_replica_takes",
     ),
     _mutant(
         "gpus-shared", "no two replicas use one GPU", "weft/engine/gpus.py",

@@ -14,7 +14,8 @@ import pytest
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
 from weft.engine import gpus, wire
-from weft.engine.replicas import ReplicaSet, merged
+from weft.engine.replicas import Member, ReplicaSet, merged
+from weft.engine.router import Router
 from weft.errors import ConfigError
 from weft.messages import RowSampling
 from weft.request import RequestSpec
@@ -218,3 +219,17 @@ def test_replicas_need_the_server() -> None:
 
     with pytest.raises(ConfigError, match="data_parallel_size=2: replicas stand behind `weft serve`"):
         LLM(data_parallel_size=2)
+
+
+def test_the_set_takes_what_every_replica_takes() -> None:
+    """Replicas may find different amounts of free memory."""
+    told: list[wire.FromEngine] = []
+    replicas = object.__new__(ReplicaSet)  # no processes
+    replicas.members, replicas._router = [Member(0), Member(1)], Router(2, max_num_seqs=1)
+    replicas._on_message, replicas._is_ready = told.append, False
+    for member, length, seqs, pages in zip(replicas.members, (4096, 1024), (8, 6), (100, 40), strict=True):
+        assert not told
+        capacity = wire.Capacity(max_model_len=length, max_num_seqs=seqs, num_pages=pages, page_size=16, num_slots=3)
+        replicas._became_ready(member, capacity)
+    total = wire.Capacity(max_model_len=1024, max_num_seqs=14, num_pages=140, page_size=16, num_slots=6)
+    assert told == [wire.Ready(total)]
