@@ -18,7 +18,6 @@ from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from tests.speculation.conftest import Case
 from tests.test_x_matrix import runner_of
 from weft import LLM, SamplingParams
-from weft.messages import ScheduledRequest
 from weft.request import Request
 
 NUM_DRAFTS = 3
@@ -111,19 +110,6 @@ def test_a_grammar_or_processor_shares_steps_without_drafts(engines: Engines) ->
     assert "logits processor" in outputs[0].metrics.no_drafts_because and not outputs[0].metrics.num_draft_tokens
     assert not outputs[1].metrics.no_drafts_because and outputs[1].metrics.num_draft_tokens
     assert all(a + 1 == b for a, b in pairwise(expected[0]))
-
-
-@pytest.mark.parametrize("sampled", [-(2**40), 2**40])
-def test_what_was_sampled_may_be_no_token(engines: Engines, sampled: int) -> None:
-    """Before the first step the launches of every kernel are walked through, without results."""
-    _, mtp, _ = engines
-    steps = runner_of(mtp).steps
-    before = steps.rows.last_token.clone()
-    steps.rows.last_token.fill_(sampled)
-    assert steps._draft is not None
-    (after,) = steps._draft._ids_after([ScheduledRequest(0, 5, 1, [], 1, True)]).tolist()
-    steps.rows.last_token.copy_(before)
-    assert 0 <= after < mtp.config.model_config.vocab_size
 
 
 def test_two_ranks(checkpoint: tuple[Path, ReferenceHead]) -> None:

@@ -37,10 +37,9 @@ class StepDrafter:
         rows: RowTable,
         context: Callable[[Batch, GraphMode], ForwardContext],
         reach: int,
-        vocab_size: int,
     ) -> None:
         self._drafter, self._builder, self._rows, self._context = drafter, builder, rows, context
-        self._reach, self._last_id = reach, vocab_size - 1
+        self._reach = reach
 
     def __call__(
         self,
@@ -74,8 +73,7 @@ class StepDrafter:
         return last.index_add_(0, sampling, acceptance.num_accepted)
 
     def _ids_after(self, requests: Sequence[ScheduledRequest]) -> Tensor:
-        """``[S]``: the token after each request's last one: the prompt's, or the one sampled last. While kernels are
-        compiled and do not run, what was sampled is no token; it becomes one here."""
+        """``[S]``: the token after each request's last one: the prompt's, or the one sampled last."""
         known = []
         for request in requests:
             end = request.start + request.num_tokens
@@ -83,7 +81,7 @@ class StepDrafter:
             known.append(_SAMPLED if request.samples else int(following[0]) if len(following) else 0)
         after = self._ints(known)
         sampled = self._rows.last_token.index_select(0, self._ints([request.row for request in requests]))
-        return torch.where(after == _SAMPLED, sampled.clamp(0, self._last_id), after)
+        return torch.where(after == _SAMPLED, sampled, after)
 
     def _ints(self, values: list[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self._rows.last_token.device)

@@ -95,14 +95,7 @@ class StepRunner:
         self._draft: StepDrafter | None = None
         if model_config.runs_mtp:
             drafter = MtpDrafter(model, config.num_drafts, plan.max_model_len)
-            self._draft = StepDrafter(
-                drafter,
-                self.builder,
-                self.rows,
-                context,
-                reach=config.num_drafts - 1,
-                vocab_size=model_config.vocab_size,
-            )
+            self._draft = StepDrafter(drafter, self.builder, self.rows, context, reach=config.num_drafts - 1)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
