@@ -171,8 +171,8 @@ _MAMBA2 = _NO_TOKENS | {
     "initializer_range": 0.1,
 }
 _GEMMA3 = {
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "sliding_window": 20,
     "query_pre_attn_scalar": 24,
     "pad_token_id": None,

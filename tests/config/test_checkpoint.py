@@ -417,7 +417,7 @@ def test_gemma_3_as_published_and_as_transformers_writes_it(tmp_path: Path) -> N
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
     }
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    types = ["sliding_attention", "full_attention"] * 2
     config = read(tmp_path, tiny("Gemma3ForCausalLM", rope_parameters=nested, layer_types=types))
     assert read(tmp_path, old) == config
     window = config.mixers["sliding_attention"]["self_attn"]
