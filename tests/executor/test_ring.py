@@ -117,3 +117,20 @@ def test_nothing_is_left_in_the_file_system() -> None:
     writer = Writer(3)
     assert set(os.listdir("/dev/shm")) <= before
     writer.close()
+
+
+def test_a_full_ring_takes_no_message_before_one_is_read() -> None:
+    class Waits(Exception):
+        pass
+
+    def check() -> None:
+        raise Waits
+
+    writer = Writer(1)
+    try:
+        for number in range(NUM_SLOTS):
+            writer.send(b"%d" % number, check)
+        with pytest.raises(Waits):
+            writer.send(b"one too many", check)
+    finally:
+        writer.close()

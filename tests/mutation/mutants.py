@@ -394,9 +394,8 @@ MUTANTS = (
         "tests/server/test_api_servers.py",
     ),
     _mutant(
-        "echo-generates", "echo with max_tokens=0 gives the prompt alone", "weft/server/sampling.py",
-        "1 if max_tokens == 0 and request.echo else max_tokens",
-        "2 if max_tokens == 0 and request.echo else max_tokens",
+        "top-logprobs-alone", "top_logprobs without logprobs is refused", "weft/server/sampling.py",
+        "if request.top_logprobs is not None and not request.logprobs:", "if False:", "tests/server/test_parts.py",
         "tests/server/test_api.py", "tests/server/test_vllm_shapes.py",
     ),
     # -- found by the fuzzer, and what came with it ------------------------------------------------------------------
