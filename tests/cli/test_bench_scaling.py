@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -47,10 +49,10 @@ def test_an_engine_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch)
         engines = scaling.Engines({"device": "cpu"}, "tests.server.fake_engine")
         try:
             await engines.ready()
+            os.kill(engines._set.pid, signal.SIGSTOP)  # or it ends them all before it is killed
             run = asyncio.create_task(engines.run([[1] * 9] * 3, [CAPACITY.max_model_len] * 3, 0.0))
             while not engines._open:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
             engines._set.kill()
             await run
         finally:

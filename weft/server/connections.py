@@ -178,7 +178,8 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.scope["weft.on_disconnect"] = self.on_disconnect  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
-            self.cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
+            if self.scope["method"] != "HEAD":  # the answer to it has no body that its head could go with
+                self.cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
