@@ -25,7 +25,7 @@ def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> 
 
 
 def test_memory_is_flat(mini: RunningServer) -> None:
-    faults.steady_memory(mini, 2000)
+    faults.steady_memory(mini, 1000)
 
 
 def test_a_killed_engine_is_replaced() -> None:
