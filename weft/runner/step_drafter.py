@@ -57,19 +57,18 @@ class StepDrafter:
         """
         longest = min(shape.max_seq_len + self._reach, self._rows.max_pages * self._builder.page_size)
         inputs = self._builder.materialise(replace(shape, max_seq_len=longest))
-        last = self._last(requests, acceptance)
-        next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
         sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
+        last = self._last(requests, sampling, acceptance)
+        next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
         with forward_context(self._context(inputs.batch, GraphMode.NONE)):
             return self._drafter.draft(DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch))
 
-    def _last(self, requests: Sequence[ScheduledRequest], acceptance: Acceptance | None) -> Tensor:
+    def _last(self, requests: Sequence[ScheduledRequest], sampling: Tensor, acceptance: Acceptance | None) -> Tensor:
         """``[S]``: index of each request's last token that is no draft, or an accepted one."""
         ends = accumulate(request.num_tokens for request in requests)
         last = self._ints([end - 1 - len(r.draft_token_ids) for end, r in zip(ends, requests, strict=True)])
         if acceptance is None:
             return last
-        sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
         return last.index_add_(0, sampling, acceptance.num_accepted)
 
     def _ids_after(self, requests: Sequence[ScheduledRequest]) -> Tensor:
