@@ -7,9 +7,10 @@ Stages run in processes of their own, each with a time limit; a stage that fails
 1. all-reduce: the fused kernel and NCCL, checked and timed over sizes;
 2. engine: cold start with an empty Triton cache, decode, first token, throughput (W2, W3, W1 of docs/performance.md),
    with bf16 dummy weights and bf16 states; with NCCL's all-reduce if stage 1 failed;
-3. tests: ``tests/multi_gpu``, but for those of stage 1;
-4. engine again, a warm start, with NCCL's all-reduce: decode;
-5. scaling: ``weft bench scaling`` of models that fit one GPU (Qwen3-0.6B, Qwen3-Next of 12 layers).
+3. tests: those of ``tests/multi_gpu`` that generate on as many ranks;
+4. engine again, a warm start: decode;
+5. and another, with NCCL's all-reduce;
+6. scaling: ``weft bench scaling`` of models that fit one GPU (Qwen3-0.6B, Qwen3-Next of 12 layers).
 
 Nothing begins or goes on after ``--limit`` seconds.
 
@@ -33,7 +34,8 @@ from benchmarks.kernels.measure import ON_GPU
 
 BATCHES = (1, 8, 32, 128) if ON_GPU else (1, 2)
 LENGTHS = (16, 128, 512, 1024, 2048, 8192) if ON_GPU else (16, 40)
-STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm_nccl", "scaling")
+ENGINES = ("engine_cold", "engine_warm", "engine_warm_nccl")
+STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm", "engine_warm_nccl", "scaling")
 SIZES = "1x1 2x1 1x2"
 SCALED = {2: {"qwen3-0.6b": SIZES, "qwen3-next-12l": SIZES}, 4: {"qwen3-next-48l": "2x2"}}
 """By ranks: models, and GPUs of a replica x replicas."""
@@ -65,7 +67,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def engine(began: float, settings: dict[str, Any], wanted: list[str], path: Path) -> None:
-    """Stages 3 and 4, in their own process. What is there is written after every part."""
+    """A stage of an engine, in its own process. What is there is written after every part."""
     imported = time.monotonic()
     from weft import LLM, report
     from weft.bench import latency, prefill, throughput
@@ -153,7 +155,9 @@ class Run:
                 self.engine("engine_cold", everything, 190, cache, **own)
             if "tests" in stages:
                 tests = ["pytest", "-q", "-n0", "-p", "no:cacheprovider", "tests/multi_gpu", "--durations=6"]
-                self.stage("tests", [python, "-m", *tests, "-k", "generate"], 140)
+                self.stage("tests", [python, "-m", *tests, "-k", f"generate and {self.ranks}-ranks"], 140)
+            if "engine_warm" in stages:
+                self.engine("engine_warm", "decode", 90, cache, **own)
             if "engine_warm_nccl" in stages:
                 self.engine("engine_warm_nccl", "decode", 90, cache, disable_custom_all_reduce=True)
             for name, sizes in SCALED.get(self.ranks, {}).items() if "scaling" in stages else ():
@@ -174,8 +178,8 @@ class Run:
         print("\nall-reduce + norm, us      fused      NCCL + norm")
         for row in self.results.get("all_reduce", {}).get("rows", ()):
             print(f"{row['rows']:6} rows {row['kib']:9.0f} KiB {row.get('fused_us', '-'):>9} {row.get('plain_us'):>9}")
-        for name in ("engine_cold", "engine_warm_nccl"):
-            found = self.results.get(name) or {}
+        for name in (name for name in ENGINES if self.results.get(name)):
+            found = self.results[name]
             start = found.get("start", {})
             print(f"\n{name}: start {start.get('total_s', 0):.1f} s, import {start.get('import_s', 0):.1f} s")
             stages = start.get("stages", {})

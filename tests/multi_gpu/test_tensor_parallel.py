@@ -1,4 +1,4 @@
-"""What only several GPUs can show: sums over peer memory, and that two ranks generate what one generates."""
+"""What only several GPUs can show: sums over peer memory, and that several ranks generate what one generates."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.test_tensor_parallel import CRAMPED, HYBRID, ODD
 from tests.tiny import make_checkpoint
@@ -17,16 +18,28 @@ pytestmark = pytest.mark.multi_gpu
 NCCL: dict[str, Any] = {"disable_custom_all_reduce": True}
 
 
-def test_all_reduce_is_exact_and_every_rank_has_the_same_bits() -> None:
+def _on(ranks: int) -> Any:
+    """A case of as many ranks, skipped where there are fewer GPUs."""
+    found = torch.cuda.device_count()
+    few = pytest.mark.skipif(found < ranks, reason=f"{ranks} ranks need {ranks} GPUs, there are {found}")
+    return pytest.param(ranks, id=f"{ranks}-ranks", marks=few)
+
+
+on_ranks = pytest.mark.parametrize("ranks", [_on(2), _on(4)])
+
+
+@on_ranks
+def test_all_reduce_is_exact_and_every_rank_has_the_same_bits(ranks: int) -> None:
     """Against float64, on every number of rows; 10,000 replays with poisoned outputs."""
     from benchmarks.kernels.all_reduce import launch
 
-    found = launch(2, replays=10_000, time_it=False)
+    found = launch(ranks, replays=10_000, time_it=False)
     assert all(count == 10_000 for count in found["replays"].values()) and len(found["replays"]) == 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve heads: six or three on a rank; two KV heads, which four ranks replicate; a vocabulary that is padded."""
     return make_checkpoint(HYBRID, tmp_path_factory.mktemp("tiny"), **ODD)
 
 
@@ -44,6 +57,7 @@ def run(folder: Path, size: int, **settings: Any) -> list[list[int]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@on_ranks
 @pytest.mark.parametrize(
     "settings",
     [
@@ -54,5 +68,7 @@ def run(folder: Path, size: int, **settings: Any) -> list[list[int]]:
     ],
     ids=["full", "eager-nccl", "pieces-experts", "preempted"],
 )
-def test_two_ranks_generate_what_one_generates(settings: dict[str, Any], folder: Path, alone: list[list[int]]) -> None:
-    assert run(folder, 2, **settings) == alone
+def test_ranks_generate_what_one_generates(
+    settings: dict[str, Any], ranks: int, folder: Path, alone: list[list[int]]
+) -> None:
+    assert run(folder, ranks, **settings) == alone
