@@ -3,7 +3,7 @@
 Usage: ``python -m benchmarks.replica_router [--repeats 15] [--json FILE]``. No model, no processes.
 
 1. Processor time of one request at the router (choosing, and noting its end), with 4 replicas that tell 2,000 prefixes
-   each, for prompts of several lengths; half of each prompt is cached somewhere.
+   each: for prompts of several lengths, half of each cached somewhere, and for the prompts of W5 in order.
 2. The conversations of W5 (16 conversations x 8 turns, one request at a time, conversation after conversation) on four
    caches without a model: prompt tokens reused by one cache, through the router, and round robin. Sixteen conversations
    in turn on four replicas meet their own replica again by accident, so round robin is also measured with another
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from weft import report
@@ -29,7 +29,7 @@ from weft.cache.replay import ReplayCounts, replay_request
 from weft.cache.spec import CacheSpec
 from weft.config import resolve
 from weft.config.cpu import cpu_name
-from weft.engine.prefix_hashes import prefix_hashes, reusable_prefixes
+from weft.engine.prefix_hashes import STEP, prefix_hashes, reusable_prefixes
 from weft.engine.router import Router
 
 MODEL = Path(__file__).parent / "configs" / "qwen3-next-12l"
@@ -45,15 +45,36 @@ def overhead(length: int, repeats: int) -> dict[str, Any]:
     prompts = [[rng.randrange(150_000) for _ in range(length)] for _ in range(32)]
     for index in range(NUM_REPLICAS):
         router.up(index)
-        known = [int(prefix_hashes(prompt)[length // 2 - 1]) for prompt in prompts[index::NUM_REPLICAS]]
+        known = [value for p in prompts[index::NUM_REPLICAS] for value in prefix_hashes(p)[: length // 2 // STEP][-1:]]
         router.refresh(index, known + [rng.getrandbits(64) for _ in range(NUM_TOLD - len(known))])
+    return {"prompt_len": length} | timed(router, prompts, repeats)
+
+
+def overhead_w5(repeats: int) -> dict[str, Any]:
+    """The same for W5's 128 prompts, of 210 to 2,128 tokens, one after the other; each conversation where it was."""
+    rng = random.Random(3)
+    router = Router(NUM_REPLICAS, max_num_seqs=256)
+    prompts: list[list[int]] = []
+    outputs: list[list[int]] = []
+    for turn in make_workload("chat", 1000):
+        prompts.append(turn.prompt(prompts, outputs))
+        outputs.append([rng.randrange(1000) for _ in range(turn.output_len)])
+    for index in range(NUM_REPLICAS):
+        router.up(index)
+        router.refresh(index, [rng.getrandbits(64) for _ in range(NUM_TOLD)])
+    lengths = [len(prompt) for prompt in prompts]
+    shown = {"prompts": len(prompts), "least_len": min(lengths), "mean_len": mean(lengths), "most_len": max(lengths)}
+    return shown | timed(router, prompts, repeats)
+
+
+def timed(router: Router, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
     times = []
     for _ in range(repeats):
         began = time.process_time()
         for prompt in prompts:
             router.ended(router.choose(prompt))
         times.append((time.process_time() - began) / len(prompts) * 1e6)
-    figures = {"prompt_len": length, "us_per_request": round(median(times), 1), "us_least": round(min(times), 1)}
+    figures = {"us_per_request": round(median(times), 1), "us_least": round(min(times), 1)}
     return figures | {"repeats": [round(t, 1) for t in times]}
 
 
@@ -119,6 +140,7 @@ def main() -> None:
             "num_replicas": NUM_REPLICAS,
             "num_told_prefixes": NUM_TOLD,
             "router_overhead": [overhead(length, args.repeats) for length in LENGTHS],
+            "router_overhead_w5": overhead_w5(args.repeats),
             "w5_conversations": conversations(),
         }
     )

@@ -206,10 +206,21 @@ def _counted(modes: Counter[str]) -> str:
     return ", ".join(f"{mode} {count}" for mode, count in modes.most_common())
 
 
+def router_table() -> Table:
+    name = "replica-router-cpu"
+    found = read(name)
+    w5 = found["router_overhead_w5"]
+    rows = [[f"{row['prompt_len']:,} tokens", row] for row in found["router_overhead"]]
+    rows.append([f"W5: {w5['prompts']} prompts of {w5['least_len']} to {w5['most_len']:,} tokens", w5])
+    times = [[what, shown(row["us_per_request"]), shown(row["us_least"])] for what, row in rows]
+    times[-1].append(goal(w5["us_per_request"], 100))
+    return [name], ("prompt", "median, us", "least", "goal"), [[*row, ""][:4] for row in times]
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
-    "prefix": prefix_table, "tuned": tuned_table,
+    "prefix": prefix_table, "tuned": tuned_table, "router": router_table,
 }  # fmt: skip
 
 

@@ -349,12 +349,12 @@ MUTANTS = (
     ),
     _mutant(
         "cache-outlives-its-replica", "a replica starts with nothing cached", "weft/engine/router.py",
-        "self.replicas[index] = Replica(is_up=True)", "before.is_up, before.num_open = True, 0",
+        "self.replicas[index] = Replica(is_up=True)", "self.replicas[index].is_up = True",
         "tests/engine/test_router.py",
     ),
     _mutant(
         "sent-for-ever", "what was sent counts as cached for a while only", "weft/engine/router.py",
-        "for value, moment in replica.sent.items() if moment > limit}", "for value, moment in replica.sent.items()}",
+        "in self.sent.items() if moment > self.sent_since}", "in self.sent.items()}",
         "tests/engine/test_router.py",
     ),
     _mutant(

@@ -170,7 +170,7 @@ class ReplicaSet:
 
     def _route(self, message: RequestSpec) -> None:
         try:
-            index = self._router.choose(message.prompt_token_ids, message.cache_salt, message.checkpoint_positions)
+            index = self._router.choose(message.prompt_token_ids, message.cache_salt)
         except NoReplicaError:
             self._tell([wire.Update(message.request_id, [], finish_reason="error")])
             return

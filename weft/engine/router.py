@@ -17,15 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from weft.engine.prefix_hashes import STEP, prefix_hashes
 
 LOAD_TOKENS = 64
 FULL_TOKENS = 4096
-
-_MASK = 2**18 - 1
 
 RECENT_S = 15.0
 """Seconds for which a prompt that was sent counts as cached although the replica does not tell of it (yet)."""
@@ -40,12 +35,23 @@ class Replica:
         num_open: completions that it has open.
         told: prefixes that it says it has.
         sent: prefixes that were sent to it lately, with the moment.
+        sent_since: no older ones are in ``sent``.
     """
 
     is_up: bool = False
     num_open: int = 0
     told: set[int] = field(default_factory=set)
     sent: dict[int, float] = field(default_factory=dict)
+    sent_since: float = 0.0
+
+    def known(self, hashes: list[int]) -> set[int]:
+        """Those of the prefixes that it has."""
+        return self.told.intersection(hashes) | (self.sent.keys() & hashes)
+
+    def forget_sent(self, now: float) -> None:
+        """What was sent long ago counts no more."""
+        self.sent_since = now - RECENT_S
+        self.sent = {value: moment for value, moment in self.sent.items() if moment > self.sent_since}
 
 
 class NoReplicaError(Exception):
@@ -59,14 +65,9 @@ class Router:
         self.replicas = [Replica() for _ in range(num_replicas)]
         self.max_num_seqs = max_num_seqs
         self._clock = clock
-        self._owners: dict[int, int] = {}  # prefix -> replicas that have it, a bit each
-        self._present = np.zeros(_MASK + 1, dtype=np.uint32)  # prefixes in ``_owners`` by their lowest bits
 
-    def choose(self, token_ids: list[int], salt: str | None = None, positions: Iterable[int] = ()) -> int:
+    def choose(self, token_ids: list[int], salt: str | None = None) -> int:
         """The replica for a prompt; it counts as sent there.
-
-        Args:
-            positions: where the prompt's turns end, besides the end of the prompt.
 
         Raises:
             NoReplicaError: none is up.
@@ -77,24 +78,17 @@ class Router:
         hashes = prefix_hashes(token_ids, salt)
         cached = self._cached(hashes, up)
         chosen = min(up, key=lambda index: (self._cost(index, len(token_ids) - cached[index], len(token_ids)), index))
-        now, replica = self._clock(), self.replicas[chosen]
+        replica, now = self.replicas[chosen], self._clock()
         replica.num_open += 1
-        ends = {len(token_ids) - 1, len(token_ids), *positions, *range(STEP, len(token_ids), STEP)}
-        for value in hashes[[p - 1 for p in ends if 0 < p <= len(token_ids)]].tolist():
-            replica.sent[value] = now
-            self._add(value, chosen)
+        if now - replica.sent_since > 2 * RECENT_S:  # also of a replica that tells nothing
+            replica.forget_sent(now)
+        replica.sent.update(dict.fromkeys(hashes, now))
         return chosen
 
-    def _cached(self, hashes: NDArray[np.uint64], up: list[int]) -> dict[int, int]:
+    def _cached(self, hashes: list[int], up: list[int]) -> dict[int, int]:
         """Tokens of the prompt that each replica has, as far as is known."""
-        cached = dict.fromkeys(up, 0)
-        (places,) = self._present[hashes & np.uint64(_MASK)].nonzero()  # of the few that may be known
-        for place, value in zip(places.tolist(), hashes[places].tolist(), strict=True):
-            owned = self._owners.get(value, 0)
-            for index in up:
-                if owned >> index & 1:
-                    cached[index] = place + 1
-        return cached
+        tokens = dict(zip(hashes, range(STEP, STEP * len(hashes) + 1, STEP), strict=True))
+        return {index: max(map(tokens.__getitem__, self.replicas[index].known(hashes)), default=0) for index in up}
 
     def _cost(self, index: int, num_missing: int, num_tokens: int) -> int:
         num_open = self.replicas[index].num_open
@@ -107,32 +101,11 @@ class Router:
 
     def refresh(self, index: int, told: Iterable[int]) -> None:
         """A replica tells what it has cached."""
-        replica, limit = self.replicas[index], self._clock() - RECENT_S
-        before = replica.told | replica.sent.keys()
-        replica.told = set(told)
-        replica.sent = {value: moment for value, moment in replica.sent.items() if moment > limit}
-        self._own(index, before, replica.told | replica.sent.keys())
-
-    def _own(self, index: int, before: set[int], now: set[int]) -> None:
-        """A replica had some prefixes and has others now."""
-        for value in before - now:
-            self._owners[value] &= ~(1 << index)
-            if not self._owners[value]:
-                del self._owners[value]
-                self._present[value & _MASK] -= 1
-        for value in now - before:
-            self._add(value, index)
-
-    def _add(self, value: int, index: int) -> None:
-        owned = self._owners.get(value, 0)
-        self._owners[value] = owned | 1 << index
-        if not owned:
-            self._present[value & _MASK] += 1
+        self.replicas[index].told = set(told)
+        self.replicas[index].forget_sent(self._clock())
 
     def up(self, index: int) -> None:
         """A replica takes requests, with nothing cached."""
-        before = self.replicas[index]
-        self._own(index, before.told | before.sent.keys(), set())
         self.replicas[index] = Replica(is_up=True)
 
     def down(self, index: int) -> None:
