@@ -38,9 +38,6 @@ PATHS = ["cold", "hit", "branch hit", "preempted"]
 PHASES = ["prefill", "mixed", "decode"]
 LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
 
-WINDOWS = "sliding windows"
-"""A Qwen3 of which one layer has a window."""
-
 PAGE_SIZE = 4
 BUDGET = 512
 """Tokens per step: the longest prompt runs in two chunks."""
@@ -171,8 +168,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 
 
 def make_reference(arch: str, folder: Path) -> Reference:
-    overrides = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 20} if arch == WINDOWS else {}
-    model = make_model("Qwen3ForCausalLM" if arch == WINDOWS else arch, max_position_embeddings=1100, **overrides)
+    model = make_model(arch, max_position_embeddings=1100)
     model.save_pretrained(folder)
     return Reference(model, folder)
 
@@ -183,7 +179,7 @@ COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVER
 COLUMNS += [("Lfm2ForCausalLM", mode, "overlap", "capture") for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE", "overlap", "capture")]
 COLUMNS += [("KimiLinearForCausalLM", "FULL", "overlap", "capture")]
-COLUMNS += [(WINDOWS, "FULL_AND_PIECEWISE", "overlap", "capture")]
+COLUMNS += [("GptOssForCausalLM", "FULL_AND_PIECEWISE", "overlap", "capture")]
 COLUMNS += [(a, "FULL", "overlap", "capture") for a in ("Mamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM")]
 """Model, mode, overlap, and where pieces come from."""
 

@@ -15,6 +15,7 @@ import transformers
 
 ARCHITECTURES = (
     "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
@@ -179,6 +180,22 @@ _GEMMA3 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_GPT_OSS = _NO_TOKENS | {
+    "num_hidden_layers": 4,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 20,
+    "swiglu_limit": 0.4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 _KIMI = {
     **{key: value for key, value in _BASE.items() if key != "head_dim"},
     "num_hidden_layers": 4,
@@ -227,6 +244,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mamba2ForCausalLM": ("Mamba2Config", _MAMBA2),
     "Gemma3ForCausalLM": ("Gemma3TextConfig", _BASE | _GEMMA3),
+    "GptOssForCausalLM": ("GptOssConfig", _BASE | _GPT_OSS),
     "KimiLinearForCausalLM": ("KimiLinearConfig", _KIMI),
     "Lfm2ForCausalLM": ("Lfm2Config", _BASE | _LFM2),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", _BASE | _LFM2 | _MOE | {"num_dense_layers": 1}),
@@ -272,7 +290,9 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
     _norm_by_group(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "layernorm.weight", "norm_f.weight", "dt_bias", ".bias", ".D")):
+            if name.endswith(
+                ("norm.weight", "layernorm.weight", "norm_f.weight", "dt_bias", "proj_bias", ".bias", ".D", "sinks")
+            ):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "correction_bias")):

@@ -19,7 +19,7 @@ from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.kimi import KimiDeltaConfig, LatentAttentionConfig
 from weft.config.layer_spec import CacheDtypes
 from weft.config.model import ModelConfig
-from weft.config.moe import MoeConfig, SigmoidRouting
+from weft.config.moe import ClampedSwiGLU, MoeConfig, SigmoidRouting
 from weft.config.rope import RopeConfig
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.errors import ConfigError, UnsupportedModelError
@@ -188,7 +188,10 @@ def test_qwen3_5_moe_multimodal(tmp_path: Path) -> None:
     assert config.eos_token_ids == (248044,) and not config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a not in ("KimiLinearForCausalLM", "Gemma3ForCausalLM")])
+READ_BELOW = ("KimiLinearForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM")
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a not in READ_BELOW])
 def test_an_empty_config_has_transformers_defaults(arch: str, tmp_path: Path) -> None:
     """Every derived number equals what the transformers configuration class says for a file without keys."""
     import transformers
@@ -381,6 +384,34 @@ def test_an_empty_config_of_gemma_3(tmp_path: Path) -> None:
     heads = attention(config)
     assert (heads.num_heads, heads.num_kv_heads, heads.head_dim) == (8, 4, reference.head_dim)
     assert heads.scale == reference.query_pre_attn_scalar**-0.5
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """An empty config has transformers' defaults; the published spelling says the same, at its sizes."""
+    import transformers
+
+    empty, reference = read(tmp_path, {"architectures": ["GptOssForCausalLM"]}), transformers.GptOssConfig()
+    assert list(empty.layer_types) == reference.layer_types
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"):
+        assert getattr(empty, key) == getattr(reference, key), key
+    swiglu = ClampedSwiGLU(1.702, 7.0)
+    all_layers = frozenset(range(36))
+    moe = MoeConfig(128, 4, 2880, True, None, all_layers, biases=True, clamped=swiglu, interleaved=True)
+    assert empty.moe == moe
+    window = empty.mixers["sliding_attention"]["self_attn"]
+    assert isinstance(window, SlidingWindowConfig) and window.window == 128
+    heads = attention(empty)
+    assert window.attention == heads and heads.sinks and heads.qkv_bias and heads.output_bias
+    assert (heads.num_heads, heads.num_kv_heads, heads.head_dim) == (64, 8, 64)
+    scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    scaling["truncate"] = False
+    assert heads.rope == RopeConfig(150000.0, 64, "yarn", scaling)
+    types = ["sliding_attention", "full_attention"] * 12
+    published = {"num_hidden_layers": 24, "num_local_experts": 32, "experts_per_token": 4, "layer_types": types}
+    published |= {"rope_scaling": scaling | {"rope_type": "yarn"}, "rope_theta": 150000, "initial_context_length": 4096}
+    config = read(tmp_path, {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 6.0} | published)
+    assert config.mixers.as_dicts() == empty.mixers.as_dicts() and config.moe is not None
+    assert (config.moe.num_experts, config.moe.clamped) == (32, ClampedSwiGLU(1.702, 6.0))
 
 
 def test_an_empty_config_of_kimi_linear(tmp_path: Path) -> None:

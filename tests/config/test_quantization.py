@@ -111,6 +111,7 @@ def test_any_published_name_counts() -> None:
     ("config", "message"),
     [
         ({"quant_method": "awq"}, r"quant_method='awq' is not supported; supported are fp8 .*--quantization fp8"),
+        ({"quant_method": "mxfp4"}, r"'mxfp4' is not supported; use the checkpoint in bfloat16: .*dequantize=True"),
         ({"quant_method": "gptq"}, "quant_method='gptq' is not supported"),
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported"),
         ({}, "quant_method=None is not supported"),

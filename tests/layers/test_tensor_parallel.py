@@ -93,6 +93,8 @@ def run_layer(name: str) -> Run:
         ("GraniteMoeHybridForCausalLM", "model.layers.0.mlp", MAMBA | {"mamba_n_groups": 4}),
         ("Qwen3MoeForCausalLM", "model.layers.0.mlp", {}),
         ("Lfm2MoeForCausalLM", "model.layers.2.mlp", {}),
+        ("GptOssForCausalLM", "model.layers.1.self_attn", {}),
+        ("GptOssForCausalLM", "model.layers.1.mlp", {}),
         ("KimiLinearForCausalLM", "model.layers.0.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {}),
         ("KimiLinearForCausalLM", "model.layers.2.self_attn", {"q_lora_rank": 18}),

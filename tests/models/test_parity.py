@@ -20,7 +20,11 @@ LENGTHS = (1, 63, 64, 65, 130, 210)
 STEPS = 40
 TOLERANCE = 1e-4
 HYBRID = (
-    *(a for a in PLAIN if a.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear", "Gemma3"))),
+    *(
+        a
+        for a in PLAIN
+        if a.startswith(("Qwen3Next", "Qwen3_5", "Lfm2", "OlmoHybrid", "KimiLinear", "Gemma3", "GptOss"))
+    ),
     *MAMBA_ARCHITECTURES,
 )
 
@@ -129,7 +133,7 @@ def test_states_stored_at_any_position_continue_the_sequence(arch: str, tmp_path
 
 
 LFM2_MOE, QWEN2_MOE, OLMO = "Lfm2MoeForCausalLM", "Qwen2MoeForCausalLM", "OlmoHybridForCausalLM"
-GEMMA = "Gemma3ForCausalLM"
+GEMMA, GPT_OSS = "Gemma3ForCausalLM", "GptOssForCausalLM"
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
@@ -180,6 +184,9 @@ GEOMETRIES: list[tuple[str, dict[str, Any]]] = [
     (GEMMA, {"layer_types": None, "sliding_window_pattern": 2, "num_attention_heads": 6, "num_key_value_heads": 1}),
     (GEMMA, {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 10, "sliding_window": 1}),
     (GEMMA, {"rope_parameters": GEMMA_ROPE, "sliding_window": 600}),
+    (GPT_OSS, {"layer_types": None, "num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": False,
+               "sliding_window": 1, "tie_word_embeddings": True, "swiglu_alpha": 0.7, "num_experts_per_tok": 5}),
+    (GPT_OSS, {"rope_parameters": None, "head_dim": 10, "hidden_size": 50, "sliding_window": 512}),
     (KIMI, {"q_lora_rank": 18, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "linear_conv_kernel_dim": 2}),
     (KIMI, {"linear_num_heads": 3, "num_attention_heads": 5, "num_key_value_heads": 5, "n_shared_experts": 3}),
     (KIMI, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "topk_group": 4}),

@@ -26,7 +26,9 @@ from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.launch import launches_handled
 
 
-def launch(num_heads: int, num_kv_heads: int, head_dim: int, is_mixture: bool) -> None:
+def launch(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, is_mixture: bool = False, has_sinks: bool = False
+) -> None:
     q = torch.zeros(600, num_heads, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)
     numbers = torch.zeros(4, dtype=torch.int32)
@@ -35,7 +37,8 @@ def launch(num_heads: int, num_kv_heads: int, head_dim: int, is_mixture: bool) -
         slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers[1:], page_table=numbers[:3, None],
         state_slots=numbers[1:], mixture=Mixture(numbers[1:], numbers[1:], 2) if is_mixture else None,
     )  # fmt: skip
-    launch_prefill_hopper(q, cache, cache, batch, 0.1, torch.zeros_like(q), skip_decodes=True)
+    sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
+    launch_prefill_hopper(q, cache, cache, batch, 0.1, torch.zeros_like(q), skip_decodes=True, sinks=sinks)
 
 
 def usage(kernel: Any) -> dict[str, int]:
@@ -59,7 +62,8 @@ def main() -> None:
 
     with ThreadPoolExecutor(2) as threads, triton.AsyncCompileMode(threads), launches_handled(compile_only):
         launch(16, 8, 128, is_mixture=True)
-        launch(16, 2, 256, is_mixture=False)
+        launch(16, 2, 256)
+        launch(64, 8, 64, has_sinks=True)
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 
 

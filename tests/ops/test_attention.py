@@ -15,15 +15,17 @@ from weft.ops.kv_cache import copy_pages, store_kv
 TORCH = Backend.TORCH
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     """The last ``len(q)`` of ``len(k)`` positions attend causally, in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1).double() for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     offset = k.shape[0] - q.shape[0]
     future = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + offset
-    probabilities = scores.masked_fill(future, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", probabilities, v)
+    scores = scores.masked_fill(future, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)], dim=2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, : len(k)], v)
 
 
 def filled_cache(batch: Batch, keys: list[Tensor], heads: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -56,14 +58,14 @@ def test_equals_plain_attention(case: str, heads: tuple[int, int]) -> None:
     k_cache, v_cache = filled_cache(batch, keys, hkv, 8)
     q = torch.randn(batch.num_tokens + 3, hq, 8)
     q[batch.num_tokens :] = torch.nan
-    given = torch.full_like(q, torch.nan)
-    out = paged_attention(q, k_cache, v_cache, batch, scale=0.3, backend=TORCH, out=given)
+    given, sinks = torch.full_like(q, torch.nan), torch.randn(hq) + 1.0 if heads == (6, 2) else None
+    out = paged_attention(q, k_cache, v_cache, batch, scale=0.3, sinks=sinks, backend=TORCH, out=given)
     assert out is given
     assert (out[batch.num_tokens :] == 0).all()
     starts = batch.cu_seqlens_q.tolist()
     for s, k in enumerate(keys):
         rows = slice(starts[s], starts[s + 1])
-        expected = plain_attention(q[rows], k, k + 1, 0.3)
+        expected = plain_attention(q[rows], k, k + 1, 0.3, sinks)
         torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=1e-5)
 
 

@@ -75,6 +75,7 @@ class Case:
         rows = torch.full((starts[-1] + padding, num_heads + 3, head_dim), torch.nan).bfloat16()
         rows[: starts[-1]] = torch.randn(starts[-1], num_heads + 3, head_dim)
         self.q = rows.to(DEVICE)[:, :num_heads]
+        self.sinks = torch.randn(num_heads).bfloat16().to(DEVICE) if "of 2" not in layout else None
         self.starts, self.scale, self.num_real = starts, head_dim**-0.5, starts[-1]
         empty = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         self.batch = Batch(
@@ -88,10 +89,10 @@ class Case:
         out = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
         args = (self.q, self.k, self.v, self.batch, self.scale, out)
         if ON_HOPPER:
-            launch_prefill_hopper(*args, skip_decodes=skip_decodes)
+            launch_prefill_hopper(*args, skip_decodes=skip_decodes, sinks=self.sinks)
         else:
             with launches_handled(Emulator().handle):
-                launch_prefill_hopper(*args, skip_decodes=skip_decodes)
+                launch_prefill_hopper(*args, skip_decodes=skip_decodes, sinks=self.sinks)
         return out.cpu()
 
     def check(self, out: Tensor, first: int = 0, last_rows: int = 10**9) -> None:
@@ -100,7 +101,7 @@ class Case:
             begin, end = self.starts[seq : seq + 2]
             begin = max(begin, end - last_rows)
             k, v = (t.to(DEVICE) for t in self.tokens[seq])
-            want = plain_attention(self.q[begin:end], k, v, self.scale).cpu()
+            want = plain_attention(self.q[begin:end], k, v, self.scale, self.sinks).cpu()
             got = out[begin:end].double()
             assert (got - want).norm() / want.norm() < TOLERANCE, (seq, self.lens[seq])
             assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < 4 * TOLERANCE, "one row is noisier"
@@ -166,7 +167,8 @@ def test_decodes_and_prefills_together_on_the_gpu() -> None:
     batch = dataclasses.replace(tensors.batch, num_decodes=8)
     args = (tensors.q, tensors.k, tensors.v, batch)
     assert attention._is_for_hopper(tensors.q, tensors.k, batch)
-    tensors.check(paged_attention(*args, scale=tensors.scale, backend=Backend.TRITON).cpu())
+    out = paged_attention(*args, scale=tensors.scale, sinks=tensors.sinks, backend=Backend.TRITON)
+    tensors.check(out.cpu())
 
 
 @pytest.mark.gpu
@@ -178,7 +180,8 @@ def test_a_captured_launch_serves_other_batches() -> None:
     first.run()
     graph, out = torch.cuda.CUDAGraph(), torch.full(first.q.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
     with torch.cuda.graph(graph):
-        launch_prefill_hopper(first.q, first.k, first.v, first.batch, first.scale, out, skip_decodes=True)
+        tensors = (first.q, first.k, first.v, first.batch, first.scale, out)
+        launch_prefill_hopper(*tensors, skip_decodes=True, sinks=first.sinks)
     graph.replay()
     first.check(out.cpu())
     assert first.batch.mixture is not None
@@ -248,7 +251,7 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert len(kernels) == 2
+    assert len(kernels) == 3
     for kernel in kernels:
         assert kernel["registers"] <= 168 and kernel["stack_bytes"] == 0, kernel
         assert kernel["shared_bytes"] <= 227 * 1024, kernel

@@ -32,7 +32,7 @@ CASES = {
 }
 HEADS = [(4, 4, 16), (6, 2, 24), (5, 1, 64)]
 if ON_GPU:
-    HEADS = [(16, 8, 128), (16, 2, 256), (14, 2, 64), (24, 8, 128), (5, 1, 80), (64, 4, 128)]
+    HEADS = [(16, 8, 128), (16, 2, 256), (14, 2, 64), (24, 8, 128), (5, 1, 80), (64, 4, 128), (64, 8, 64)]
 
 
 def on_device(batch: Batch) -> Batch:
@@ -40,15 +40,22 @@ def on_device(batch: Batch) -> Batch:
     return Batch(**{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in moved.items()})
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def sinks_of(heads: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
+    """Every other geometry has sinks."""
+    return torch.randn(heads[0], device=DEVICE).to(dtype) + 1.0 if HEADS.index(heads) % 2 else None
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """The last ``len(q)`` of ``len(k)`` positions attend causally, in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     offset = k.shape[0] - q.shape[0]
     future = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + offset
-    probabilities = scores.masked_fill(future.to(q.device), -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", probabilities, v)
+    scores = scores.masked_fill(future.to(q.device), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)], dim=2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, : len(k)], v)
 
 
 def run(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Batch]:
@@ -60,6 +67,7 @@ def run(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Ten
     caches = [torch.full((pages, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
     q = torch.full((batch.num_tokens + 3, hq, dim), torch.nan, dtype=dtype, device=DEVICE)
     q[: batch.num_tokens] = torch.randn(batch.num_tokens, hq, dim)
+    sinks = sinks_of(heads, dtype)
     expected, begin = [], 0
     for s, (length, context) in enumerate(zip(query_lens, contexts, strict=True)):
         positions = torch.arange(length + context)
@@ -67,10 +75,10 @@ def run(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Ten
         k, v = (torch.randn(length + context, hkv, dim, device=DEVICE).to(dtype) for _ in range(2))
         for cache, values in zip(caches, (k, v), strict=True):
             cache.flatten(0, 1)[slots] = values
-        expected.append(plain_attention(q[begin : begin + length], k, v, dim**-0.5))
+        expected.append(plain_attention(q[begin : begin + length], k, v, dim**-0.5, sinks))
         begin += length
     out = torch.full_like(q, torch.nan)
-    paged_attention(q, *caches, batch, scale=dim**-0.5, backend=Backend.TRITON, out=out)
+    paged_attention(q, *caches, batch, scale=dim**-0.5, sinks=sinks, backend=Backend.TRITON, out=out)
     return out, expected, batch
 
 
@@ -98,7 +106,7 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     slots = torch.zeros(len(contexts) + 1, query_len, dtype=torch.int32, device=DEVICE)
     batch = dataclasses.replace(batch, verification=Verification(query_len, slots))
     cache = torch.full((int(batch.page_table.max()) + 1, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE)
-    q = torch.randn(batch.num_tokens, hq, dim, device=DEVICE).to(dtype)
+    q, sinks = torch.randn(batch.num_tokens, hq, dim, device=DEVICE).to(dtype), sinks_of(heads, dtype)
     expected = []
     for s, context in enumerate(contexts):
         positions = torch.arange(context + query_len, device=DEVICE)
@@ -106,9 +114,10 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
         cache.flatten(0, 1)[batch.page_table[s].long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = (
             values
         )
-        expected.append(plain_attention(q[s * query_len : (s + 1) * query_len], values, values, dim**-0.5))
+        rows = q[s * query_len : (s + 1) * query_len]
+        expected.append(plain_attention(rows, values, values, dim**-0.5, sinks))
     out = torch.full_like(q, torch.nan)
-    paged_attention(q, cache, cache, batch, scale=dim**-0.5, backend=Backend.TRITON, out=out)
+    paged_attention(q, cache, cache, batch, scale=dim**-0.5, sinks=sinks, backend=Backend.TRITON, out=out)
     want = torch.cat(expected)
     assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype]
     rows = query_len * hq // hkv
@@ -117,7 +126,7 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
     for tile in (pipelined, pipelined._replace(held_splits=16, warps=8)):
         out = torch.full_like(q, torch.nan)
-        launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, query_len=query_len)
+        launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, query_len=query_len, sinks=sinks)
         assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype], tile
 
 
@@ -173,9 +182,10 @@ def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int]) -> 
             values
         )
     out = torch.full_like(q, torch.nan)
-    launch_decode(q, cache, cache, batch, dim**-0.5, out, Tile(16, 64, 8, 2, True, held_splits=4))
+    sinks = sinks_of(heads, dtype)
+    launch_decode(q, cache, cache, batch, dim**-0.5, out, Tile(16, 64, 8, 2, True, held_splits=4), sinks=sinks)
     for s, values in enumerate(keys):
-        want = plain_attention(q[s : s + 1], values, values, dim**-0.5)
+        want = plain_attention(q[s : s + 1], values, values, dim**-0.5, sinks)
         assert (out[s : s + 1].double() - want).norm() / want.norm() < TOLERANCE[dtype], lens[s]
 
 

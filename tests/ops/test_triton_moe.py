@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.moe import sigmoid_router_reference, topk_router_reference
+from weft.ops.moe import clamped_swiglu, fused_moe_reference, sigmoid_router_reference, topk_router_reference
 from weft.ops.triton import moe_sum
 from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
 from weft.ops.triton.router import sigmoid_router_triton, topk_router_triton
@@ -15,6 +15,8 @@ from weft.ops.triton.router import sigmoid_router_triton, topk_router_triton
 ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE) if ON_GPU else [torch.float32]
+
+CLAMPED = {"alpha": 1.7, "limit": 0.9}
 
 # tokens, experts, experts per token, hidden size, expert width
 SHAPES = [(1, 8, 2, 48, 24), (2, 8, 2, 64, 32), (7, 5, 3, 40, 16), (33, 16, 4, 64, 32), (65, 4, 2, 32, 40)]
@@ -28,20 +30,26 @@ def routing(num_tokens: int, num_experts: int, top_k: int, padding: int) -> tupl
     return torch.rand(num_tokens, top_k, device=DEVICE), ids.to(DEVICE)
 
 
-def expected_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Pair by pair, in float64."""
+def expected_moe(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, biases: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Pair by pair, in float64; with biases, the clamped activation of gpt-oss."""
     x, weights = x.double(), weights.double()
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         if expert >= 0:
             rows, places = (ids == expert).nonzero(as_tuple=True)
             hidden = x[rows] @ gate_up[expert].double().T
-            if hidden.shape[1] == down.shape[2]:
+            if biases is not None:
+                hidden = clamped_swiglu(hidden + biases[0][expert].double(), **CLAMPED)
+            elif hidden.shape[1] == down.shape[2]:
                 hidden = hidden.relu().square()
             else:
                 gate, up = hidden.chunk(2, dim=-1)
                 hidden = torch.nn.functional.silu(gate) * up
-            out.index_add_(0, rows, weights[rows, places, None] * (hidden @ down[expert].double().T))
+            made = hidden @ down[expert].double().T
+            made = made if biases is None else made + biases[1][expert].double()
+            out.index_add_(0, rows, weights[rows, places, None] * made)
     return out
 
 
@@ -72,6 +80,25 @@ def test_equals_pair_by_pair(shape: tuple[int, ...], dtype: torch.dtype, padding
 def test_squared_relu_without_a_gate(num_tokens: int) -> None:
     for dtype in DTYPES:
         check_moe((num_tokens, 3, 2, 40, 20), dtype, 1, gated=False)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 90])
+def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
+    """In every block, few tokens and many, halves of tall tiles included; and as in the torch reference."""
+    for dtype in DTYPES:
+        weights, ids = routing(num_tokens, 3, 2, 1)
+        x, gate_up, down, *biases = (
+            torch.randn(s, device=DEVICE).to(dtype)
+            for s in ((num_tokens, 40), (3, 40, 40), (3, 40, 20), (3, 40), (3, 40))
+        )
+        want = expected_moe(x, gate_up, down, weights, ids, (biases[0], biases[1]))
+        options = {"gate_up_bias": biases[0], "down_bias": biases[1], **CLAMPED}
+        tall = Tiles(Tile(128, 16, 16, 4, 2), Tile(128, 16, 16, 4, 2))
+        for tiles in (None, tall):
+            out = fused_moe_triton(x, gate_up, down, weights, ids, tiles=tiles, **options)
+            assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
+        reference = fused_moe_reference(x, gate_up, down, weights, ids, **options)
+        assert (reference.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
 
 
 @pytest.mark.parametrize("pairs", [10, 1280, 10240, 20480, 81920])

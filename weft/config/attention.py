@@ -22,6 +22,7 @@ class AttentionConfig:
         qk_norm_spans_heads: that norm is one over all query heads, and one over all key heads (OLMo 2).
         output_gate: the output is gated by a sigmoid of a second half of ``q_proj`` (Qwen3-Next, Qwen3.5).
         scale: of the scores; None: ``head_dim ** -0.5``.
+        sinks: every query head has a learned score that takes part in the softmax and has no value (gpt-oss).
         in_multiplier, out_multiplier: of the layer's input and output (Falcon-H1).
     """
 
@@ -37,6 +38,7 @@ class AttentionConfig:
     scale: float | None = None
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0
+    sinks: bool = False
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
         """``k`` and ``v``, one entry per token; heads are split over ranks, or replicated where there are fewer."""
@@ -70,15 +72,15 @@ def read_attention(
     output_gate: bool = False,
     partial_rotary_factor: float | None = None,
     rotary: bool = True,
+    sinks: bool = False,
 ) -> AttentionConfig:
     """Read the keys of an attention layer.
 
     Args:
         qkv_bias: whether the architecture always has a bias on its input projections, and none on the output; None:
             ``attention_bias`` says so for all four.
-        qk_norm, qk_norm_spans_heads, output_gate: as the architecture always has them.
+        qk_norm, qk_norm_spans_heads, output_gate, sinks: as the architecture always has them.
         partial_rotary_factor: share of each head that is rotated if the checkpoint is silent; None: always whole heads.
-
         rotary: False: the architecture rotates nothing, whatever the config says.
 
     Raises:
@@ -97,6 +99,7 @@ def read_attention(
         qk_norm=qk_norm,
         qk_norm_spans_heads=qk_norm_spans_heads,
         output_gate=_output_gate(text, output_gate),
+        sinks=sinks,
     )
 
 

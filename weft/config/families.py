@@ -16,11 +16,12 @@ from weft.config.gemma3 import GEMMA3, gemma3_layer_types, gemma3_multipliers, r
 from weft.config.json_object import JsonObject
 from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
 from weft.config.mamba_families import MAMBA_FAMILIES
-from weft.config.moe import read_kimi_moe, read_lfm2_moe, read_moe
+from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe
 from weft.config.short_conv import read_short_conv
 from weft.config.sliding_window import (
     all_sliding,
     all_sliding_if_used,
+    alternating_from_sliding,
     read_sliding_window,
     sliding_every_other,
     sliding_from_layer,
@@ -114,6 +115,12 @@ _KIMI_LINEAR = {"vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 
                 "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "num_experts": 256,
                 "num_experts_per_tok": 8, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
                 "bos_token_id": 163584, "eos_token_id": 163586}  # fmt: skip
+_GPT_OSS = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+            "num_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+            "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                "truncate": False, "original_max_position_embeddings": 4096}}  # fmt: skip
 _OLMO_HYBRID = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
                 "num_attention_heads": 30, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4,
                 "eos_token_id": 100257}  # fmt: skip
@@ -214,6 +221,13 @@ FAMILIES: dict[str, Family] = {
         zero_centered_norm=True,
         keys={"hidden_activation": "hidden_act"},
         defaults=GEMMA3,
+    ),
+    "GptOssForCausalLM": Family(
+        "weft.models.gpt_oss:GptOssForCausalLM",
+        _windowed(partial(read_attention, sinks=True), switched=False),
+        layer_types=alternating_from_sliding,
+        moe=read_gpt_oss_moe,
+        defaults=_GPT_OSS,
     ),
     "KimiLinearForCausalLM": Family(
         "weft.models.kimi_linear:KimiLinearForCausalLM",

@@ -28,6 +28,15 @@ class SigmoidRouting:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``, of ``gate`` up to ``limit`` and ``up``
+    between ``-limit`` and ``limit``."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Mixture of experts.
 
@@ -37,6 +46,9 @@ class MoeConfig:
         sparse_layers: the layers that have experts; the others have a dense MLP.
         shared_expert_gate: a sigmoid gate per token weighs the shared expert.
         sigmoid: None: scores are a softmax over all experts.
+        biases: the router and every projection of the experts have one.
+        clamped: the experts' activation, if not that of the model.
+        interleaved: checkpoints hold the experts' matrices transposed, gate and up columns in turn.
     """
 
     num_experts: int
@@ -47,6 +59,9 @@ class MoeConfig:
     sparse_layers: frozenset[int]
     shared_expert_gate: bool = True
     sigmoid: SigmoidRouting | None = None
+    biases: bool = False
+    clamped: ClampedSwiGLU | None = None
+    interleaved: bool = False
 
 
 def read_moe(
@@ -89,6 +104,22 @@ def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
             scale=text.number("routed_scaling_factor", 1.0),
             epsilon=1e-6,
         ),
+    )
+
+
+def read_gpt_oss_moe(text: JsonObject, num_layers: int) -> MoeConfig:
+    """gpt-oss: every layer has experts; the weights are a softmax over the chosen ones' scores."""
+    num_experts, top_k = read_experts(text)
+    return MoeConfig(
+        num_experts,
+        top_k,
+        text.integer("intermediate_size"),
+        norm_topk_prob=True,
+        shared_expert_intermediate_size=None,
+        sparse_layers=frozenset(range(num_layers)),
+        biases=True,
+        clamped=ClampedSwiGLU(text.number("swiglu_alpha", 1.702), text.number("swiglu_limit", 7.0)),
+        interleaved=True,
     )
 
 

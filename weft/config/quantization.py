@@ -79,6 +79,12 @@ def _read(config: JsonObject) -> QuantizationConfig:
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed_tensors,
     }
+    if method == "mxfp4":
+        raise UnsupportedModelError(
+            f"{config.where}: quant_method='mxfp4' is not supported; use the checkpoint in bfloat16: one published as "
+            "such, or what transformers writes after from_pretrained(..., "
+            "quantization_config=Mxfp4Config(dequantize=True), dtype='bfloat16') and save_pretrained(...)"
+        )
     if method not in readers:
         raise UnsupportedModelError(f"{config.where}: quant_method={method!r} is not supported; {SUPPORTED}")
     return readers[method](config)

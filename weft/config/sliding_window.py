@@ -93,5 +93,10 @@ def sliding_every_other(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     return tuple("sliding_attention" if i < end and i % 2 == 0 else "full_attention" for i in range(num_layers))
 
 
+def alternating_from_sliding(text: JsonObject, num_layers: int) -> tuple[str, ...]:
+    """A layer with a window and one of full attention in turn (gpt-oss)."""
+    return tuple("full_attention" if i % 2 else "sliding_attention" for i in range(num_layers))
+
+
 def _is_used(text: JsonObject) -> bool:
     return text.boolean("use_sliding_window", False) and text.given("sliding_window")

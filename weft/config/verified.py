@@ -60,6 +60,7 @@ VERIFIED: dict[str, Verified] = {
     "MiniMaxForCausalLM": Verified(False, Ranks.REFUSED),
     "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
     "Gemma3ForCausalLM": Verified(False, Ranks.ENGINE),
+    "GptOssForCausalLM": Verified(False, Ranks.LAYERS),
     "KimiLinearForCausalLM": Verified(False, Ranks.LAYERS),
     "OlmoHybridForCausalLM": Verified(True, Ranks.REFUSED),
 }

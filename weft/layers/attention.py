@@ -19,7 +19,7 @@ from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
-from weft.layers.weight import Layout, WeightModule, empty_parameter, whole
+from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter, whole
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
 from weft.ops.e4m3 import E4M3
@@ -88,6 +88,11 @@ class Attention(PagedAttention):
                 RMSNorm(count * geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
                 for count in heads
             )
+        self.sinks: nn.Parameter | None = None
+        local_heads = self.qkv_proj.num_heads
+        self._sink_rows = RowMap(geometry.num_heads, (RowRun(context.tp.rank * local_heads, 0, local_heads),))
+        if geometry.sinks:
+            self.sinks = empty_parameter(local_heads, dtype=context.dtype, device=context.device)
         self.k_scale: nn.Parameter | None = None
         self.v_scale: nn.Parameter | None = None
         if config.quantization is not None and config.quantization.kv_cache:
@@ -97,11 +102,14 @@ class Attention(PagedAttention):
 
     def layouts(self) -> tuple[Layout, ...]:
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        return ({name: whole(scale) for name, scale in scales.items() if scale is not None},)
+        layout = {name: whole(scale) for name, scale in scales.items() if scale is not None}
+        if self.sinks is not None:
+            layout["sinks"] = self._sink_rows.piece(self.sinks)
+        return (layout,)
 
     def initial_range(self, name: str) -> tuple[float, float]:
-        """Scales of an FP8 cache: keys and values of order one use most of what e4m3 can hold."""
-        return 0.01, 0.02
+        """Scales of an FP8 cache: keys and values of order one use most of what e4m3 can hold. Sinks are scores."""
+        return (-1.0, 1.0) if name == "sinks" else (0.01, 0.02)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self._in_multiplier != 1.0:
@@ -115,7 +123,9 @@ class Attention(PagedAttention):
         batch, cache = context.batch, context.caches[self.name]
         scaled = cache["k"].dtype is E4M3 and self.k_scale is not None
         q, gate = self._rotate(qkv, batch.positions, cache["k"], cache["v"], batch.slot_mapping, scaled=scaled)
-        attended = paged_attention(q, cache["k"], cache["v"], batch, scale=self._scale, backend=self._backend)
+        attended = paged_attention(
+            q, cache["k"], cache["v"], batch, scale=self._scale, sinks=self.sinks, backend=self._backend
+        )
         attended = attended.flatten(1)
         if scaled and self.v_scale is not None:
             attended = (attended * self.v_scale).to(qkv.dtype)

@@ -36,6 +36,7 @@ class LinearBase(WeightModule):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = empty_parameter(shard.rows, dtype=context.dtype, device=context.device)
+            self.bias[shard.num_filled :].zero_()
 
     def layouts(self) -> tuple[Layout, ...]:
         return tuple(layout | self._bias_layout() for layout in self.quant_method.layouts(self))
@@ -168,11 +169,13 @@ class MergedReplicatedLinear(ColumnParallelLinear):
     ALIGNMENT = 8
     quantizable = False  # published checkpoints keep their routers in the model's dtype
 
-    def __init__(self, in_features: int, out_features: Sequence[int], *, context: ModelContext) -> None:
+    def __init__(
+        self, in_features: int, out_features: Sequence[int], *, bias: bool = False, context: ModelContext
+    ) -> None:
         parts, target = {}, 0
         for i, total in enumerate(out_features):
             parts[f"{i}."] = RowMap(total, (RowRun(0, target, total),))
             target += total
         padded = -(-target // self.ALIGNMENT) * self.ALIGNMENT
-        self._build(in_features, padded, parts, False, context)
+        self._build(in_features, padded, parts, bias, context)
         self.num_outputs = target

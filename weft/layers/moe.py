@@ -11,13 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.model import ModelConfig
+from weft.config.moe import ClampedSwiGLU
 from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedReplicatedLinear
 from weft.layers.mlp import dense_mlp
 from weft.layers.quant_method import ExpertsMethod
-from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, empty_parameter, whole
+from weft.layers.weight import (
+    Interleaved,
+    Layout,
+    MatrixShard,
+    RowMap,
+    RowRun,
+    WeightModule,
+    WeightPiece,
+    empty_parameter,
+    whole,
+)
 from weft.ops.moe import sigmoid_router, topk_router
 
 
@@ -29,6 +40,9 @@ class Experts(WeightModule):
         num_experts: experts of the layer, over all ranks.
         local_experts: which of them this rank holds, or holds a share of.
         gate_up_shard, down_shard: which rows and columns of one expert this rank holds.
+        clamped, interleaved: see ``MoeConfig``.
+        gate_up_bias, down_bias: ``[E, 2 * I / tp]`` and ``[E, H]``, or None. Where ranks hold a share of every expert,
+            the first alone has ``down_bias``.
     """
 
     quant_method: ExpertsMethod
@@ -41,9 +55,12 @@ class Experts(WeightModule):
         context: ModelContext,
         *,
         gated: bool = True,
+        biases: bool = False,
+        clamped: ClampedSwiGLU | None = None,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.gated = gated
+        self.gated, self.clamped, self.interleaved = gated, clamped, interleaved
         self.num_experts, self.local_experts = num_experts, range(num_experts)
         rank, local = context.tp.rank, intermediate_size
         if context.expert_parallel:
@@ -58,6 +75,16 @@ class Experts(WeightModule):
         self.gate_up_shard = MatrixShard(len(names) * local, hidden_size, parts, 0, hidden_size)
         down = RowMap(hidden_size, (RowRun(0, 0, hidden_size),))
         self.down_shard = MatrixShard(hidden_size, local, {"down_proj.": down}, rank * local, intermediate_size)
+        self._biases = biases
+        self.gate_up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if biases:
+            count = len(self.local_experts)
+            self.gate_up_bias = empty_parameter(
+                count, self.gate_up_shard.rows, dtype=context.dtype, device=context.device
+            )
+            if rank == 0:
+                self.down_bias = empty_parameter(count, hidden_size, dtype=context.dtype, device=context.device)
 
     def forward(
         self,
@@ -71,9 +98,26 @@ class Experts(WeightModule):
         return self.quant_method.apply(self, x, weights, ids, shared, shared_gate)
 
     def layouts(self) -> tuple[Layout, ...]:
-        return self.quant_method.layouts(self)
+        biases = self._bias_layout() if self._biases else {}
+        return tuple(layout | biases for layout in self.quant_method.layouts(self))
+
+    def _bias_layout(self) -> Layout:
+        """``gate_up_proj_bias [E, 2 * I]``, gate and up in turn, and ``down_proj_bias [E, H]`` (gpt-oss)."""
+        assert self.gate_up_bias is not None
+        experts = slice(self.local_experts.start, self.local_experts.stop)
+        rows = slice(2 * self.down_shard.first_column, 2 * (self.down_shard.first_column + self.down_shard.columns))
+        both = Interleaved(*self.gate_up_bias.chunk(2, dim=1))
+        down = () if self.down_bias is None else (((experts, slice(None)), self.down_bias),)
+        return {
+            "gate_up_proj_bias": WeightPiece(
+                (self.num_experts, 2 * self.down_shard.total_columns), (((experts, rows), both),)
+            ),
+            "down_proj_bias": WeightPiece((self.num_experts, self.down_shard.rows), down),
+        }
 
     def initial_range(self, name: str) -> tuple[float, float]:
+        if name.endswith("_bias"):
+            return super().initial_range(name)
         return self.quant_method.initial_range(self, name)
 
 
@@ -91,12 +135,21 @@ class SparseMoe(WeightModule):
         shared_size = moe.shared_expert_intermediate_size
         self._shared_gate = shared_size is not None and moe.shared_expert_gate
         outputs = [moe.num_experts, 1] if self._shared_gate else [moe.num_experts]
-        self.router = MergedReplicatedLinear(config.hidden_size, outputs, context=context)
+        self.router = MergedReplicatedLinear(config.hidden_size, outputs, bias=moe.biases, context=context)
         self.correction_bias: nn.Parameter | None = None
         if moe.sigmoid is not None and moe.sigmoid.correction_bias:
             self.correction_bias = empty_parameter(moe.num_experts, dtype=torch.float32, device=context.device)
         gated = config.activation == "silu"
-        self.experts = Experts(moe.num_experts, config.hidden_size, moe.intermediate_size, context, gated=gated)
+        self.experts = Experts(
+            moe.num_experts,
+            config.hidden_size,
+            moe.intermediate_size,
+            context,
+            gated=gated,
+            biases=moe.biases,
+            clamped=moe.clamped,
+            interleaved=moe.interleaved,
+        )
         self.shared_expert = None
         if shared_size is not None:
             self.shared_expert = dense_mlp(config, shared_size, context)

@@ -43,7 +43,16 @@ class SlidingWindowAttention(Attention):
         else:
             if batch.chunks:
                 attended = window_attention(
-                    q, k, v, cache["k"], cache["v"], batch, chunk_size=CHUNK_SIZE, scale=self._scale, backend=backend
+                    q,
+                    k,
+                    v,
+                    cache["k"],
+                    cache["v"],
+                    batch,
+                    chunk_size=CHUNK_SIZE,
+                    scale=self._scale,
+                    sinks=self.sinks,
+                    backend=backend,
                 )
             else:  # decodes and padding
                 attended = torch.zeros_like(q)
@@ -58,5 +67,15 @@ class SlidingWindowAttention(Attention):
         context = get_forward_context()
         cache, positions = context.caches[self.name], context.batch.positions[: q.shape[0]]
         return window_attention_decode(
-            q, k, v, cache["k"], cache["v"], slots, positions, scale=self._scale, backend=self._backend, out=out
+            q,
+            k,
+            v,
+            cache["k"],
+            cache["v"],
+            slots,
+            positions,
+            scale=self._scale,
+            sinks=self.sinks,
+            out=out,
+            backend=self._backend,
         )

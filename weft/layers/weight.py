@@ -31,6 +31,17 @@ class CopyTarget(Protocol):
         """Take the values over; ``source`` is on the CPU, in the checkpoint's dtype."""
 
 
+class Interleaved:
+    """Receives columns that belong to several tensors in turn."""
+
+    def __init__(self, *targets: Tensor) -> None:
+        self._targets = targets
+
+    def copy_(self, source: Tensor) -> None:
+        for i, target in enumerate(self._targets):
+            target.copy_(source[..., i :: len(self._targets)])
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
     """One tensor of a checkpoint: its whole shape, and this rank's copies ``target.copy_(tensor[source])``.

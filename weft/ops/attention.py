@@ -22,20 +22,28 @@ _BLOCK_ELEMENTS = 1 << 19
 
 
 def paged_attention_reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, *, scale: float, out: Tensor | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Torch reference of ``paged_attention``: decode rows in one call, prefill sequences one by one."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if batch.mixture is not None:
-        device_work("paged_attention", batch, (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64)), (out,))
+        inputs = (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64), *(() if sinks is None else (sinks,)))
+        device_work("paged_attention", batch, inputs, (out,))
         return out
     if batch.verification is not None:
-        _decode(q, k_cache, v_cache, batch, scale, out, batch.verification.query_len)
+        _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
         return out
     if batch.num_decodes:
-        _decode(q, k_cache, v_cache, batch, scale, out)
+        _decode(q, k_cache, v_cache, batch, scale, sinks, out)
     if batch.num_decodes < batch.num_seqs:
-        _prefill(q, k_cache, v_cache, batch, scale, out)
+        _prefill(q, k_cache, v_cache, batch, scale, sinks, out)
     if batch.num_tokens < q.shape[0]:
         out[batch.num_tokens :].zero_()
     return out
@@ -43,12 +51,20 @@ def paged_attention_reference(
 
 @device_reference("paged_attention")
 def _attention_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    q, k_cache, v_cache, scale = inputs
-    paged_attention_reference(q, k_cache, v_cache, batch, scale=scale.item(), out=outputs[0])
+    q, k_cache, v_cache, scale, *sinks = inputs
+    sink = sinks[0] if sinks else None
+    paged_attention_reference(q, k_cache, v_cache, batch, scale=scale.item(), sinks=sink, out=outputs[0])
 
 
 def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, query_len: int = 1
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+    query_len: int = 1,
 ) -> None:
     """Sequences with ``query_len`` rows each, in blocks of similar length, longest first; in a captured graph, whose
     host knows no lengths, as one block over all the pages that there may be."""
@@ -56,7 +72,7 @@ def _decode(
     if batch.token_count is not None:
         seq_lens = batch.seq_lens[:count, None]
         out[:] = _decode_block(
-            q, k_cache, v_cache, batch.page_table, seq_lens, batch.max_seq_len, scale, query_len, ragged=True
+            q, k_cache, v_cache, batch.page_table, seq_lens, batch.max_seq_len, scale, sinks, query_len, ragged=True
         )
         return
     order = batch.seq_lens[:count].argsort(descending=True)
@@ -75,6 +91,7 @@ def _decode(
             batch.seq_lens[rows, None],
             lengths[begin],
             scale,
+            sinks,
             query_len,
             ragged=end - begin > 1,
         )
@@ -89,6 +106,7 @@ def _decode_block(
     seq_lens: Tensor,
     longest: int,
     scale: float,
+    sinks: Tensor | None,
     query_len: int,
     *,
     ragged: bool,
@@ -105,17 +123,51 @@ def _decode_block(
     )
     if query_len == 1:
         mask = (offsets < seq_lens)[:, None, None] if ragged else None
-        attended = F.scaled_dot_product_attention(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale=scale)
+        sinks = None if sinks is None else sinks.view(num_kv_heads, -1)
+        attended = _attend(q.reshape(n, num_kv_heads, -1, head_dim), k, v, mask, scale, sinks)
         return attended.flatten(1, 2)
     ends = seq_lens - torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=q.device)
     seen = offsets < ends[:, :, None]  # [n, query, key]
     rows = q.reshape(n, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # [n, Hkv, group, query, D]
     mask = seen.repeat(1, rows.shape[2], 1)[:, None]
-    attended = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, mask, scale=scale)
+    sinks = None if sinks is None else sinks.view(num_kv_heads, -1).repeat_interleave(query_len, dim=1)
+    attended = _attend(rows.flatten(2, 3), k, v, mask, scale, sinks)
     return attended.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(n * query_len, -1, head_dim)
 
 
-def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor) -> None:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """``q [..., rows, D]``, ``k, v [..., keys, D]``, ``mask [..., rows, keys]``, ``sinks [..., rows]``. A sink is the
+    score of one more key, whose value is zero."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+    scores = q.new_zeros(*q.shape[:-1], k.shape[-2] + 1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores[..., :-1].masked_fill_(~mask, -torch.inf)
+    scores[..., -1] = sinks
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, scores, scale=scale)
+
+
+def _prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     for i in range(batch.num_decodes, batch.num_seqs):
@@ -126,13 +178,14 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: f
         )
         rows = q[start:end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, group, query, D]
         group = rows.shape[1]
-        attended = F.scaled_dot_product_attention(
+        attended = _attend(
             rows,
             k.expand(-1, group, -1, -1),
             v.expand(-1, group, -1, -1),
             _causal_mask(end - start, kv_len, q.device),
+            scale,
+            None if sinks is None else sinks.view(num_kv_heads, group, 1),
             is_causal=end - start == kv_len,
-            scale=scale,
         )
         out[start:end] = attended.permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)
 
@@ -157,6 +210,7 @@ def paged_attention(
     batch: Batch,
     *,
     scale: float,
+    sinks: Tensor | None = None,
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -168,13 +222,14 @@ def paged_attention(
             head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
             one query token, earlier steps wrote all keys but that token's (they are read early on the GPU).
         batch: says which tokens form which sequence and where their pages are.
+        sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
         out: ``[T, Hq, D]`` to write to, optional.
 
     Returns:
         ``[T, Hq, D]`` in q's dtype; padding rows are zero.
     """
     if backend is Backend.TORCH:
-        return paged_attention_reference(q, k_cache, v_cache, batch, scale=scale, out=out)
+        return paged_attention_reference(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, out=out)
     from weft.ops.triton.attention import paged_attention_triton
 
-    return paged_attention_triton(q, k_cache, v_cache, batch, scale=scale, out=out)
+    return paged_attention_triton(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, out=out)

@@ -166,23 +166,55 @@ def _mask_experts(
     return weights, ids
 
 
-def fused_moe_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def fused_moe_reference(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+) -> Tensor:
     """Torch reference of ``fused_moe``.
 
     The host reads which experts were hit, so this is one operation to the dispatcher: who records operations (the
     graph emulator) sees it as a unit and never a frozen list of experts.
     """
-    return torch.ops.weft.fused_moe_reference(x, gate_up, down, weights, ids)
+    return torch.ops.weft.fused_moe_reference(x, gate_up, down, weights, ids, gate_up_bias, down_bias, alpha, limit)
 
 
-def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def _experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    alpha: float,
+    limit: float | None,
+) -> Tensor:
     gated = gate_up.shape[1] == 2 * down.shape[2]
 
     def run(expert: int, rows: Tensor) -> Tensor:
-        hidden = F.linear(rows, gate_up[expert])
-        return F.linear(silu_and_mul_reference(hidden) if gated else hidden.relu().square(), down[expert])
+        hidden = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        if limit is not None:
+            hidden = clamped_swiglu(hidden, alpha, limit)
+        else:
+            hidden = silu_and_mul_reference(hidden) if gated else hidden.relu().square()
+        return F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
 
     return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """``gate * sigmoid(alpha * gate) * (up + 1)`` of ``[..., gate | up]``, clamped as ``ClampedSwiGLU`` says."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1.0)
 
 
 def sum_over_experts(
@@ -230,7 +262,10 @@ def add_shared(out: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -
 
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
-_LIBRARY.define("fused_moe_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids) -> Tensor")
+_LIBRARY.define(
+    "fused_moe_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? gate_up_bias, "
+    "Tensor? down_bias, float alpha, float? limit) -> Tensor"
+)
 _LIBRARY.impl("fused_moe_reference", _experts, "CompositeExplicitAutograd")
 
 
@@ -242,6 +277,10 @@ def fused_moe(
     weights: Tensor,
     ids: Tensor,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     backend: Backend,
@@ -255,6 +294,8 @@ def fused_moe(
         down: ``[E, H, I]``.
         weights: ``[T, k]``.
         ids: ``[T, k]`` integers (int32 for the kernel); -1 means no expert.
+        gate_up_bias, down_bias: ``[E, 2 * I]`` and ``[E, H]`` to add to the projections, or None.
+        alpha, limit: with a limit the activation is ``clamped_swiglu`` of both.
         shared: ``[T, H]``, output of a shared expert to add, times ``sigmoid(shared_gate)``.
         shared_gate: ``[T, 1]``, or None: the shared expert is added as it is.
 
@@ -262,8 +303,30 @@ def fused_moe(
         ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
     """
     if backend is Backend.TORCH:
-        out = fused_moe_reference(x, gate_up, down, weights, ids)
+        out = fused_moe_reference(
+            x,
+            gate_up,
+            down,
+            weights,
+            ids,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            alpha=alpha,
+            limit=limit,
+        )
         return add_shared(out, shared, shared_gate)
     from weft.ops.triton.moe import fused_moe_triton
 
-    return fused_moe_triton(x, gate_up, down, weights, ids, shared=shared, shared_gate=shared_gate)
+    return fused_moe_triton(
+        x,
+        gate_up,
+        down,
+        weights,
+        ids,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        alpha=alpha,
+        limit=limit,
+        shared=shared,
+        shared_gate=shared_gate,
+    )

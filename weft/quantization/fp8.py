@@ -103,6 +103,11 @@ class Fp8Experts(ExpertsMethod):
                 f"{self._name}: FP8 experts without a gate (squared ReLU) are not supported; use a checkpoint "
                 "in bfloat16 without quantization"
             )
+        if layer.clamped is not None or layer.gate_up_bias is not None:
+            raise ConfigError(
+                f"{self._name}: FP8 experts with biases or a clamped activation (gpt-oss) are not supported; leave "
+                "--quantization out and use a checkpoint in bfloat16"
+            )
         device = self._context.device
         for name, shard in _matrices(layer):
             shape, scales = (shard.rows, shard.columns), self._storage.scale_shape(shard.rows, shard.columns)

@@ -10,7 +10,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod
-from weft.layers.weight import CopyTarget, Layout, Slices, WeightPiece, empty_parameter
+from weft.layers.weight import CopyTarget, Interleaved, Layout, Slices, WeightPiece, empty_parameter
 from weft.ops.linear import linear, linear_silu_mul
 from weft.ops.moe import fused_moe
 
@@ -54,6 +54,8 @@ class UnquantizedExperts(ExpertsMethod):
     def layouts(self, layer: Experts) -> tuple[Layout, ...]:
         """One by one (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``, ``down_proj``)."""
         gate_up, down = layer.get_parameter("gate_up"), layer.get_parameter("down")
+        if layer.interleaved:
+            return (_interleaved_layout(layer, gate_up, down),)
         one_by_one: Layout = {}
         for shard, parameter in ((layer.gate_up_shard, gate_up), (layer.down_shard, down)):
             for part, rows in shard.parts.items():
@@ -73,8 +75,37 @@ class UnquantizedExperts(ExpertsMethod):
         shared_gate: Tensor | None,
     ) -> Tensor:
         gate_up, down = experts.get_parameter("gate_up"), experts.get_parameter("down")
-        backend = self._context.backend
-        return fused_moe(x, gate_up, down, weights, ids, shared=shared, shared_gate=shared_gate, backend=backend)
+        clamped = experts.clamped
+        return fused_moe(
+            x,
+            gate_up,
+            down,
+            weights,
+            ids,
+            gate_up_bias=experts.gate_up_bias,
+            down_bias=experts.down_bias,
+            alpha=1.0 if clamped is None else clamped.alpha,
+            limit=None if clamped is None else clamped.limit,
+            shared=shared,
+            shared_gate=shared_gate,
+            backend=self._context.backend,
+        )
+
+
+def _interleaved_layout(layer: Experts, gate_up: Tensor, down: Tensor) -> Layout:
+    """``gate_up_proj [E, H, 2 * I]``, gate and up columns in turn, and ``down_proj [E, I, H]`` (gpt-oss)."""
+    shard, experts = layer.down_shard, slice(layer.local_experts.start, layer.local_experts.stop)
+    first, last, total = shard.first_column, shard.first_column + shard.columns, shard.total_columns
+    both = Interleaved(*gate_up.transpose(1, 2).chunk(2, dim=2))
+    return {
+        "gate_up_proj": WeightPiece(
+            (layer.num_experts, shard.rows, 2 * total),
+            (((experts, slice(None), slice(2 * first, 2 * last)), both),),
+        ),
+        "down_proj": WeightPiece(
+            (layer.num_experts, total, shard.rows), (((experts, slice(first, last)), down.transpose(1, 2)),)
+        ),
+    }
 
 
 class IndexableTarget(Protocol):

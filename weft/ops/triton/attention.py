@@ -30,32 +30,49 @@ kernels are equal at 512 rows of one sequence without context, and with context 
 
 
 def paged_attention_triton(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, *, scale: float, out: Tensor | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``paged_attention`` of ``weft/ops/attention.py``; float32 inputs keep float32 accuracy."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
-        _decode(q, k_cache, v_cache, batch, scale, out, batch.verification.query_len)
+        _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
         return out
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
     only_decodes = batch.max_query_len == 1 and batch.mixture is None
     decodes = only_decodes or batch.num_decodes > 0 or batch.mixture is not None
     if decodes:
-        _decode(q, k_cache, v_cache, batch, scale, out)
+        _decode(q, k_cache, v_cache, batch, scale, sinks, out)
     if not only_decodes or num_rows > num_seqs:
-        _prefill(q, k_cache, v_cache, batch, scale, out, skip_decodes=decodes)
+        _prefill(q, k_cache, v_cache, batch, scale, sinks, out, skip_decodes=decodes)
     return out
 
 
 def _prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, *, skip_decodes: bool
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+    *,
+    skip_decodes: bool,
 ) -> None:
     if _is_for_hopper(q, k_cache, batch):
-        hopper.launch_prefill_hopper(q, k_cache, v_cache, batch, scale, out, skip_decodes=skip_decodes)
+        hopper.launch_prefill_hopper(
+            q, k_cache, v_cache, batch, scale, out, skip_decodes=skip_decodes, sinks=sinks
+        )  # fmt: skip
         return
     group = q.shape[1] // k_cache.shape[2]
     tile = prefill_tile(q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
-    launch_prefill(q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes)
+    launch_prefill(q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes, sinks=sinks)
 
 
 def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
@@ -79,11 +96,18 @@ def verifies(q: Tensor, k_cache: Tensor, query_len: int) -> bool:
 
 
 def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, query_len: int = 1
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+    query_len: int = 1,
 ) -> None:
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
     rows = group * query_len
     num_seqs = batch.seq_lens.shape[0]
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, q.element_size(), table_tokens)
-    launch_decode(q, k_cache, v_cache, batch, scale, out, tile, query_len=query_len)
+    launch_decode(q, k_cache, v_cache, batch, scale, out, tile, query_len=query_len, sinks=sinks)

@@ -33,6 +33,7 @@ from weft.ops.triton.attention_tiles import (
     check_layout,
     load_keys_values,
     precision,
+    start_softmax,
 )
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
@@ -81,6 +82,7 @@ class Fixed(NamedTuple):
         stages, ahead, held_splits: see ``Tile``.
         splits_last: the grid's last dimension goes over splits, else over sequences.
         mixture: which sequences decode is known to the device only.
+        sinks: whether heads have one.
     """
 
     head_dim: int
@@ -98,6 +100,7 @@ class Fixed(NamedTuple):
     held_splits: int
     splits_last: bool
     mixture: bool
+    sinks: bool
 
 
 @triton.jit
@@ -123,7 +126,7 @@ def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
 
 @triton.jit
 def _decode_held_split(
-    q_row, cache, results, place, lanes, inside, kv_len, scale_log2, FIXED: tl.constexpr, EARLY: tl.constexpr
+    q_row, cache, sinks, results, place, lanes, inside, kv_len, scale_log2, FIXED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """One split in one step. Its keys and values were written before this step, but for the newest tokens': they load
     while the kernel before this one still runs."""
@@ -132,9 +135,12 @@ def _decode_held_split(
     PRECISION: tl.constexpr = FIXED.precision
     table = cache[2]
     _row, _seq, split, num_splits = place
-    head_ids, query_tokens, dims, _in_group, mask = lanes
+    head_ids, query_tokens, dims, in_group, mask = lanes
+    ROWS: tl.constexpr = FIXED.rows
     BLOCK_D: tl.constexpr = FIXED.block_d
     QUERY_LEN: tl.constexpr = FIXED.query_len
+    SINKS: tl.constexpr = FIXED.sinks
+    LOWEST: tl.constexpr = _LOWEST if QUERY_LEN > 1 else float("-inf")
     newest = kv_len - QUERY_LEN
     tokens = split * SPLIT + tl.arange(0, SPLIT)
     stored = tokens < newest
@@ -142,9 +148,8 @@ def _decode_held_split(
     k, v = load_keys_values(cache, page, tokens, stored, dims, FIXED, True)
     wait(EARLY)
     queries = tl.load(q_row + inside, mask=mask, other=0.0)
-    acc = tl.zeros([head_ids.shape[0], BLOCK_D], dtype=tl.float32)
-    row_sum = tl.zeros([head_ids.shape[0]], dtype=tl.float32)
-    row_max = tl.full([head_ids.shape[0]], _LOWEST if QUERY_LEN > 1 else float("-inf"), dtype=tl.float32)
+    has_sink = in_group & (split == 0)
+    acc, row_sum, row_max = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, SINKS, LOWEST)
     if split == num_splits - 1:
         tail = newest + tl.arange(0, 16)  # as many as a matrix product takes
         is_newest = tail < kv_len
@@ -168,7 +173,7 @@ def _decode_sequence(
 
     With EARLY this is where the program waits for the kernels before it; one without a split leaves at once.
     """
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q = inputs
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks = inputs
     stride_q, stride_slot, stride_table = strides
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     GROUP: tl.constexpr = FIXED.group
@@ -182,6 +187,8 @@ def _decode_sequence(
     AHEAD: tl.constexpr = FIXED.ahead
     HELD_SPLITS: tl.constexpr = FIXED.held_splits
     QUERY_LEN: tl.constexpr = FIXED.query_len
+    SINKS: tl.constexpr = FIXED.sinks
+    LOWEST: tl.constexpr = _LOWEST if QUERY_LEN > 1 else float("-inf")
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
     kv_len = tl.load(seq_lens + seq)
@@ -202,14 +209,15 @@ def _decode_sequence(
             if HELD_SPLITS > 0:  # noqa: SIM102 (known to the compiler)
                 if num_splits <= HELD_SPLITS:
                     place = (row, seq, first_split, num_splits)
-                    _decode_held_split(q_row, cache, results, place, lanes, inside, kv_len, scale_log2, FIXED, EARLY)
+                    _decode_held_split(
+                        q_row, cache, sinks, results, place, lanes, inside, kv_len, scale_log2, FIXED, EARLY
+                    )  # fmt: skip
             if num_splits > HELD_SPLITS:
                 wait(EARLY)
                 queries = tl.load(q_row + inside, mask=mask, other=0.0)
                 for split in range(first_split, num_splits, step):
-                    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-                    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-                    row_max = tl.full([ROWS], _LOWEST if QUERY_LEN > 1 else float("-inf"), dtype=tl.float32)
+                    has_sink = in_group & (split == 0)
+                    acc, row_sum, row_max = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, SINKS, LOWEST)
                     end = tl.minimum(kv_len, split * SPLIT + SPLIT)
                     ahead = split * SPLIT + tl.arange(0, KEYS)
                     next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
@@ -236,13 +244,13 @@ def _decode_sequence(
 
 @jit(do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _decode_kernel(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, partial, partial_lse, counts,
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, partial, partial_lse, counts,
     scale_log2, num_rows, num_seqs, max_splits, stride_q, stride_out, stride_slot, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     kv_head = tl.program_id(0)
-    inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q)
+    inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks)
     strides = (stride_q, stride_slot, stride_table)
     results = (out, partial, partial_lse, max_splits, stride_out)
     if FIXED.mixture:
@@ -309,7 +317,7 @@ def decode_tile(
 
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, query_len: int = 1, split: int | None = None, aim: int | None = None,
+    *, sinks: Tensor | None = None, query_len: int = 1, split: int | None = None, aim: int | None = None,
 ) -> None:  # fmt: skip
     """Sequences with ``query_len`` query tokens, with a given tile; if that is 1, padding rows below the number of
     sequences too."""
@@ -340,10 +348,11 @@ def launch_decode(
     fixed = Fixed(
         head_dim, num_heads // num_kv_heads, num_heads, page_size, query_len, split, tile.rows, tile.keys, block_d,
         precision(q), tile.stages, tile.ahead, held_splits, splits_last, mixture is not None,
+        sinks is not None,
     )  # fmt: skip
     _decode_kernel[grid](
-        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out, partial, partial_lse,
-        counts, scale * LOG2E, num_rows, num_seqs, max_splits,
+        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, q if sinks is None else sinks, out,
+        partial, partial_lse, counts, scale * LOG2E, num_rows, num_seqs, max_splits,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

@@ -24,6 +24,7 @@ from weft.ops.triton.attention_tiles import (
     load_keys_values,
     precision,
     sequence_of_block,
+    start_softmax,
 )
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
@@ -46,6 +47,7 @@ class Fixed(NamedTuple):
         stages: see ``Tile``.
         skip_decodes: sequences with one query token are the other kernel's.
         mixture: which sequences these are is known to the device only.
+        sinks: whether heads have one.
     """
 
     head_dim: int
@@ -59,11 +61,12 @@ class Fixed(NamedTuple):
     stages: int
     skip_decodes: bool
     mixture: bool
+    sinks: bool
 
 
 @jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _prefill_kernel(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, out, counts,
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, counts,
     scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_slot, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +79,8 @@ def _prefill_kernel(
     KEYS: tl.constexpr = FIXED.keys
     BLOCK_D: tl.constexpr = FIXED.block_d
     PRECISION: tl.constexpr = FIXED.precision
+    SINKS: tl.constexpr = FIXED.sinks
+    LOWEST: tl.constexpr = float("-inf")
     kv_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks of a sequence see most keys: they go first
     lanes = tl.arange(0, ROWS)
@@ -111,9 +116,9 @@ def _prefill_kernel(
             rows = (begin + tokens).to(tl.int64)[:, None]
             offsets = head_offsets[:, None] + dims[None, :]
             queries = tl.load(q + rows * stride_q + offsets, mask=mask, other=0.0)
-            acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-            row_sum = tl.zeros([ROWS], dtype=tl.float32)
-            row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+            heads = kv_head * GROUP + lanes % GROUP
+            in_block = lanes < TOKENS * GROUP
+            acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, SINKS, LOWEST)
             positions = context_len + tokens
             table = page_table + seq.to(tl.int64) * stride_table
             cache = (k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, stride_slot)
@@ -158,7 +163,7 @@ def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, eleme
 
 def launch_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, skip_decodes: bool,
+    *, skip_decodes: bool, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, with a given tile."""
     check_layout(q, k_cache, v_cache, out)
@@ -171,11 +176,12 @@ def launch_prefill(
     blocks = num_rows // tokens + (num_seqs if mixture is None else mixture.max_prefills) + 1
     fixed = Fixed(
         head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),
-        tile.stages, skip_decodes and mixture is None, mixture is not None,
+        tile.stages, skip_decodes and mixture is None, mixture is not None, sinks is not None,
     )  # fmt: skip
     _prefill_kernel[(num_kv_heads, blocks)](
-        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out,
-        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
+        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+        q if sinks is None else sinks, out, batch.seq_lens if mixture is None else mixture.counts,
+        scale * LOG2E, num_rows, num_seqs,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

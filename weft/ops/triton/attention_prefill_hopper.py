@@ -45,6 +45,7 @@ _ROWS = 128
 """Rows of a block: the two consumers' 64 each, as four warps multiply them at a time."""
 
 _STAGES = gl.constexpr(2)
+_LOG2E = gl.constexpr(LOG2E)
 
 _ALL_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
@@ -117,13 +118,15 @@ def _steps(
 
 @gluon.jit
 def _attend(
-    queries, k_tiles, v_tiles, barriers, position, keys, scale_log2, WHICH: gl.constexpr, GROUP: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, OUT: gl.constexpr,
+    queries, k_tiles, v_tiles, barriers, position, keys, sinks, scale_log2, WHICH: gl.constexpr, GROUP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, SINKS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Attention of 64 rows, the first at ``position``, over ``keys`` keys, at least 1: float32 in layout ``OUT``."""
+    """Attention of 64 rows, the first at ``position``, over ``keys`` keys, at least 1: float32 in layout ``OUT``.
+    ``sinks``: of the group's heads."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     k_ready, k_empty, v_ready, _v_empty, turns = barriers
-    positions = position + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)) // GROUP
+    lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    positions = position + lanes // GROUP
     _wait(k_ready, 0)
     if HEAD_DIM <= 128:
         mbarrier.wait(turns.index(WHICH), 1 - WHICH)
@@ -136,6 +139,9 @@ def _attend(
     scores = gl.where(offsets[None, :] <= positions[:, None], scores, float("-inf"))
     row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     row_sum = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    if SINKS:  # a key whose value is zero
+        row_max = gl.load(sinks + lanes % GROUP).to(gl.float32) * (_LOG2E / scale_log2)
+        row_sum = row_sum + 1.0
     p, row_max, row_sum, _shrink = softmax(scores, row_max, row_sum, scale_log2)
     acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, layout=OUT)
     tiles = (keys + KEYS - 1) // KEYS
@@ -170,8 +176,9 @@ def _offsets(
 
 @gluon.jit
 def _consume(
-    q, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
+    q, sinks, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
     WHICH: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     """Consumer ``WHICH``: its 64 rows of a block."""
     LANES: gl.constexpr = HEAD_DIM // 8
@@ -190,8 +197,8 @@ def _consume(
         fence_async_shared()  # the matrix units read by another path than stores take
         gl.thread_barrier()
         result = _attend(
-            queries, k_tiles, v_tiles, barriers, position + FIRST, keys, scale_log2,
-            WHICH, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, OUT,
+            queries, k_tiles, v_tiles, barriers, position + FIRST, keys, sinks + kv_head * GROUP, scale_log2,
+            WHICH, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, SINKS, OUT,
         )  # fmt: skip
         tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, OUT)
         gl.store(out + offsets, result.to(gl.bfloat16), mask=(tokens < num_tokens)[:, None])
@@ -246,10 +253,10 @@ class _GluonKernel(Kernel, GluonJITFunction):
     do_not_specialize_on_alignment=METADATA,
 )
 def _prefill_hopper_kernel(
-    q, k_desc, v_desc, page_table, seq_lens, cu_seqlens_q, out, counts,
+    q, k_desc, v_desc, page_table, seq_lens, cu_seqlens_q, sinks, out, counts,
     scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_table,
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
-    SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr, EARLY: gl.constexpr,
+    SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr, SINKS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     enter(EARLY)  # the other parts' warps start when this one's have returned from it
     kv_head = gl.program_id(0)
@@ -274,10 +281,10 @@ def _prefill_hopper_kernel(
     barriers = (k_ready, k_empty, v_ready, v_empty, turns)
     gl.warp_specialize(
         [
-            (_consume, (q, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
-                        0, GROUP, PAGE_SIZE, KEYS, HEAD_DIM)),
-            (_consume, (q, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
-                        1, GROUP, PAGE_SIZE, KEYS, HEAD_DIM)),
+            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out,
+                        scale_log2, 0, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, SINKS)),
+            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out,
+                        scale_log2, 1, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, SINKS)),
             (_produce, (k_desc, v_desc, k_tiles, v_tiles, barriers, table, kv_head * HEAD_DIM, place[4],
                         PAGE_SIZE, KEYS, HEAD_DIM)),
         ],
@@ -316,8 +323,9 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
 
 
 def launch_prefill_hopper(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, *, skip_decodes: bool
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor,
+    *, skip_decodes: bool, sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
     ``takes``. The scale is positive."""
     check_layout(q, k_cache, v_cache, out)
@@ -330,10 +338,11 @@ def launch_prefill_hopper(
     shape = [num_pages * page_size, num_kv_heads * head_dim]
     k_desc, v_desc = (TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache))
     _prefill_hopper_kernel[(num_kv_heads, blocks)](
-        q, k_desc, v_desc, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, out,
-        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
+        q, k_desc, v_desc, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+        q if sinks is None else sinks, out, batch.seq_lens if mixture is None else mixture.counts,
+        scale * LOG2E, num_rows, num_seqs,
         q.stride(0), out.stride(0), batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=_keys(head_dim),
-        SKIP_DECODES=skip_decodes and mixture is None, MIXTURE=mixture is not None,
+        SKIP_DECODES=skip_decodes and mixture is None, MIXTURE=mixture is not None, SINKS=sinks is not None,
         num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
     )  # fmt: skip

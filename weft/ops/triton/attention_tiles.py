@@ -19,6 +19,8 @@ from weft.ops.e4m3 import E4M3
 
 LOG2E = 1.4426950408889634
 
+_LOG2E = tl.constexpr(LOG2E)
+
 METADATA = ["page_table", "seq_lens", "cu_seqlens_q", "counts"]
 """Slices of a step's packed buffer, so their alignment changes from step to step: no reason to compile again."""
 
@@ -75,6 +77,27 @@ def load_keys_values(cache, page, tokens, valid, dims, FIXED: tl.constexpr, MASK
         k = tl.load(k_cache + offsets)
         v = tl.load(v_cache + offsets)
     return k, v
+
+
+@triton.jit
+def start_softmax(
+    sinks, heads, valid, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, LOWEST: tl.constexpr
+):
+    """The online softmax of rows before their first key: ``(acc, row_sum, row_max)``. A row with a sink has seen a key
+    whose value is zero.
+
+    Args:
+        sinks: of all heads, read if ``SINKS``; that of ``heads`` counts in rows that are ``valid``.
+        LOWEST: the maximum of nothing; finite where a row's first tile may hold no key that it sees.
+    """
+    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    row_max = tl.full([ROWS], LOWEST, dtype=tl.float32)
+    if SINKS:
+        scores = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
+        row_max = tl.where(valid, scores * _LOG2E, LOWEST)
+        row_sum += tl.where(valid, 1.0, 0.0)
+    return acc, row_sum, row_max
 
 
 @triton.jit

@@ -4,7 +4,7 @@ Job: ``fused_moe`` on the GPU, for a few tokens (weights stream through once, me
 products and their tile shapes. Does not know: routing, sharding, how pairs are grouped (``moe_groups.py``).
 
     group    pairs of one expert become consecutive places, cut into blocks of ``rows`` places; one block, one expert
-    up       hidden[place] = silu(gate_up[e, :I] x[token]) * (gate_up[e, I:] x[token]), or relu(up[e] x[token]) ** 2
+    up       hidden[place] = silu(gate_up[e, :I] x[token]) * (gate_up[e, I:] x[token]), or another activation
     down     out[pair]     = down[e] hidden[place]
     sum      y[token]      = sum_j weights[token, j] * out[token, j]  (+ sigmoid(gate) * shared)
 
@@ -52,10 +52,11 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _up_tile(
-    x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
+    x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
     places = first + tl.arange(0, ROWS)
@@ -87,7 +88,16 @@ def _up_tile(
         up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
         if GATED:
             gate = tl.dot(a, tl.trans(g), gate, input_precision=PRECISION)
-    if GATED:
+    if BIASED:
+        rows_bias = bias + expert.to(tl.int64) * ((2 if GATED else 1) * WIDTH) + columns
+        up += tl.load(rows_bias + (WIDTH if GATED else 0), mask=in_width, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            gate += tl.load(rows_bias, mask=in_width, other=0.0).to(tl.float32)[None, :]
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    elif GATED:
         result = gate / (1.0 + tl.exp(-gate)) * up
     else:
         result = tl.maximum(up, 0.0)
@@ -98,11 +108,11 @@ def _up_tile(
 
 @jit
 def _up_kernel(
-    x, gate_up, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    stride_x, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+    x, gate_up, bias, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
+    stride_x, alpha, limit, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    BIASED: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
@@ -111,27 +121,30 @@ def _up_kernel(
         if HALVES:
             if end - first <= ROWS // 2:
                 _up_tile(
-                    x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
-                    HIDDEN, WIDTH, TOP_K, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES, GATED,
+                    x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
+                    HIDDEN, WIDTH, TOP_K, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                    GATED, BIASED, CLAMPED,
                 )  # fmt: skip
             else:
                 _up_tile(
-                    x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
-                    HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, GATED,
+                    x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
+                    HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                    GATED, BIASED, CLAMPED,
                 )  # fmt: skip
         else:
             _up_tile(
-                x, gate_up, hidden, pairs, expert, first, end, column, stride_x,
-                HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, GATED,
+                x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
+                HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                GATED, BIASED, CLAMPED,
             )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    hidden, down, out, pairs, expert, first, end, column,
+    hidden, down, bias, out, pairs, expert, first, end, column,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """Down product of up to ``ROWS`` pairs of one expert."""
     places = first + tl.arange(0, ROWS)
@@ -154,16 +167,20 @@ def _down_tile(
         else:
             b = tl.load(down_rows + k[None, :], mask=in_hidden[:, None] & (k < WIDTH)[None, :], other=0.0)
         acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    if BIASED:
+        added = tl.load(bias + expert.to(tl.int64) * HIDDEN + columns, mask=in_hidden, other=0.0)
+        acc += added.to(tl.float32)[None, :]
     offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
 
 
 @jit
 def _down_kernel(
-    hidden, down, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
+    hidden, down, bias, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
@@ -172,18 +189,18 @@ def _down_kernel(
         if HALVES:
             if end - first <= ROWS // 2:
                 _down_tile(
-                    hidden, down, out, pairs, expert, first, end, column,
-                    HIDDEN, WIDTH, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                    hidden, down, bias, out, pairs, expert, first, end, column,
+                    HIDDEN, WIDTH, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
                 )  # fmt: skip
             else:
                 _down_tile(
-                    hidden, down, out, pairs, expert, first, end, column,
-                    HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                    hidden, down, bias, out, pairs, expert, first, end, column,
+                    HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
                 )  # fmt: skip
         else:
             _down_tile(
-                hidden, down, out, pairs, expert, first, end, column,
-                HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
+                hidden, down, bias, out, pairs, expert, first, end, column,
+                HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
             )  # fmt: skip
 
 
@@ -212,6 +229,10 @@ def fused_moe_triton(
     weights: Tensor,
     ids: Tensor,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     tiles: Tiles | None = None,
@@ -230,17 +251,19 @@ def fused_moe_triton(
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     tile = tiles.up
     _up_kernel[(cdiv(width, tile.columns), num_blocks)](
-        x, gate_up, hidden, ids, *grouping, x.stride(0),
+        x, gate_up, x if gate_up_bias is None else gate_up_bias, hidden, ids, *grouping, x.stride(0),
+        alpha, 0.0 if limit is None else limit,
         HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
-        GATED=gate_up.shape[1] == 2 * width, num_warps=tile.warps, **early_launch(ids.device),
+        GATED=gate_up.shape[1] == 2 * width, BIASED=gate_up_bias is not None, CLAMPED=limit is not None,
+        num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
-        hidden, down, partial, ids, *grouping,
+        hidden, down, hidden if down_bias is None else down_bias, partial, ids, *grouping,
         HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=min(tile.inner, _power(width)),
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
-        num_warps=tile.warps, **early_launch(ids.device),
+        BIASED=down_bias is not None, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return sum_experts(partial, weights, ids, shared, shared_gate)
 

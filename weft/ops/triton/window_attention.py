@@ -21,12 +21,11 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention_prefill import prefill_tile
-from weft.ops.triton.attention_tiles import LOG2E, accumulate, precision, sequence_of_block
+from weft.ops.triton.attention_tiles import LOG2E, accumulate, precision, sequence_of_block, start_softmax
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
-_LOG2E = tl.constexpr(LOG2E)
 _LOWEST = tl.constexpr(-1e30)
 """Where the running maximum starts: a row's first tiles may hold no key that it sees."""
 
@@ -63,20 +62,6 @@ class Fixed(NamedTuple):
 
 
 @triton.jit
-def _start(sinks, heads, in_group, FIXED: tl.constexpr):
-    """The online softmax before the first key: with sinks, it has seen a key whose value is zero."""
-    ROWS: tl.constexpr = FIXED.rows
-    BLOCK_D: tl.constexpr = FIXED.block_d
-    acc = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], _LOWEST, dtype=tl.float32)
-    if FIXED.sinks:
-        row_max = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
-        row_sum += 1.0
-    return acc, row_sum, row_max
-
-
-@triton.jit
 def _load(k, v, rows, valid, dims, FIXED: tl.constexpr):
     """Keys and values ``[len(rows), BLOCK_D]``, from pointers to a head of row 0 and the rows' offsets."""
     HEAD_DIM: tl.constexpr = FIXED.head_dim
@@ -98,9 +83,11 @@ def _window_decode_kernel(
     ROWS: tl.constexpr = FIXED.rows
     KEYS: tl.constexpr = FIXED.keys
     PRECISION: tl.constexpr = FIXED.precision
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    SINKS: tl.constexpr = FIXED.sinks
     ENTRY: tl.constexpr = FIXED.num_kv_heads * HEAD_DIM
     kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lanes, dims = tl.arange(0, ROWS), tl.arange(0, FIXED.block_d)
+    lanes, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     in_group = lanes < GROUP
     heads = kv_head * GROUP + lanes
     mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
@@ -114,7 +101,7 @@ def _window_decode_kernel(
     newest = (position % WINDOW).to(tl.int32)
     count = tl.minimum(position, WINDOW).to(tl.int32)  # entries that hold a token from before this step
     queries = tl.load(q + row * stride_q + inside, mask=mask, other=0.0)
-    acc, row_sum, row_max = _start(sinks, heads, in_group, FIXED)
+    acc, row_sum, row_max = start_softmax(sinks, heads, in_group, ROWS, BLOCK_D, SINKS, _LOWEST)
     own = tl.arange(0, 16)  # as many as a matrix product takes
     p_new = row * ENTRY + kv_head * HEAD_DIM
     own_k, own_v = _load(k + p_new, v + p_new, own * 0, own == 0, dims, FIXED)
@@ -153,6 +140,8 @@ def _window_prefill_kernel(
     ROWS: tl.constexpr = FIXED.rows
     KEYS: tl.constexpr = FIXED.keys
     PRECISION: tl.constexpr = FIXED.precision
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    SINKS: tl.constexpr = FIXED.sinks
     ENTRY: tl.constexpr = FIXED.num_kv_heads * HEAD_DIM
     kv_head, block = tl.program_id(0), tl.program_id(1)
     if tl.load(first_chunk + num_seqs) == 0:
@@ -166,7 +155,7 @@ def _window_prefill_kernel(
         return
     before = tl.load(seq_lens + seq) - query_len
     slot = tl.load(state_slots + seq).to(tl.int64)
-    lanes, dims = tl.arange(0, ROWS), tl.arange(0, FIXED.block_d)
+    lanes, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     tokens = first + lanes // GROUP
     in_block = (lanes < TOKENS * GROUP) & (tokens < query_len)
     heads = kv_head * GROUP + lanes % GROUP
@@ -174,7 +163,7 @@ def _window_prefill_kernel(
     rows = (begin + tokens).to(tl.int64)[:, None]
     inside = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + rows * stride_q + inside, mask=mask, other=0.0)
-    acc, row_sum, row_max = _start(sinks, heads, in_block, FIXED)
+    acc, row_sum, row_max = start_softmax(sinks, heads, in_block, ROWS, BLOCK_D, SINKS, _LOWEST)
 
     p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
     oldest = tl.maximum(0, before + first - WINDOW + 1)  # position of the oldest token that the block sees
