@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.patience import stretched
-from tests.test_tokenizer import BYTE_LEVEL, SENTENCEPIECE
+from tests.small_tokenizers import BYTE_LEVEL, SENTENCEPIECE
 from weft.config import resolve
 from weft.text_pieces import PIECE, cuts, pieces
 from weft.tokenizer import Tokenizer

@@ -1,19 +1,18 @@
-"""Text to token ids and back: encoding, chat templates, incremental detokenisation, stop strings.
+"""Text to token ids and back.
 
-Job: a thin layer over transformers' tokenizers, and the two streaming state machines that a growing text needs.
-Owns: what text of an unfinished answer may be shown. Does not know: requests, models, tensors. transformers is imported
-when a tokenizer is loaded, not before.
+Job: a thin layer over transformers' tokenizers. Does not know: requests, models, tensors, texts that grow
+(``detokenizer.py``). transformers is imported when a tokenizer is loaded, not before.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.chat_template import ChatTemplate
 from weft.config.json_object import JsonObject
 from weft.errors import ConfigError, RequestError
 from weft.text_pieces import TextEncoder
@@ -23,25 +22,6 @@ _MANY = 4096
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_TEMPLATE_ARGUMENTS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -61,6 +41,7 @@ class Tokenizer:
         vocab_size: ids with a token, added ones included (a model's embedding may be larger).
         special_token_ids: ids that ``skip_special_tokens`` leaves out.
         bos_token_id, eos_token_id: None where the checkpoint names none.
+        template: the chat template.
         hf: the tokenizer of transformers.
     """
 
@@ -77,11 +58,14 @@ class Tokenizer:
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._token_texts: dict[int, str] = {}
         self._known_ids: dict[int, bool] = {}
+        self._is_byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
+        self._bytes_by_id = {skip: BytesById(self, skip) for skip in (False, True)}
         self.vocab_size: int = len(hf_tokenizer)
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self._adds_bos = self._backend.encode("").ids[:1] == [self.bos_token_id]
         self._encoder = TextEncoder(self._backend)
+        self.template = ChatTemplate(hf_tokenizer)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -155,6 +139,11 @@ class Tokenizer:
             return bytes(_BYTES[character] for character in token)
         return text.encode("utf-8", "replace")
 
+    def bytes_by_id(self, *, skip_special_tokens: bool) -> BytesById | None:
+        """What each id adds to the bytes of a text; None if the text of ids is not made of bytes one after the other,
+        as it is in byte-level vocabularies."""
+        return self._bytes_by_id[skip_special_tokens] if self._is_byte_level else None
+
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """False if decoding leaves this id out: it has no token, or is a special one to be skipped."""
         if skip_special_tokens and token_id in self.special_token_ids:
@@ -163,16 +152,6 @@ class Tokenizer:
         if known is None:
             known = self._known_ids[token_id] = self._backend.id_to_token(token_id) is not None
         return known
-
-    @property
-    def chat_template(self) -> str | None:
-        """The one template of the checkpoint as text; None if it has none or several by name."""
-        template = self.hf.chat_template
-        return template if isinstance(template, str) else None
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.hf.chat_template is not None
 
     def render_chat(
         self,
@@ -195,42 +174,25 @@ class Tokenizer:
         Raises:
             RequestError: no template, no messages, or something that the template refuses.
         """
-        variables = dict(chat_template_kwargs or {})
-        self._check_chat(messages, variables, add_generation_prompt, continue_final_message)
-        try:
-            return self.hf.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
-            )
-        except Exception as error:  # templates are programs of the checkpoint: anything can come out of them
-            raise RequestError(f"the chat template refuses these messages: {_first_line(error)}", "messages") from error
+        return self.template.render(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
-    def _check_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], add_prompt: bool, continue_final: bool
-    ) -> None:
-        if not self.has_chat_template:
-            raise RequestError(
-                "this checkpoint has no chat template; render the conversation yourself and use generate()", "messages"
-            )
-        if not messages:
-            raise RequestError("messages is empty; a chat needs at least one message", "messages")
-        if any(not isinstance(message, Mapping) or "role" not in message for message in messages):
-            raise RequestError("every message must be a dict with at least a 'role'", "messages")
-        if add_prompt and continue_final:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other; set one of them to False",
-                "continue_final_message",
-            )
-        reserved = sorted(_TEMPLATE_ARGUMENTS.intersection(variables))
-        if reserved:
-            raise RequestError(
-                f"chat_template_kwargs holds {', '.join(reserved)}, not variables of a template; leave them out",
-                "chat_template_kwargs",
-            )
+
+class BytesById(dict[int, bytes]):
+    """The bytes of ids, none for those that ``Tokenizer.decode`` leaves out; found when they are first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+
+    def __missing__(self, token_id: int) -> bytes:
+        known = self._tokenizer.has_text(token_id, skip_special_tokens=self._skip)
+        value = self[token_id] = self._tokenizer.token_bytes(token_id) if known else b""
+        return value
 
 
 def _class_of(folder: Path) -> Any:
@@ -256,169 +218,3 @@ def _processor_template(folder: Path) -> str | None:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "no message")
-
-
-class IncrementalDetokenizer:
-    """The text of a growing list of token ids, piece by piece.
-
-    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of prompt and generated ids, less its text.
-    A character whose bytes are spread over several tokens is held back until it is whole; one that the prompt began
-    belongs to the generated text. Each call decodes a short window of recent tokens, so its cost does not grow with the
-    text; the window starts at a character boundary and keeps some tokens that are already out, since decoders treat the
-    first token of a text differently (leading spaces).
-
-    Two kinds of garbage are exempt from the sum: a byte-fallback tokenizer can take back characters already shown
-    when a broken byte follows, and more than ``MAX_HELD`` tokens in a row without a whole character are let go.
-    """
-
-    MAX_HELD = 64
-    _CONTEXT = 4
-    _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes, so at most three U+FFFD stand for it
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
-    ) -> None:
-        """``prompt_token_ids``: what the text continues; only the last few are looked at."""
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._window, pending, self._whole = self._context(prompt_token_ids)  # the text that will not change any more
-        self._old = len(self._window)  # ids of the window that belong to the context
-        self._window += pending
-        self._shown = self._decode(self._window) if pending else self._whole  # the part of the text that is out
-        self._is_all_out = True
-
-    def extend(self, token_ids: Sequence[int]) -> str:
-        """Take in some ids; the text that can be shown now, often empty or several characters.
-
-        Ids that come together are decoded together where that makes no difference: where they end with a character.
-        """
-        new = [token_id for token_id in token_ids if self._has_text(token_id)]
-        return "".join(self._extend(new[i : i + self.MAX_HELD]) for i in range(0, len(new), self.MAX_HELD))
-
-    def _extend(self, new: list[int]) -> str:
-        if len(new) > 1:
-            text = self._decode(self._window + new)
-            if text.startswith(self._shown) and REPLACEMENT not in text[len(self._shown) :]:
-                self._window += new
-                return self._show(text, len(text))
-        return "".join(map(self._append, new))
-
-    def _append(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        stable = len(text)
-        if len(self._window) - self._old <= self.MAX_HELD:
-            if not text.startswith(self._shown):
-                if not text.startswith(self._whole):
-                    self._is_all_out = False
-                    return ""  # byte fallback reads a whole run of bytes as broken until its last character is whole
-                self._shown = self._whole
-            run = len(text) - len(text.rstrip(REPLACEMENT))
-            stable = max(stable - min(run, self._MAX_PENDING), len(self._shown))
-        return self._show(text, stable)
-
-    def _show(self, text: str, stable: int) -> str:
-        """The window's text is ``text``, and so many of its characters can be out."""
-        delta = text[len(self._shown) : stable]
-        self._shown = text[:stable]
-        if delta:
-            self._whole = self._shown
-        self._is_all_out = stable == len(text)
-        if self._is_all_out:
-            self._advance()
-        return delta
-
-    def finish(self) -> str:
-        """The text still held back: U+FFFD for a character that never became whole."""
-        if self._is_all_out:
-            return ""
-        text = self._decode(self._window)
-        delta = text[len(self._shown) :]
-        self._shown = text
-        return delta
-
-    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int], str]:
-        """The prompt's last few ids from a character boundary on, those after them that begin another character, and
-        the text of the former."""
-        recent = (i for i in reversed(prompt_token_ids[-self.MAX_HELD :]) if self._has_text(i))
-        tail = list(itertools.islice(recent, self._CONTEXT + 2 * self._MAX_PENDING))[::-1]
-        for end in range(len(tail), max(len(tail) - self._MAX_PENDING, 0) - 1, -1):
-            for start in range(max(end - self._CONTEXT, 0) + 1):
-                text = self._decode(tail[start:end])
-                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
-                    return tail[start:end], tail[end:], text
-        return tail, [], self._decode(tail)
-
-    def _advance(self) -> None:
-        """Everything is out: let the newer tokens become the context once there are enough of them."""
-        if len(self._window) - self._old >= self._CONTEXT:
-            self._window = self._window[self._old :]
-            self._old = len(self._window)
-            self._shown = self._whole = self._decode(self._window)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
-
-    def _has_text(self, token_id: int) -> bool:
-        return self._tokenizer.has_text(token_id, skip_special_tokens=self._skip)
-
-
-class StopStrings:
-    """Finds the first stop string in a growing text, however the text is cut, and holds back what may become one.
-
-    The first is the one that is complete first; of two that end together, the longer. The pieces returned, ``finish()``
-    included, add up to the text up to the stop string (and through it if ``include``).
-
-    Attributes:
-        matched: the stop string found, or None. Text after it is dropped.
-    """
-
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        assert all(stops), "an empty stop string would match everywhere"
-        self._stops = list(stops)
-        self._include = include
-        self._held = ""
-        self.matched: str | None = None
-
-    def append(self, delta: str, *, may_stop: bool = True) -> str:
-        """Take in more text; the text that can be shown now.
-
-        ``may_stop=False``: a stop string that ends within ``delta`` does not count (before ``min_tokens``).
-        """
-        if self.matched is not None:
-            return ""
-        text = self._held + delta
-        if may_stop:
-            found = self._first_match(text)
-            if found is not None:
-                end, self.matched = found
-                self._held = ""
-                return text[:end] if self._include else text[: end - len(self.matched)]
-        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
-
-    def finish(self) -> str:
-        """The text held back: no stop string came of it."""
-        held, self._held = self._held, ""
-        return held
-
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        """End and stop string of the match that is complete first, among those that end in the new text."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
-            if start >= 0:
-                candidate = (start + len(stop), -len(stop), stop)
-                best = candidate if best is None else min(best, candidate)
-        return None if best is None else (best[0], best[2])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while start >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start = text.find(stop[0], start + 1)
-    return 0

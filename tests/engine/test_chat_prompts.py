@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from tests.engine.conftest import assert_idle
-from tests.test_tokenizer import byte_level
+from tests.small_tokenizers import byte_level
 from tests.tiny_tokenizer import drop_bos_from_template, save_sentencepiece_tokenizer
 from weft import LLM, SamplingParams
 from weft.config import resolve

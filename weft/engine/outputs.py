@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from weft.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from weft.messages import TokenLogprobs
 from weft.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
 from weft.request import Request
 from weft.sampling_params import SamplingParams
-from weft.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
+from weft.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Completion:
 
     request: Request
     index: int
-    detokenizer: IncrementalDetokenizer | None
+    detokenizer: Detokenizer | None
     stops: StopStrings | None
     text: str = ""
     num_tokens_seen: int = 0
@@ -89,7 +90,7 @@ class OutputStream:
         params = self._params
         if self._tokenizer is None or not params.detokenize:
             return Completion(request, index, None, None)
-        detokenizer = IncrementalDetokenizer(
+        detokenizer = make_detokenizer(
             self._tokenizer,
             skip_special_tokens=params.skip_special_tokens,
             prompt_token_ids=request.prompt_token_ids,

@@ -15,6 +15,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from weft.config import EngineConfig
 from weft.engine import wire
@@ -212,7 +213,7 @@ class Service:
         if config.skip_tokenizer_init:
             return None
         began = time.monotonic()
-        tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer_path)
+        tokenizer = await asyncio.to_thread(_load, config.tokenizer_path)
         self._tell("tokenizer", time.monotonic() - began, f"{tokenizer.vocab_size:,} tokens")
         return tokenizer
 
@@ -271,6 +272,13 @@ class Service:
             await self._grammars.close()
         is_drained = self.state is State.DRAINING and self._engine is not None
         await self.engine_client.stop(GRACE_S if is_drained else 0.0)
+
+
+def _load(path: Path) -> Tokenizer:
+    """Ready for the first call, which would otherwise wait for its template."""
+    tokenizer = Tokenizer.load(path)
+    tokenizer.template.compile()
+    return tokenizer
 
 
 def describe(capacity: wire.Capacity) -> str:

@@ -100,11 +100,11 @@ def tokenizer_info(context: Context) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "bos_token": None if bos is None else tokenizer.token_text(bos),
         "eos_token": None if eos is None else tokenizer.token_text(eos),
-        "chat_template": tokenizer.chat_template,
+        "chat_template": tokenizer.template.text,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "special_token_ids": sorted(tokenizer.special_token_ids),
-        "has_chat_template": tokenizer.has_chat_template,
+        "has_chat_template": tokenizer.template.exists,
         "max_model_len": context.service.capacity.max_model_len,
     }
 

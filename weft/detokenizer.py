@@ -1,0 +1,226 @@
+"""The text of an answer while it grows: incremental detokenization and stop strings.
+
+Job: state machines that turn tokens into pieces of text, and find stop strings in it. Owns: what text of an unfinished
+answer may be shown. Does not know: requests, models.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.tokenizer import REPLACEMENT, BytesById, Tokenizer
+
+
+class Detokenizer(Protocol):
+    """The text of a growing list of token ids, piece by piece.
+
+    The pieces, ``finish()`` included, add up to ``Tokenizer.decode`` of prompt and generated ids, less its text.
+    A character whose bytes are spread over several tokens is held back until it is whole; one that the prompt began
+    belongs to the generated text, or to neither if nothing completes it.
+    """
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Take in some ids; the text that can be shown now, often empty or several characters."""
+        ...
+
+    def finish(self) -> str:
+        """The text still held back: U+FFFD for a character that never became whole."""
+        ...
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+) -> Detokenizer:
+    """``prompt_token_ids``: what the text continues; only the last few are looked at."""
+    table = tokenizer.bytes_by_id(skip_special_tokens=skip_special_tokens)
+    if table is not None:
+        return ByteLevelDetokenizer(table, prompt_token_ids)
+    return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids)
+
+
+class ByteLevelDetokenizer:
+    """For byte-level vocabularies: the bytes of the ids, decoded as UTF-8 as they come."""
+
+    _CONTEXT = 16  # the last ids of the prompt in which an unfinished character begins, special tokens among them
+
+    def __init__(self, table: BytesById, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._table = table
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join([table[i] for i in prompt_token_ids[-self._CONTEXT :]]))
+        self._decoder = decoder
+        self._is_within = bool(decoder.getstate()[0])  # a character that the prompt began
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        table = self._table
+        return self._told(self._decoder.decode(b"".join([table[i] for i in token_ids])))
+
+    def finish(self) -> str:
+        return self._told(self._decoder.decode(b"", final=True))
+
+    def _told(self, text: str) -> str:
+        if self._is_within and text:
+            self._is_within = False
+            return text.removeprefix(REPLACEMENT)
+        return text
+
+
+class WindowDetokenizer:
+    """For any vocabulary.
+
+    Each call decodes a short window of recent tokens, so its cost does not grow with the
+    text; the window starts at a character boundary and keeps some tokens that are already out, since decoders treat the
+    first token of a text differently (leading spaces).
+
+    Two kinds of garbage are exempt from the sum: a byte-fallback tokenizer can take back characters already shown
+    when a broken byte follows, and more than ``MAX_HELD`` tokens in a row without a whole character are let go.
+    """
+
+    MAX_HELD = 64
+    _CONTEXT = 4
+    _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes, so at most three U+FFFD stand for it
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window, pending, self._whole = self._context(prompt_token_ids)  # the text that will not change any more
+        self._old = len(self._window)  # ids of the window that belong to the context
+        self._window += pending
+        self._shown = self._decode(self._window) if pending else self._whole  # the part of the text that is out
+        self._is_all_out = True
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        # Ids that come together are decoded together where that makes no difference: where they end with a character.
+        new = [token_id for token_id in token_ids if self._has_text(token_id)]
+        return "".join(self._extend(new[i : i + self.MAX_HELD]) for i in range(0, len(new), self.MAX_HELD))
+
+    def _extend(self, new: list[int]) -> str:
+        if len(new) > 1:
+            text = self._decode(self._window + new)
+            if text.startswith(self._shown) and REPLACEMENT not in text[len(self._shown) :]:
+                self._window += new
+                return self._show(text, len(text))
+        return "".join(map(self._append, new))
+
+    def _append(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        stable = len(text)
+        if len(self._window) - self._old <= self.MAX_HELD:
+            if not text.startswith(self._shown):
+                if not text.startswith(self._whole):
+                    self._is_all_out = False
+                    return ""  # byte fallback reads a whole run of bytes as broken until its last character is whole
+                self._shown = self._whole
+            run = len(text) - len(text.rstrip(REPLACEMENT))
+            stable = max(stable - min(run, self._MAX_PENDING), len(self._shown))
+        return self._show(text, stable)
+
+    def _show(self, text: str, stable: int) -> str:
+        """The window's text is ``text``, and so many of its characters can be out."""
+        delta = text[len(self._shown) : stable]
+        self._shown = text[:stable]
+        if delta:
+            self._whole = self._shown
+        self._is_all_out = stable == len(text)
+        if self._is_all_out:
+            self._advance()
+        return delta
+
+    def finish(self) -> str:
+        if self._is_all_out:
+            return ""
+        text = self._decode(self._window)
+        delta = text[len(self._shown) :]
+        self._shown = text
+        return delta
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int], str]:
+        """The prompt's last few ids from a character boundary on, those after them that begin another character, and
+        the text of the former."""
+        recent = (i for i in reversed(prompt_token_ids[-self.MAX_HELD :]) if self._has_text(i))
+        tail = list(itertools.islice(recent, self._CONTEXT + 2 * self._MAX_PENDING))[::-1]
+        for end in range(len(tail), max(len(tail) - self._MAX_PENDING, 0) - 1, -1):
+            for start in range(max(end - self._CONTEXT, 0) + 1):
+                text = self._decode(tail[start:end])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return tail[start:end], tail[end:], text
+        return tail, [], self._decode(tail)
+
+    def _advance(self) -> None:
+        """Everything is out: let the newer tokens become the context once there are enough of them."""
+        if len(self._window) - self._old >= self._CONTEXT:
+            self._window = self._window[self._old :]
+            self._old = len(self._window)
+            self._shown = self._whole = self._decode(self._window)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+    def _has_text(self, token_id: int) -> bool:
+        return self._tokenizer.has_text(token_id, skip_special_tokens=self._skip)
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text, however the text is cut, and holds back what may become one.
+
+    The first is the one that is complete first; of two that end together, the longer. The pieces returned, ``finish()``
+    included, add up to the text up to the stop string (and through it if ``include``).
+
+    Attributes:
+        matched: the stop string found, or None. Text after it is dropped.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        assert all(stops), "an empty stop string would match everywhere"
+        self._stops = list(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def append(self, delta: str, *, may_stop: bool = True) -> str:
+        """Take in more text; the text that can be shown now.
+
+        ``may_stop=False``: a stop string that ends within ``delta`` does not count (before ``min_tokens``).
+        """
+        if self.matched is not None:
+            return ""
+        text = self._held + delta
+        if may_stop:
+            found = self._first_match(text)
+            if found is not None:
+                end, self.matched = found
+                self._held = ""
+                return text[:end] if self._include else text[: end - len(self.matched)]
+        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def finish(self) -> str:
+        """The text held back: no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """End and stop string of the match that is complete first, among those that end in the new text."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if start >= 0:
+                candidate = (start + len(stop), -len(stop), stop)
+                best = candidate if best is None else min(best, candidate)
+        return None if best is None else (best[0], best[2])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
+    return 0
