@@ -10,17 +10,20 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.patience import GUARD_S
-from tests.server.fake_engine import SLOW
+from tests.server.fake_engine import SLOW, FakeCore
 from tests.server.running import RunningServer, chat_body, is_alive, wait_until
+from weft.engine import wire
 from weft.errors import ConfigError
 from weft.server import api_link as link
 from weft.server.admission import Admission, OpenCounts
+from weft.server.api_servers import _NUMBERS, ApiProcess, ApiServers
 from weft.server.errors import ApiError
 from weft.server.gathering import Gathering
 from weft.server.history import History
@@ -336,3 +339,17 @@ def test_frames_however_they_are_cut(size: int) -> None:
     for i in range(0, len(written), size):
         receiver.data_received(bytes(written[i : i + size]))
     assert got == messages
+
+
+def test_a_look_into_the_engine_is_shown_to_the_process_that_asked() -> None:
+    """Each numbers its own, also one that was started again."""
+    heard: list[tuple[int, Any]] = []
+    servers = object.__new__(ApiServers)  # no processes
+    servers._members = [ApiProcess(index, None) for index in range(3)]  # type: ignore[arg-type]
+    for member in servers._members:
+        member.frames = SimpleNamespace(send=lambda message, index=member.index: heard.append((index, message.number)))  # type: ignore[assignment]
+    snapshot = FakeCore().snapshot(0)
+    numbers = [1, 3, 5, 4 * _NUMBERS * 3 + 2]
+    for number in numbers:
+        servers._hear(wire.Inspected(number, snapshot))
+    assert heard == list(zip([1, 0, 2, 2], numbers, strict=True))

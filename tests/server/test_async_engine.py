@@ -41,9 +41,10 @@ class Link:
         self.loop = EngineLoop(self.core, self, FakeHeartbeat())  # type: ignore[arg-type]
 
     def send(self, message: Any) -> None:
-        if isinstance(message, wire.Outputs):
+        if isinstance(message, wire.Outputs | wire.Inspected):
             assert self.engine is not None
-            self.engine.receive(wire.decode_from_engine(wire.encode(message)))
+            message = wire.decode_from_engine(wire.encode(message))
+            self.engine.receive(message) if isinstance(message, wire.Outputs) else self.engine.show(message)
         else:
             self.inbox += wire.decode_to_engine(wire.encode([message]))
 
@@ -298,5 +299,28 @@ def test_times_of_tokens_are_told_per_message(inputs: InputProcessor) -> None:
         assert listener.nexts == [2, 2, 2]
         prompt = len(engine.inputs.prepare_prompt(TEXT).token_ids)
         assert listener.iterations == [2 * prompt + 2, 2, 2, 2]
+
+    run(inputs, body)
+
+
+def test_a_look_gets_its_own_answer_also_where_another_one_gets_none(inputs: InputProcessor) -> None:
+    """As when a replica dies before it answers."""
+
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        lost, *asked = (asyncio.create_task(engine.inspect(replica=i)) for i in range(3))
+        await asyncio.sleep(0)
+        link.inbox = [m for m in link.inbox[::-1] if isinstance(m, wire.Inspect) and m.replica != 0]
+        numbers = [m.number for m in link.inbox[::-1]]
+        link.run()
+        assert [(await look).number for look in asked] == numbers and not lost.done()
+        lost.cancel()
+        await asyncio.wait([lost])
+        assert not engine._looks
+        engine.show(wire.Inspected(0, link.core.snapshot(0)))  # too late
+        dead = asyncio.create_task(engine.inspect())
+        await asyncio.sleep(0)
+        engine.die("gone")
+        with pytest.raises(EngineDeadError, match="gone"):
+            await dead
 
     run(inputs, body)

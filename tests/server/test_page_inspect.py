@@ -182,3 +182,17 @@ def test_steps_by_keyboard(mini: RunningServer, browser: Browser) -> None:
     first = browser.text("#step")
     browser.one("#steps").send_keys(Keys.ARROW_LEFT)
     assert browser.text("#step") != first
+
+
+@needs_chromium
+def test_a_replica_is_chosen(browser: Browser) -> None:
+    running = RunningServer("--dp", "2", "--device", "cpu").wait_ready()
+    try:
+        browser.open(running.url, "inspect")
+        browser.until(lambda: browser.text("#replicas [aria-pressed='true']") == "Replica 0")
+        browser.one("#replica-1").click()
+        browser.until(lambda: browser.text("#replicas [aria-pressed='true']") == "Replica 1")
+        assert browser.focused().get_attribute("id") == "replica-1" and "of 8" in browser.text("#tiles")
+        assert not browser.complaints()
+    finally:
+        running.close()

@@ -168,6 +168,17 @@ def test_replicas_over_http() -> None:
             return [replica["state"] for replica in running.client.get("/replicas").json()["replicas"]]
 
         post = running.client.post
+
+        def look(**params: str) -> Any:
+            return running.client.get("/inspect", params=params, headers=boss).json()
+
+        assert running.chat("for one of them").status_code == 200
+        looks = [look(replica=str(index)) for index in range(2)]
+        assert [view["replica"] for view in looks] == [0, 1] and look()["replica"] == 0
+        steps = [view["totals"]["num_steps"] for view in looks]
+        assert min(steps) == 0 < max(steps), "each shows its own"
+        for wrong in ("2", "-1", "x"):
+            assert "there is no replica" in look(replica=wrong)["error"]["message"]
         assert states() == ["up", "up"] and post("/replicas/0/drain").status_code == 403
         assert post("/replicas/2/drain", headers=boss).status_code == 404
         assert post("/replicas/1/start", headers=boss).status_code == 409
@@ -177,8 +188,9 @@ def test_replicas_over_http() -> None:
         assert running.chat("still there").status_code == 200
         metrics = running.client.get("/metrics").text
         assert 'replica="0"} 0.0' in next(m for m in metrics.splitlines() if m.startswith("weft:replica_up{"))
-        looked = running.client.get("/inspect", headers=boss).json()
-        assert [replica["state"] for replica in looked["replicas"]] == ["drained", "up"]
+        looked = look()
+        assert [replica["state"] for replica in looked["replicas"]] == ["drained", "up"] and looked["replica"] == 1
+        assert "replica 0 is drained" in look(replica="0")["error"]["message"]
         assert post("/replicas/0/start", headers=boss).status_code == 202
         wait_until(lambda: states() == ["up", "up"], GUARD_S)
     finally:

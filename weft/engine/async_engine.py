@@ -11,16 +11,16 @@ that never reads costs the tokens of its own answer and nothing more.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from weft.engine import wire
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.inputs import InputProcessor, PreparedPrompt
 from weft.engine.outputs import CompletionDelta, OutputStream
-from weft.engine.views import Snapshot
 from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
 from weft.request import Request
@@ -179,6 +179,7 @@ class AsyncEngine:
         inputs: validates and resolves requests for this model.
         tokenizer: None: token ids only.
         token_times: hear when tokens come.
+        numbers: of looks into the engine; None: from 0 on. (One of several processes before an engine has its own.)
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class AsyncEngine:
         inputs: InputProcessor,
         tokenizer: Tokenizer | None,
         token_times: Sequence[TokenTimes] = (),
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.inputs = inputs
         self.tokenizer = tokenizer
@@ -197,7 +199,8 @@ class AsyncEngine:
         self._streams: dict[str, ResponseStream] = {}
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
         self._death: EngineDeadError | None = None
-        self._pending_snapshots: list[asyncio.Future[Snapshot]] = []
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._looks: dict[int, asyncio.Future[wire.Inspected]] = {}
         self._pending_resets: list[asyncio.Future[bool]] = []
 
     @property
@@ -308,24 +311,27 @@ class AsyncEngine:
         if unfinished and self._death is None:
             self._link.send(wire.FinishRequests(unfinished))
 
-    async def inspect(self, tokens_per_node: int = 0) -> Snapshot:
-        """A look into the engine between two of its steps.
+    async def inspect(self, tokens_per_node: int = 0, replica: int | None = None) -> wire.Inspected:
+        """A look into the engine between two of its steps; see ``wire.Inspect``.
 
         Raises:
             EngineDeadError: there is no engine any more.
         """
         if self._death is not None:
             raise self._death
-        pending: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-        self._pending_snapshots.append(pending)
-        self._link.send(wire.Inspect(tokens_per_node))
-        return await pending
+        number = next(self._numbers)
+        pending = self._looks[number] = asyncio.get_running_loop().create_future()
+        self._link.send(wire.Inspect(number, tokens_per_node, replica))
+        try:
+            return await pending
+        finally:
+            del self._looks[number]
 
-    def show(self, snapshot: Snapshot) -> None:
-        """The engine has let itself be looked at; snapshots come in the order in which they were asked for."""
-        pending = self._pending_snapshots.pop(0)
-        if not pending.done():
-            pending.set_result(snapshot)
+    def show(self, message: wire.Inspected) -> None:
+        """The engine has let itself be looked at; whoever asked may have gone."""
+        pending = self._looks.get(message.number)
+        if pending is not None and not pending.done():
+            pending.set_result(message)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and nothing changes, while requests run. Raises EngineDeadError."""
@@ -347,9 +353,8 @@ class AsyncEngine:
         self._death = EngineDeadError(reason)
         for stream in self._streams.values():
             stream.fail(self._death)
-        waiting: list[asyncio.Future[Any]] = [*self._pending_snapshots, *self._pending_resets]
+        waiting: list[asyncio.Future[Any]] = [*self._looks.values(), *self._pending_resets]
         for pending in waiting:
             if not pending.done():
                 pending.set_exception(self._death)
-        self._pending_snapshots.clear()
         self._pending_resets.clear()

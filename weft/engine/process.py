@@ -119,7 +119,7 @@ class EngineLoop:
 
     def _apply(self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache) -> None:
         if isinstance(message, wire.Inspect):
-            self._channel.send(self._core.snapshot(message.tokens_per_node))
+            self._channel.send(wire.Inspected(message.number, self._core.snapshot(message.tokens_per_node)))
             return
         if isinstance(message, wire.ResetPrefixCache):
             self._channel.send(wire.PrefixCacheReset(self._reset_prefix_cache()))

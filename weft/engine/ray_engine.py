@@ -141,4 +141,6 @@ class RayEngine(EngineHandle):
         offset = self._clock.seconds
         if offset and isinstance(message, wire.Outputs):
             message = replace(message, updates=[wire.moved(update, offset) for update in message.updates])
+        elif offset and isinstance(message, wire.Inspected):
+            message = replace(message, snapshot=replace(message.snapshot, now=message.snapshot.now + offset))
         self._on_message(message)

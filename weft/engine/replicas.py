@@ -28,7 +28,7 @@ from weft.engine.gpus import devices_of_replica
 from weft.engine.launcher import ENGINE_MODULE, EngineHandle, EngineProcess
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
-from weft.engine.views import ReplicaView, Snapshot
+from weft.engine.views import ReplicaView
 from weft.request import RequestSpec
 from weft.stats import EngineStats
 
@@ -156,7 +156,8 @@ class ReplicaSet:
             case wire.FinishRequests():
                 self._finish(message)
             case wire.Inspect():
-                ready = next((m for m in self.members if m.is_ready), None)
+                asked = self.members if message.replica is None else [self.members[message.replica]]
+                ready = next((m for m in asked if m.is_ready), None)
                 if ready is not None and ready.process is not None:
                     ready.process.send(message)
             case wire.DrainReplica():
@@ -209,8 +210,8 @@ class ReplicaSet:
                 if not self._is_configured:
                     self._is_configured = True
                     self._on_message(message)
-            case Snapshot():
-                self._on_message(message)
+            case wire.Inspected():
+                self._on_message(replace(message, replica=member.index))
 
     def _take(self, member: Member, outputs: wire.Outputs) -> None:
         member.stats = outputs.stats
@@ -257,6 +258,7 @@ class ReplicaSet:
                 state=m.state,
                 pid=m.process.pid if m.process is not None else 0,
                 num_open=self._router.replicas[m.index].num_open,
+                max_num_seqs=m.capacity.max_num_seqs if m.capacity is not None else 0,
                 num_restarts=m.num_restarts,
                 **{name: getattr(m.stats, name) for name in names},
             )

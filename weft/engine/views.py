@@ -114,7 +114,7 @@ class PoolView(msgspec.Struct, frozen=True):
     num_evicted: int
 
 
-class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+class Snapshot(msgspec.Struct, frozen=True):
     """The engine at one moment.
 
     Attributes:
@@ -141,6 +141,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
         state: starting, up, draining, drained (nobody starts it unasked), or down (it could not be started again).
         pid: its process, on its machine; 0 if there is none, or it is not known yet.
         num_open: completions that were sent to it and have not ended.
+        max_num_seqs: completions that it runs at a time; 0 while it is not ready.
         num_running, num_waiting, num_free_pages, num_query_tokens, num_hit_tokens, num_prefill_tokens,
             num_decode_tokens: as in ``EngineStats``, of its present process.
         num_restarts: how often another process has replaced one that died.
@@ -150,6 +151,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     state: str
     pid: int
     num_open: int
+    max_num_seqs: int
     num_running: int
     num_waiting: int
     num_free_pages: int

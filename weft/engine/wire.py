@@ -5,8 +5,8 @@ Owns: their fields. Does not know: sockets (``channel.py``), who reads them.
 
 Towards the engine, in lists: ``RequestSpec``, ``FinishRequests``, ``Inspect``, ``Shutdown``; to
 several replicas also ``DrainReplica``, ``StartReplica``. From the engine, in this
-order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and a
-``Snapshot`` for each ``Inspect``; ``Failed`` if it cannot start or go on. Moments are seconds of ``time.monotonic()``,
+order: ``Configured``, ``Stage`` (several), ``Ready``, then ``Outputs``, one per step that changed something, and an
+``Inspected`` for each ``Inspect``; ``Failed`` if it cannot start or go on. Moments are seconds of ``time.monotonic()``,
 which all processes of a machine share on Linux.
 """
 
@@ -33,9 +33,17 @@ class FinishRequests(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
-    """Send a ``Snapshot`` now. ``tokens_per_node``: token ids of each node of the tree to send along."""
+    """Send ``Inspected`` now.
 
+    Attributes:
+        number: comes back with the answer.
+        tokens_per_node: token ids of each node of the tree to send along.
+        replica: of several, the one to look into; None: the first one that is up. One that is not up does not answer.
+    """
+
+    number: int
     tokens_per_node: int = 0
+    replica: int | None = None
 
 
 class DrainReplica(msgspec.Struct, frozen=True, tag="drain_replica"):
@@ -150,13 +158,21 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, tag="was_reset"):
     done: bool
 
 
+class Inspected(msgspec.Struct, frozen=True, tag="inspected"):
+    """The engine as it is, for the ``Inspect`` of this number. ``replica``: which one of several this is."""
+
+    number: int
+    snapshot: Snapshot
+    replica: int | None = None
+
+
 class CachedPrefixes(msgspec.Struct, frozen=True, tag="prefixes"):
     """What a replica has cached; see ``weft/engine/prefix_hashes.py``."""
 
     hashes: list[int]
 
 
-FromEngine = Configured | Stage | Ready | Failed | Outputs | Snapshot | CachedPrefixes | PrefixCacheReset
+FromEngine = Configured | Stage | Ready | Failed | Outputs | Inspected | CachedPrefixes | PrefixCacheReset
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode

@@ -3,8 +3,8 @@
 Job: the messages that are not the engine's own (``engine/wire.py``), and the framing. Owns: both. Does not know: who
 does what with them.
 
-Towards the API process come the engine's messages as they are (``Configured``, ``Ready``, ``Snapshot``, and ``Outputs``
-of its own requests), and those below. Back come messages to the engine, and those below.
+Towards the API process come the engine's messages as they are (``Configured``, ``Ready``, and ``Outputs`` and
+``Inspected`` of what it asked for), and those below. Back come messages to the engine, and those below.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from weft.config.transport import decode_other, encode_other
 from weft.engine import wire
-from weft.engine.views import ReplicaView, Snapshot
+from weft.engine.views import ReplicaView
 from weft.request import RequestSpec
 from weft.server.settings import ServerSettings
 
@@ -83,7 +83,7 @@ class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
     reports: list[bytes]
 
 
-ToApi = wire.Configured | wire.Ready | wire.Outputs | Snapshot | Lost | Pulse | Open | Drain | Report | Gathered
+ToApi = wire.Configured | wire.Ready | wire.Outputs | wire.Inspected | Lost | Pulse | Open | Drain | Report | Gathered
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):

@@ -28,7 +28,7 @@ from weft.engine.keeper import Hear
 from weft.engine.keeper import Lost as OnLost
 from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import LogWriter
-from weft.engine.views import ReplicaView, Snapshot
+from weft.engine.views import ReplicaView
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
 from weft.server.listening import make_tracer, serve_http
@@ -118,7 +118,7 @@ class RemoteEngine:
     def _receive(self, content: bytes) -> None:
         message = link.decode_to_api(content)
         match message:
-            case wire.Outputs() | wire.Configured() | wire.Ready() | Snapshot():
+            case wire.Outputs() | wire.Configured() | wire.Ready() | wire.Inspected():
                 self._on_message(message)
             case link.Pulse():
                 self._pulse, self._heard_at = message, time.monotonic()

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -27,7 +26,6 @@ import msgspec
 from weft.engine import wire
 from weft.engine.keeper import MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineKeeper, describe_end
 from weft.engine.launcher import GRACE_S
-from weft.engine.views import Snapshot
 from weft.request import RequestSpec
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
@@ -94,7 +92,6 @@ class ApiServers:
         self._members = [ApiProcess(index, listener) for index, listener in enumerate(listeners)]
         self._owners: dict[str, ApiProcess] = {}
         self._gathering = Gathering()
-        self._looks: deque[tuple[ApiProcess, int]] = deque()  # who asked for the snapshots on their way, in which life
         self._counts_fd = os.memfd_create("weft open completions")
         os.ftruncate(self._counts_fd, 8 * len(listeners))
         self._counts = OpenCounts(mmap(self._counts_fd, 8 * len(listeners)))
@@ -232,10 +229,8 @@ class ApiServers:
             case wire.Outputs():
                 self._stats = message.stats
                 self._spread(message)
-            case Snapshot():
-                member, num_starts = self._looks.popleft()
-                if member.num_starts == num_starts:
-                    member.send(message)
+            case wire.Inspected():  # each process has numbers of its own, also after another one has died
+                self._members[message.number % len(self._members)].send(message)
             case wire.Configured():
                 self._configured = message
                 self._tell_all(message)
@@ -267,7 +262,6 @@ class ApiServers:
         """The engine has died."""
         self._tell_all(self._pulse())
         self._ready, self._stats = None, EngineStats()
-        self._looks.clear()
         for request_id in list(self._owners):
             self._forget(request_id)
         if is_restarting:
@@ -289,10 +283,7 @@ class ApiServers:
                 for request_id in message.request_ids:
                     self._forget(request_id)
                 self._keeper.send(message)
-            case wire.DrainReplica() | wire.StartReplica():
-                self._keeper.send(message)
-            case wire.Inspect():
-                self._looks.append((member, member.num_starts))
+            case wire.Inspect() | wire.DrainReplica() | wire.StartReplica():
                 self._keeper.send(message)
             case link.Serving():
                 self._begins(member)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from weft.engine import wire
 from weft.engine.views import Snapshot
 from weft.server.caller import Caller
 from weft.server.errors import ApiError
@@ -33,22 +34,26 @@ MAX_NAMED = 64
 """Requests that a caller may name as its own."""
 
 
+Look = asyncio.Task[tuple[wire.Inspected, list[str]]]
+
+
 class Inspector:
-    """Looks into the engine of one service, shared by all callers."""
+    """Looks into the engine of one service, or one of its replicas, shared by all callers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._look: asyncio.Task[tuple[Snapshot, list[str]]] | None = None
-        self._began = 0.0
+        self._looks: dict[int | None, tuple[float, Look]] = {}  # by replica that was asked for
 
     async def answer(self, request: Request) -> dict[str, Any]:
-        """The body of ``GET /inspect?request=ID&request=ID&history=hour``. ``history``: ``recent`` or ``hour``.
+        """The body of ``GET /inspect?request=ID&request=ID&history=hour&replica=0``. ``history``: ``recent`` or
+        ``hour``; ``replica``: without it, the first one that is up.
 
         Raises:
-            ApiError: 503, there is no engine, or it does not answer in time.
+            ApiError: 503, there is no engine, or it does not answer in time; 404, there is no such replica; 409, it is
+                not up.
         """
         caller: Caller = request.scope["weft.caller"]
-        snapshot, texts = await self._latest()
+        look, texts = await self._latest(self._replica(request.query_params.get("replica")))
         named = frozenset(request.query_params.getlist("request")[:MAX_NAMED])
         capacity = msgspec.to_builtins(self._service.capacity)
         track = "hour" if request.query_params.get("history") == "hour" else "recent"
@@ -59,35 +64,49 @@ class Inspector:
             "capacity": capacity,
             "keeps_states": self._service.keeps_states,
             "replicas": msgspec.to_builtins(self._service.engine_client.replicas or []),
+            "replica": look.replica,
             "history": self._service.history.view(track, reports),
-        } | visible(snapshot, texts if caller.is_admin else None, named)
+        } | visible(look.snapshot, texts if caller.is_admin else None, named)
 
-    async def _latest(self) -> tuple[Snapshot, list[str]]:
+    def _replica(self, given: str | None) -> int | None:
+        """The replica that was asked for, or the first one that is up. Raises ApiError if it cannot be looked into."""
+        views = self._service.engine_client.replicas or []
+        if given is None:
+            return next((view.replica for view in views if view.state == "up"), None)
+        view = next((view for view in views if str(view.replica) == given), None)
+        if view is None:
+            raise ApiError(404, f"there is no replica {given!r}; there are {len(views)}, from 0 on", param="replica")
+        if view.state not in ("up", "draining"):
+            raise ApiError(409, f"replica {given} is {view.state}; only one that is up can be looked into")
+        return view.replica
+
+    async def _latest(self, replica: int | None) -> tuple[wire.Inspected, list[str]]:
         now = time.monotonic()
-        if self._look is None or (self._look.done() and now - self._began > MIN_INTERVAL_S):
-            self._began = now
-            self._look = asyncio.create_task(self._fetch())
+        began, look = self._looks.get(replica, (0.0, None))
+        if look is None or (look.done() and now - began > MIN_INTERVAL_S):
+            look = asyncio.create_task(self._fetch(replica))
+            self._looks[replica] = now, look
         # Shielded: a caller that goes away must not take the look away from the others.
-        return await asyncio.shield(self._look)
+        return await asyncio.shield(look)
 
-    async def _fetch(self) -> tuple[Snapshot, list[str]]:
+    async def _fetch(self, replica: int | None) -> tuple[wire.Inspected, list[str]]:
         service, engine = self._service, self._service.engine
         wants_text = service.settings.admin_key is not None and engine.tokenizer is not None
         try:
             async with asyncio.timeout(PATIENCE_S):
-                snapshot = await engine.inspect(TOKENS_PER_NODE if wants_text else 0)
+                look = await engine.inspect(TOKENS_PER_NODE if wants_text else 0, replica)
         except TimeoutError as error:
             raise ApiError(
                 503, f"the engine has not answered for {PATIENCE_S:g} s", type="server_error", code="engine_busy"
             ) from error
         tokenizer = engine.tokenizer
         if not wants_text or tokenizer is None:
-            return snapshot, []
+            return look, []
         decode = tokenizer.decode
         texts = await service.render.run(
-            lambda: [decode(node.token_ids, skip_special_tokens=False) for node in snapshot.nodes]
+            lambda: [decode(node.token_ids, skip_special_tokens=False) for node in look.snapshot.nodes]
         )
-        return snapshot, texts
+        return look, texts
 
 
 def visible(snapshot: Snapshot, texts: list[str] | None, named: Collection[str]) -> dict[str, Any]:

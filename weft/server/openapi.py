@@ -84,7 +84,8 @@ def _get(path: str, media_type: str) -> dict[str, Any]:
     if path == "/inspect":
         ids = {"type": "array", "items": {"type": "string"}}
         operation["parameters"] = [
-            {"name": "request", "in": "query", "description": "ids of the caller's own requests", "schema": ids}
+            {"name": "request", "in": "query", "description": "ids of the caller's own requests", "schema": ids},
+            {"name": "replica", "in": "query", "description": "which one to look into", "schema": {"type": "integer"}},
         ]
     return operation
 

@@ -23,7 +23,6 @@ from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
 from weft.engine.keeper import EngineClient
 from weft.engine.launcher import GRACE_S
-from weft.engine.views import Snapshot
 from weft.server.admission import Admission, OpenCounts
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
@@ -61,7 +60,7 @@ class Service:
         tell: hears about stages of the start.
         peers: the other API processes.
         counts: the open completions of all of them.
-        numbers: of its requests; see ``InputProcessor``.
+        numbers: of its requests and looks into the engine; see ``InputProcessor``.
 
     Attributes:
         state: see the module.
@@ -196,7 +195,7 @@ class Service:
                 assert self._engine is not None
                 self._engine.receive(message)
                 self.history.engine_reported(message.stats)
-            case Snapshot():
+            case wire.Inspected():
                 assert self._engine is not None
                 self._engine.show(message)
             case wire.Configured():
@@ -229,7 +228,7 @@ class Service:
             return
         inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len, self._numbers)
         self._capacity = capacity
-        self._engine = AsyncEngine(self.engine_client, inputs, tokenizer, self.token_times)
+        self._engine = AsyncEngine(self.engine_client, inputs, tokenizer, self.token_times, self._numbers)
         if self._admission is None:
             self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size, self._counts)
         await self.peers.ready()

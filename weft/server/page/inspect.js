@@ -13,6 +13,7 @@ const PARTS = ["throughput", "latency", "requests", "cache"];
 
 const ownIds = new Set(); // requests of this browser: the server names them to us
 let chosen = null; // key of the chosen request
+let replica = null; // number of the replica to look into; null: the first one that is up
 let part = PARTS[0];
 let isVisible = false, isPaused = false, timer = null, latest = null;
 let plots, steps, tree, showPart;
@@ -45,11 +46,13 @@ export async function look() {
   try {
     const query = new URLSearchParams([...ownIds].map((id) => ["request", id]));
     query.set("history", byId("span").value);
+    if (replica !== null) query.set("replica", replica);
     latest = await (await call(`/inspect?${query}`)).json();
     draw();
     byId("inspect-state").textContent = `live, ${new Date().toLocaleTimeString()}`;
   } catch (error) {
     byId("inspect-state").textContent = error.message;
+    if (error.status === 404 || error.status === 409) replica = null; // the chosen one is gone
   }
   clearTimeout(timer);
   timer = setTimeout(look, INTERVAL_MS);
@@ -72,7 +75,7 @@ function draw() {
   const request = find(latest.requests, chosen);
   const frame = frameOf(latest);
   drawTiles(latest, frame);
-  drawReplicas(latest.replicas);
+  drawReplicas(latest);
   drawChosen(request);
   if (part === "throughput") {
     plots.throughput.draw(frame);
@@ -89,12 +92,13 @@ function draw() {
   }
 }
 
-function drawTiles({ totals, capacity, history }, frame) {
+function drawTiles({ totals, capacity, history, replicas, replica: shown }, frame) {
+  const atMost = replicas.find((r) => r.replica === shown)?.max_num_seqs ?? capacity.max_num_seqs;
   const share = totals.num_query_tokens ? totals.num_hit_tokens / totals.num_query_tokens : null;
   const { failed = 0, broken = 0, overloaded = 0 } = history.responses;
   const now = frame.points.at(-1);
   const tiles = [
-    ["running", `${integer(totals.num_running)} of ${integer(capacity.max_num_seqs)}`],
+    ["running", `${integer(totals.num_running)} of ${integer(atMost)}`],
     ["waiting", integer(totals.num_waiting)],
     ["output tok/s", now ? compact(now.decode) : "–"],
     ["prompt tok/s", now ? compact(now.prefill) : "–"],
@@ -108,16 +112,25 @@ function drawTiles({ totals, capacity, history }, frame) {
   byId("tiles").replaceChildren(...tiles.map(([name, value, isBad]) => el("div", { class: isBad ? "tile bad" : "tile" }, el("b", {}, value), name)));
 }
 
-/** One row for each replica behind the server; the parts below look into the first one that is up. */
-function drawReplicas(replicas) {
+/** One row for each replica behind the server; requests, steps, cache and the first tiles are those of the pressed one. */
+function drawReplicas({ replicas, replica: shown }) {
   byId("replicas").hidden = replicas.length === 0;
   const head = ["Replica", "state", "open", "running", "waiting", "prompt reused", "restarts"];
   const reused = (r) => r.num_query_tokens ? `${(100 * r.num_hit_tokens / r.num_query_tokens).toFixed(1)} %` : "–";
-  const row = (r) => el("tr", {}, el("th", { scope: "row" }, String(r.replica)),
+  const focused = document.activeElement.id;
+  const name = (r) => el("button", { id: `replica-${r.replica}`, class: "ghost", "aria-pressed": String(r.replica === shown),
+    disabled: !["up", "draining"].includes(r.state), onclick: () => lookInto(r.replica) }, `Replica ${r.replica}`);
+  const row = (r) => el("tr", {}, el("th", { scope: "row" }, name(r)),
     ...[r.state, integer(r.num_open), integer(r.num_running), integer(r.num_waiting), reused(r), integer(r.num_restarts)]
       .map((text) => el("td", {}, text)));
   byId("replicas").replaceChildren(el("table", { class: "figures-table" },
     el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...replicas.map(row))));
+  if (focused.startsWith("replica-")) byId(focused)?.focus(); // the table is a new one
+}
+
+function lookInto(number) {
+  replica = number;
+  look();
 }
 
 function drawChosen(request) {
