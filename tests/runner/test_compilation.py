@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -207,6 +209,23 @@ def test_split_ops_that_cannot_be_are_refused(tmp_path: Path, splitting_ops: lis
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match=message):
         ModelRunner(resolve(model=str(folder), **SETTINGS, **TRACED, splitting_ops=splitting_ops))
+
+
+IN_A_FRESH_PROCESS = """
+import sys
+from weft.config import resolve
+from weft.runner.model_runner import ModelRunner
+runner = ModelRunner(resolve(model=sys.argv[1], max_num_seqs=1, max_model_len=16, cuda_graph_mode="PIECEWISE",
+                             piecewise_cuda_graph_tokens=[4], splitting_ops=["+gated_delta_net"]))
+assert runner.graphs.pieces.num_pieces == len(runner.config.model_config.layer_types) + 1
+"""
+
+
+def test_split_ops_of_layers_that_the_model_lacks_are_known(tmp_path: Path) -> None:
+    """In every process: whether a name is known must not depend on which models were loaded before."""
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("fusible", [True, False])

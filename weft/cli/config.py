@@ -45,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
 def _check_split_ops(config: EngineConfig) -> None:
     """Refuse names of split ops that no layer defines. Layers need torch: they are asked only if names are given."""
     if config.splitting_ops is not None:
-        import weft.models.registry  # noqa: F401  the layers, which define them
         from weft.graph.split_ops import select_split_ops
+        from weft.layers.table import import_layers
 
+        import_layers()
         select_split_ops(config.splitting_ops)
 
 

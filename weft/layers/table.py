@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 from torch import nn
+
+import weft.layers
 
 
 class LayerTable(dict[str, nn.Module]):
@@ -14,3 +19,9 @@ class LayerTable(dict[str, nn.Module]):
     def register(self, name: str, layer: nn.Module) -> None:
         assert name not in self, f"layer {name} registered twice"
         self[name] = layer
+
+
+def import_layers() -> None:
+    """Import every kind of layer, so that its split op is known by name, whatever the model has."""
+    for module in pkgutil.iter_modules(weft.layers.__path__, "weft.layers."):
+        importlib.import_module(module.name)

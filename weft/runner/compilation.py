@@ -19,6 +19,7 @@ from weft.graph.inductor import PieceCompiler
 from weft.graph.named_splits import NamedSplits
 from weft.graph.piece_sources import CompileCounters, Forward, PieceSource, Traced, Uncompiled, run_eagerly
 from weft.graph.split_ops import known_split_ops, select_split_ops
+from weft.layers.table import import_layers
 from weft.ops.traced import opaque_ops
 
 FOLDER = "pieces"
@@ -56,6 +57,8 @@ class ModelCompiler:
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         gloo = config.tensor_parallel_size > 1 and config.device == "cpu"  # it works on the host: no graph can hold it
+        if config.splitting_ops is not None:
+            import_layers()
         self.split_ops, others = select_split_ops(config.splitting_ops, also=("all_reduce",) if gloo else ())
         self._named = NamedSplits(others, model) if others else None
         self._model, device = model, torch.device(config.device)
