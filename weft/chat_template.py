@@ -116,13 +116,24 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """A template in transformers' sandbox, where attributes of dicts are found without an exception each."""
+    """A template in transformers' sandbox, where attributes of dicts are found without an exception each, and whether
+    an attribute is safe, which its object's type decides, is judged once."""
 
     def __init__(self, text: str, special_tokens: Mapping[str, Any]) -> None:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
+        judged: dict[tuple[type, str], bool] = {}
+
         class Environment(ImmutableSandboxedEnvironment):
+            def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+                is_safe = judged.get((type(obj), attr))
+                if is_safe is None:
+                    is_safe = super().is_safe_attribute(obj, attr, value)
+                    if len(judged) < _MAX_JUDGED:  # conversations may bring names of their own
+                        judged[type(obj), attr] = is_safe
+                return is_safe
+
             def getattr(self, obj: Any, attribute: str) -> Any:
                 if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
                     return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -147,6 +158,7 @@ class _Compiled:
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_MAX_JUDGED = 1000
 
 
 def _is_prepared(messages: Any, tools: Any, variables: Mapping[str, Any]) -> bool:

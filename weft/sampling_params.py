@@ -225,7 +225,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False, what: str = "") -> None:
-    if value is None and optional:
+    if (value is None and optional) or (type(value) is int and low <= value and (high is None or value <= high)):
         return
     what = what or f"{name}={value!r}"
     allowed = f"{low} or more" if high is None else f"{low} to {high}"
@@ -245,7 +245,7 @@ def _number(
     optional: bool = False,
     what: str = "",
 ) -> None:
-    if value is None and optional:
+    if (value is None and optional) or (type(value) is float and low < value <= high):
         return
     what = what or f"{name}={value!r}"
     allowed = f"{'above' if open_low else 'from'} {low:g} to {high:g}"

@@ -146,7 +146,9 @@ def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
             sent.append(message)
 
         await StreamResponse(events(), lambda: closed.append(1), 10.0)(
-            {"type": "http", "weft.on_disconnect": lambda call: None}, receive, send
+            {"type": "http", "weft.on_disconnect": lambda call: None, "weft.write_chunk": lambda content: False},
+            receive,
+            send,
         )
         await asyncio.sleep(0.3)
 

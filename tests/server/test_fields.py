@@ -170,7 +170,11 @@ async def _answer(response: Any, sent: list[Any]) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await response({"type": "http", "weft.on_disconnect": lambda call: None}, receive, send)
+    await response(
+        {"type": "http", "weft.on_disconnect": lambda call: None, "weft.write_chunk": lambda content: False},
+        receive,
+        send,
+    )
 
 
 CASES = [

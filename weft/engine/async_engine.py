@@ -94,7 +94,9 @@ class ResponseStream:
             EngineDeadError: the engine died before the end.
         """
         while not self.is_told:
-            await self._wait()
+            if not self._has_news:
+                await self._wait()
+            self._has_news = False
             changed, self._changed = sorted(self._changed), set()
             self._catch_up(changed)
             deltas = [(index, delta) for index in changed for delta in self.outputs[index].deltas()]
@@ -107,17 +109,18 @@ class ResponseStream:
     async def results(self) -> list[RequestOutput]:
         """Wait for the end of every completion. Raises EngineDeadError as above."""
         while not self.finished:
-            await self._wait()
+            if not self._has_news:
+                await self._wait()
+            self._has_news = False
         return self.snapshot()
 
     async def _wait(self) -> None:
         """Until there is news. What had arrived before the engine died is still news."""
-        if not self._has_news and self._error is None:
+        if self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if not self._has_news and self._error is not None:
             raise self._error
-        self._has_news = False
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -145,7 +148,8 @@ class ResponseStream:
         """There is news of prompt ``index``."""
         self._changed.add(index)
         self._has_news = True
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def fail(self, error: EngineDeadError) -> None:
         self._error = error

@@ -213,11 +213,10 @@ class OutputStream:
         )
 
     def deltas(self) -> list[CompletionDelta]:
-        """What is new since the last call, for the completions that got a token or ended."""
+        """What ``catch_up`` found since the last call, for the completions that got a token or ended."""
         return [delta for delta in map(self._delta, self._completions) if delta is not None]
 
     def _delta(self, completion: Completion) -> CompletionDelta | None:
-        self._catch_up(completion)
         request, start = completion.request, completion.num_tokens_told
         has_ended = request.finish_reason is not None and not completion.end_told
         if completion.num_tokens_seen == start and not has_ended:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-PostEndpoint = Callable[[Scope, Receive], Awaitable[Response]]
+DirectEndpoint = Callable[[Scope, Receive], Awaitable[Response]]
 PostHandler = Callable[[Context, bytes, Caller], Awaitable[Any]]
 
 POSTS: dict[str, tuple[PostHandler, type[msgspec.Struct]]] = {
@@ -97,7 +97,7 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        return await _get(context, lambda context: utility.model(context, name))(request)
+        return await _get(context, lambda context: utility.model(context, name))(request.scope, request.receive)
 
     async def openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -116,10 +116,10 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
         except Exception as error:
             return _failure(error)
 
-    posts = {path: _post(context, handler) for path, (handler, _) in POSTS.items()}
+    direct = {("POST", path): _post(context, handler) for path, (handler, _) in POSTS.items()}
+    direct |= {("GET", path): _get(context, handler) for path, handler in GETS.items()}
     routes = [
-        *(Route(path, _routed(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
-        *(Route(path, _get(context, handler), methods=["GET"]) for path, handler in GETS.items()),
+        *(Route(path, _routed(endpoint), methods=[method]) for (method, path), endpoint in direct.items()),
         Route(MODEL_PATH, one_model, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
@@ -130,22 +130,22 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
     return AuthenticationMiddleware(
-        Posts(posts, app),
+        DirectRoutes(direct, app),
         settings,
         [*POSTS, *GETS, "/metrics", "/openapi.json", "/inspect", "/"],
         context.metrics.responded,
     )
 
 
-class Posts:
-    """What costs the most calls is found without a router, and anything else by ``app``."""
+class DirectRoutes:
+    """What is called the most is found without a router, by method and path, and anything else by ``app``."""
 
-    def __init__(self, endpoints: Mapping[str, PostEndpoint], app: Starlette) -> None:
+    def __init__(self, endpoints: Mapping[tuple[str, str], DirectEndpoint], app: Starlette) -> None:
         self._endpoints = endpoints
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope.get("method") == "POST" else None
+        endpoint = self._endpoints.get((scope.get("method", ""), scope["path"]))
         if endpoint is None:
             await self.app(scope, receive, send)
             return
@@ -153,7 +153,7 @@ class Posts:
         await response(scope, receive, send)
 
 
-def _post(context: Context, handler: PostHandler) -> PostEndpoint:
+def _post(context: Context, handler: PostHandler) -> DirectEndpoint:
     async def endpoint(scope: Scope, receive: Receive) -> Response:
         try:
             headers = dict(scope["headers"])
@@ -169,7 +169,7 @@ def _post(context: Context, handler: PostHandler) -> PostEndpoint:
     return endpoint
 
 
-def _routed(endpoint: PostEndpoint) -> Endpoint:
+def _routed(endpoint: DirectEndpoint) -> Endpoint:
     """For the router, which refuses other methods."""
 
     async def routed(request: Request) -> Response:
@@ -178,8 +178,8 @@ def _routed(endpoint: PostEndpoint) -> Endpoint:
     return routed
 
 
-def _get(context: Context, handler: Callable[[Context], Any]) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
+def _get(context: Context, handler: Callable[[Context], Any]) -> DirectEndpoint:
+    async def endpoint(scope: Scope, receive: Receive) -> Response:
         try:
             result = handler(context)
         except Exception as error:

@@ -6,10 +6,10 @@ endpoint does it alike. Does not know: the shape of requests and responses.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.async_engine import AsyncEngine, ResponseStream
@@ -188,7 +188,7 @@ async def open_call(
 
 def _check_id(request_id: str | None) -> str:
     if request_id is None:
-        return os.urandom(16).hex()
+        return f"{getrandbits(128):032x}"  # a call to the operating system costs more
     if not request_id or len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
         raise RequestError("request_id must be 1 to 128 printable ASCII characters", "request_id")
     return request_id

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import resource
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.server.errors import ApiError, error_body
 
@@ -87,6 +88,15 @@ class HeadWithBody:
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
+
+
+def write_chunk(cycle: RequestResponseCycle, content: bytes) -> bool:
+    """Write a part of a chunked body at once. False, and nothing is written, if the caller does not read fast enough or
+    the body has not begun: then ASGI's message has to be sent, which waits."""
+    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
+    return True
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -178,6 +188,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.scope["weft.on_disconnect"] = self.on_disconnect  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
+            self.scope["weft.write_chunk"] = partial(write_chunk, self.cycle)  # type: ignore[typeddict-unknown-key]
             if self.scope["method"] != "HEAD":  # the answer to it has no body that its head could go with
                 self.cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
 

@@ -30,14 +30,15 @@ class RequestLog:
         if self._handler is None or not logger.isEnabledFor(logging.INFO):
             return
         requests = stream.requests
+        firsts = requests if len(stream.outputs) == len(requests) else [o.requests[0] for o in stream.outputs]
         first = requests[0]
         times = first.times
         fields = {
             "request_id": call_id,
             "trace_id": caller.trace_id,
-            "prompt_tokens": sum(output.requests[0].num_prompt_tokens for output in stream.outputs),
-            "cached_tokens": sum(output.requests[0].num_cached_tokens or 0 for output in stream.outputs),
-            "completion_tokens": sum(len(r.output_token_ids) for r in requests),
+            "prompt_tokens": sum([request.num_prompt_tokens for request in firsts]),
+            "cached_tokens": sum([request.num_cached_tokens or 0 for request in firsts]),
+            "completion_tokens": sum([len(request.output_token_ids) for request in requests]),
             "finish_reasons": sorted({r.finish_reason or "abort" for r in requests}),
             "queue_s": _since(times.arrival, times.first_scheduled),
             "ttft_s": _since(times.arrival, times.first_token),
@@ -74,7 +75,7 @@ class Formatter(logging.Formatter):
         if self._as_json:
             head = {"time": stamp, "level": level, "logger": name, "message": message}
             return msgspec.json.encode(head | fields).decode()
-        text = " ".join(f"{key}={value}" for key, value in fields.items())
+        text = " ".join([f"{key}={value}" for key, value in fields.items()])
         return f"{stamp} {level} {name}: {message}" + (f" {text}" if text else "")
 
     @staticmethod

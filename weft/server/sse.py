@@ -94,7 +94,7 @@ class StreamResponse(Response):
         self._extra_headers = [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = _Sender(send, _HEADERS + self._extra_headers)
+        sender = _Sender(send, scope["weft.write_chunk"], _HEADERS + self._extra_headers)
         try:
             with Watch(scope, self._timeout_s, sender.look) as watch:
                 await self._run(scope, receive, send, sender, watch)
@@ -125,8 +125,8 @@ class StreamResponse(Response):
 class _Sender:
     """Sends events, and a comment where there was none for a while: proxies and clients see that the call lives."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send = send
+    def __init__(self, send: Send, write_chunk: Callable[[bytes], bool], headers: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._write_chunk = send, write_chunk
         self._headers = headers
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -138,7 +138,8 @@ class _Sender:
         self._is_busy = True
         if not self.started:
             await self._start()
-        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+        if not self._write_chunk(content):
+            await self._send({"type": "http.response.body", "body": content, "more_body": True})
         self._last, self._is_busy = self._loop.time(), False
 
     async def _start(self) -> None:
