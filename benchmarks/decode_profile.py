@@ -2,7 +2,8 @@
 
     python benchmarks/decode_profile.py --model qwen3-0.6b --batches 1 32 256 --json FILE
 
-Contexts are of one length, or of one for each batch size. The caches hold random numbers.
+Contexts are of one length, or of one for each batch size. The caches hold random numbers. ``--share 2`` profiles what
+one of two ranks computes, alone: heads, widths and vocabulary are divided, and there are no sums over ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -109,12 +111,27 @@ def profile_decode(runner: ModelRunner, model: str, batches: list[int], contexts
     return result
 
 
+SHARED = (
+    "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "intermediate_size",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+def share_of(model: str, ranks: int, folder: Path) -> Path:
+    """A config with one rank's share of everything that ranks split."""
+    config = json.loads((CONFIGS / model / "config.json").read_text())
+    config |= {name: max(1, config[name] // ranks) for name in SHARED if name in config}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--context", type=int, nargs="+", default=[1088])
     parser.add_argument("--settings", default="{}")
+    parser.add_argument("--share", type=int, default=1, metavar="RANKS")
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
     base = {
@@ -124,12 +141,15 @@ def main() -> None:
         "max_num_seqs": 256,
         "device": "cuda",
     }
-    config = resolve(model=str(CONFIGS / args.model), **(base | json.loads(args.settings)))
-    runner = ModelRunner(config)
+    with tempfile.TemporaryDirectory() as folder:
+        model = share_of(args.model, args.share, Path(folder))
+        config = resolve(model=str(model), **(base | json.loads(args.settings)))
+        runner = ModelRunner(config)
     result: dict[str, Any] = {
         "benchmark": "decode_profile",
         **report.provenance("cuda"),
         "model": args.model,
+        "share_of_ranks": args.share,
         "config": report.settings(config),
         "batches": profile_decode(runner, args.model, args.batches, args.context),
     }

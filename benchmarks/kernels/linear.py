@@ -2,9 +2,9 @@
 
 Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses. ``--tune`` first checks every candidate
 against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass, and writes the fastest
-of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``. All is
-timed behind a norm, as in a model: a launch may start early, so the time of one alone says little. Without a GPU
-everything is rehearsed on tiny shapes under the interpreter.
+of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``; sizes that
+were not tuned stay as they are there. All is timed behind a norm, as in a model: a launch may start early, so the time
+of one alone says little. Without a GPU everything is rehearsed on tiny shapes under the interpreter.
 """
 
 from __future__ import annotations
@@ -71,8 +71,20 @@ SIZES = [
     Size("B shared+silu", 1024, 2048, True),
     Size("B shared down", 2048, 512),
     Size("B lm_head", 151936, 2048),
+    Size("B/2 gdn in", 6176, 2048),
+    Size("B/2 o", 2048, 2048),
+    Size("B/2 shared+silu", 512, 2048, True),
+    Size("B/2 shared down", 2048, 256),
+    Size("B/2 qkv", 4608, 2048),
+    Size("B/2 lm_head", 75968, 2048),
+    Size("B/4 gdn in", 3088, 2048),
+    Size("B/4 o", 2048, 1024),
+    Size("B/4 shared+silu", 256, 2048, True),
+    Size("B/4 shared down", 2048, 128),
+    Size("B/4 qkv", 2560, 2048),
+    Size("B/4 lm_head", 37984, 2048),
 ]  # fmt: skip
-"""A is Qwen3-0.6B, B Qwen3-Next on one GPU."""
+"""A is Qwen3-0.6B, B Qwen3-Next on one GPU, B/2 one of two ranks."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 if not ON_GPU:
     SIZES = [Size("plain", 66, 128), Size("silu", 64, 192, True)]
@@ -88,7 +100,8 @@ def candidates(size: Size, tokens: int) -> list[Config]:
         few = [Config("sum", 8, 64, 4), Config("sum", 8, 64, 4, splits=2)]
         return [Config("dot", 16, 64, 4, 2), *(few if tokens <= 8 else ())]
     found = [Config("dot", *shape) for shape in _DOTS if tokens > 1]
-    for rows, inner, warps in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8)):
+    lengths = (512, 1024, 2048) if size.inner >= 512 else (size.inner,)
+    for rows, inner, warps in itertools.product((2, 4, 8, 16), lengths, (2, 4, 8)):
         fits = rows * size.inner <= 128 * 32 * warps and rows * tokens <= 32
         if tokens <= 4 and fits and rows * inner >= 256 * warps:
             found.append(Config("sum", rows, inner, warps))
@@ -271,14 +284,18 @@ def show(row: dict[str, Any]) -> None:
 
 
 def write_table(rows: list[dict[str, Any]]) -> None:
-    """The table that the operation loads, one row per line, and everything that was measured."""
+    """The table that the operation loads, one row per line, with what it has of other sizes; and everything that was
+    measured."""
     folder = os.environ.get("OUT")
     if folder is None:
         print("no table written: set OUT to a folder")
         return
     device = torch.cuda.get_device_name() if ON_GPU else "cpu"
     columns = ("rows", "inner", "silu_mul", "tokens", "config", "library_us", "kernel_us")
-    lines = []
+    tuned = {(row["rows"], row["inner"], row["silu_mul"]) for row in rows}
+    kept = json.loads(skinny.TABLE_PATH.read_text())["rows"]
+    kept = [row for row in kept if (row["rows"], row["inner"], row["silu_mul"]) not in tuned]
+    lines = [json.dumps(row) for row in kept]
     for row in rows:
         entry = {key: round(row[key], 2) if key.endswith("_us") else row[key] for key in columns}
         lines.append(json.dumps(entry).replace("NaN", "null"))

@@ -1,10 +1,12 @@
 """Mixture of experts on the GPU: every tile checked against float64, then timed beside the floor.
 
-Usage: ``python -m benchmarks.kernels.moe``; without a GPU it rehearses on tiny shapes under the interpreter.
+Usage: ``python -m benchmarks.kernels.moe [--ranks 2]``: the experts' whole width, or the share of one of several ranks,
+of few tokens alone. Without a GPU it rehearses on tiny shapes under the interpreter.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from typing import Any
 
@@ -16,11 +18,12 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER
 if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
 
-from weft.ops.triton.moe import Tile, Tiles, _group, fused_moe_triton, moe_tiles
+from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
+from weft.ops.triton.moe_groups import group_pairs
 from weft.ops.triton.router import topk_router_triton
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-EXPERTS, TOP_K, HIDDEN, WIDTH = (512, 10, 2048, 512) if ON_GPU else (8, 2, 32, 16)
+EXPERTS, TOP_K, HIDDEN, WIDTH = (512, 10, 2048, 512) if ON_GPU else (8, 2, 32, 32)
 
 # Alternatives by number of tokens: (rows, columns, inner, warps, stages) of the two products.
 SWEEP = {
@@ -38,6 +41,24 @@ SWEEP = {
            ((128, 64, 64, 8, 3), (128, 128, 64, 8, 3)), ((64, 128, 64, 4, 3), (64, 256, 64, 4, 3)),
            ((128, 128, 64, 4, 4), (128, 256, 64, 4, 4))],
 }  # fmt: skip
+
+
+# For a share of the width: each of these with what the table has of the other product.
+SHARE_UP = [(16, 16, 256, 4, 4), (16, 16, 512, 4, 3), (16, 32, 256, 4, 3), (16, 32, 256, 8, 4), (16, 16, 128, 2, 6)]
+SHARE_DOWN = [(16, 32, 128, 4, 2), (16, 32, 256, 4, 2), (16, 128, 128, 4, 2), (16, 64, 128, 2, 2)]
+if not ON_GPU:
+    SHARE_UP, SHARE_DOWN = [(16, 16, 32, 4, 2)], [(16, 16, 16, 4, 2)]
+
+
+def alternatives(num_tokens: int, width: int) -> list[Tiles]:
+    """What the table says, and what may be faster."""
+    chosen = moe_tiles(num_tokens * TOP_K, EXPERTS, DTYPE.itemsize)
+    if width == WIDTH:
+        return [chosen, *(Tiles(Tile(*up), Tile(*down)) for up, down in SWEEP.get(num_tokens, []))]
+    if chosen.up.rows != 16:
+        return [chosen]
+    ups = [Tiles(Tile(*up), chosen.down) for up in SHARE_UP]
+    return [chosen, *ups, *(Tiles(chosen.up, Tile(*down)) for down in SHARE_DOWN)]
 
 
 def routed(num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -58,16 +79,15 @@ def expected(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Ten
 
 
 def rows_of(num_tokens: int, gate_up: Tensor, down: Tensor) -> list[dict[str, Any]]:
-    pairs = num_tokens * TOP_K
-    tiles = [moe_tiles(pairs, EXPERTS, DTYPE.itemsize)]
-    tiles += [Tiles(Tile(*up), Tile(*dn)) for up, dn in SWEEP.get(num_tokens, [])]
+    pairs, width = num_tokens * TOP_K, down.shape[2]
+    tiles = alternatives(num_tokens, width)
     inputs = [
         (torch.randn(num_tokens, HIDDEN, device=DEVICE).to(DTYPE), *routed(num_tokens))
         for _ in range(8 if num_tokens <= 8 and ON_GPU else 2)
     ]
     hit = sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
-    weight_bytes = hit * 3 * HIDDEN * WIDTH * DTYPE.itemsize
-    flops = pairs * 6 * HIDDEN * WIDTH
+    weight_bytes = hit * 3 * HIDDEN * width * DTYPE.itemsize
+    flops = pairs * 6 * HIDDEN * width
     floor = max(weight_bytes / COPY_BYTES_PER_S, flops / MATRIX_FLOP_PER_S) * 1e6
     rows = []
     for tile in tiles:
@@ -95,7 +115,7 @@ def part_rows(num_tokens: int) -> list[dict[str, Any]]:
     _, ids = routed(num_tokens)
     count = torch.tensor([num_tokens], dtype=torch.int32, device=DEVICE)
     route = [lambda: topk_router_triton(logits, TOP_K, renormalize=True, num_tokens=count)] * 5
-    group = [lambda: _group(ids, EXPERTS, moe_tiles(ids.numel(), EXPERTS, DTYPE.itemsize).up.rows)] * 5
+    group = [lambda: group_pairs(ids, EXPERTS, moe_tiles(ids.numel(), EXPERTS, DTYPE.itemsize).up.rows)] * 5
     names = (("router", route), ("group", group))
     return [
         {"op": f"{name} {num_tokens}", "tiles": "", "us": graph_ms(calls) * 1e3, "floor_us": 0.0, "error": 0.0}
@@ -104,14 +124,20 @@ def part_rows(num_tokens: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1)
+    ranks = parser.parse_args().ranks
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-    gate_up = torch.empty(EXPERTS, 2 * WIDTH, HIDDEN, device=DEVICE, dtype=DTYPE).normal_(std=HIDDEN**-0.5)
-    down = torch.empty(EXPERTS, HIDDEN, WIDTH, device=DEVICE, dtype=DTYPE).normal_(std=WIDTH**-0.5)
+    width = WIDTH // ranks
+    gate_up = torch.empty(EXPERTS, 2 * width, HIDDEN, device=DEVICE, dtype=DTYPE).normal_(std=HIDDEN**-0.5)
+    down = torch.empty(EXPERTS, HIDDEN, width, device=DEVICE, dtype=DTYPE).normal_(std=width**-0.5)
     rows: list[dict[str, Any]] = []
-    for num_tokens in (1, 2, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192) if ON_GPU else (1, 8):
+    few = (1, 2, 8, 32, 128) if ON_GPU else (1, 8)
+    for num_tokens in (*few, 256, 512, 1024, 2048, 4096, 8192) if ON_GPU and ranks == 1 else few:
         rows += rows_of(num_tokens, gate_up, down)
-    for num_tokens in (1, 128, 1024, 8192) if ON_GPU else (3,):
-        rows += part_rows(num_tokens)
+    if ranks == 1:
+        for num_tokens in (1, 128, 1024, 8192) if ON_GPU else (3,):
+            rows += part_rows(num_tokens)
     limit = 1e-2 if ON_GPU else 1e-5
     print(f"{'operation':14} {'up tile':24} {'down tile':24} {'us':>9} {'floor us':>9} {'share':>6} {'error':>9}")
     for row in rows:
@@ -122,7 +148,7 @@ def main() -> None:
             f"{row['op']:14} {up!s:24} {down_tile!s:24} {row['us']:9.2f} {row['floor_us']:9.2f} {share:6.2f} "
             f"{row['error']:9.1e}{verdict}"
         )
-    write_json("moe.json", rows)
+    write_json("moe.json" if ranks == 1 else f"moe-{ranks}.json", rows)
 
 
 if __name__ == "__main__":

@@ -42,47 +42,39 @@ _MOST_POLLS = 1 << 27
 
 
 @triton.jit
-def _flags(addresses, rank, FROM: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Where rank ``rank`` keeps the flag of this program of rank ``FROM``."""
-    base = tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
-    return base + FROM * PROGRAMS + tl.program_id(0)
-
-
-@triton.jit
 def _rows(addresses, rank, FLAG_BYTES: tl.constexpr, element: tl.constexpr):
     """Where rank ``rank`` keeps its rows."""
     return (tl.load(addresses + rank) + FLAG_BYTES).to(tl.pointer_type(element))
 
 
 @triton.jit
-def _wait_for(flag, exchange, MOST: tl.constexpr, TRAP: tl.constexpr):
-    """Until ``flag`` has reached ``exchange`` (both wrap around)."""
+def _meet(
+    addresses, number, RANK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, PROGRAMS: tl.constexpr,
+    MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
+):  # fmt: skip
+    """Announce ``number`` to this program on every other rank, and wait until all of them have announced it here.
+
+    Each rank's flag has a thread of its own, so that the ways to all ranks are taken at the same time.
+    """
+    ranks = tl.arange(0, LANES)
+    others = (ranks < SIZE) & (ranks != RANK)
+    theirs = tl.load(addresses + ranks, mask=ranks < SIZE, other=0).to(tl.pointer_type(tl.int32))
+    ours = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + ranks * PROGRAMS + tl.program_id(0)
+    numbers = tl.zeros([LANES], dtype=tl.int32) + number
+    tl.debug_barrier()  # every thread's rows are written before they are announced
+    tl.atomic_xchg(theirs + RANK * PROGRAMS + tl.program_id(0), numbers, mask=others, sem="release", scope="sys")
     polls = 0
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    while (seen - exchange < 0) & (polls < MOST):
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    behind = -1
+    while (behind < 0) & (polls < MOST_POLLS):
+        seen = tl.atomic_add(ours, tl.zeros([LANES], dtype=tl.int32), mask=others, sem="acquire", scope="sys")
+        behind = tl.min(tl.where(others, seen - numbers, 0), 0)  # both wrap around
         polls += 1
     if TRAP:  # noqa: SIM102 (known to the compiler)
-        if polls == MOST:
+        if behind < 0:
             tl.inline_asm_elementwise(
                 "{ trap; mov.u32 $0, $1; }", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
             )
-
-
-@triton.jit
-def _meet(
-    addresses, number, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
-    MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
-):  # fmt: skip
-    """Announce ``number`` to this program on every other rank, and wait until all of them have announced it here."""
-    tl.debug_barrier()  # every thread's rows are written before one thread announces them
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            tl.atomic_xchg(_flags(addresses, peer, RANK, PROGRAMS), number, sem="release", scope="sys")
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            _wait_for(_flags(addresses, RANK, peer, PROGRAMS), number, MOST_POLLS, TRAP)
-    tl.debug_barrier()  # no thread reads before the one that polls has seen all flags
+    tl.debug_barrier()  # no thread reads before those that poll have seen all flags
 
 
 @triton.jit
@@ -156,9 +148,10 @@ def _finish(
 @jit(do_not_specialize=["num_rows"])
 def _all_reduce_norm_kernel(
     x, residual, weight, y, total, addresses, counters, eps, num_rows, stride_x, stride_residual,
-    RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FLAG_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, SINGLE: tl.constexpr, MOST_ROWS: tl.constexpr,
-    RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, EARLY: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    FLAG_BYTES: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, SINGLE: tl.constexpr,
+    MOST_ROWS: tl.constexpr, RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -171,7 +164,7 @@ def _all_reduce_norm_kernel(
     else:
         for tile in range(num_tiles):
             _share(tile, x, here, num_rows, stride_x, WIDTH, BLOCK, TILE, ALIGNED)
-    _meet(addresses, exchange, RANK, SIZE, PROGRAMS, MOST_POLLS, EARLY)
+    _meet(addresses, exchange, RANK, SIZE, LANES, PROGRAMS, MOST_POLLS, EARLY)
     scale = _scale(weight, WIDTH, BLOCK, ZERO_CENTERED)
     if SINGLE:
         rounded = _sum(
@@ -205,9 +198,10 @@ def all_reduce_rms_norm_triton(
     tile = max(1, min(next_power_of_2(rows_per_program), _TILE_VALUES // block))
     _all_reduce_norm_kernel[(programs,)](
         x, other, weight, y, total, peers.addresses, peers.counters, eps, num_rows, x.stride(0), other.stride(0),
-        RANK=peers.rank, SIZE=peers.size, WIDTH=width, BLOCK=block, FLAG_BYTES=flag_bytes(peers.size),
-        ALIGNED=math.gcd(16, width), PROGRAMS=MAX_PROGRAMS, TILE=tile, SINGLE=rows_per_program <= tile,
-        MOST_ROWS=rows_of_program(peers.max_rows), RESIDUAL=residual is not None, ZERO_CENTERED=zero_centered,
-        MOST_POLLS=_MOST_POLLS, num_warps=max(1, min(8, block // 256)), **early_launch(x.device),
+        RANK=peers.rank, SIZE=peers.size, LANES=next_power_of_2(peers.size), WIDTH=width, BLOCK=block,
+        FLAG_BYTES=flag_bytes(peers.size), ALIGNED=math.gcd(16, width), PROGRAMS=MAX_PROGRAMS, TILE=tile,
+        SINGLE=rows_per_program <= tile, MOST_ROWS=rows_of_program(peers.max_rows), RESIDUAL=residual is not None,
+        ZERO_CENTERED=zero_centered, MOST_POLLS=_MOST_POLLS, num_warps=max(1, min(8, block // 256)),
+        **early_launch(x.device),
     )  # fmt: skip
     return y, total

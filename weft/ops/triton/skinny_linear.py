@@ -41,7 +41,7 @@ MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
-_TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
+TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
 
 
 class Config(NamedTuple):
@@ -189,7 +189,7 @@ def _skinny_linear_kernel(
 def load_table() -> dict[tuple[int, int, bool, int], Config | None]:
     """``(weight rows, inner size, gated, padded tokens)`` to what was fastest; None: the matrix library."""
     table = {}
-    for row in json.loads(_TABLE_PATH.read_text())["rows"]:
+    for row in json.loads(TABLE_PATH.read_text())["rows"]:
         key = (row["rows"], row["inner"], row["silu_mul"], row["tokens"])
         table[key] = None if row["config"] is None else Config(*row["config"])
     return table
