@@ -1,13 +1,16 @@
-"""What a step that verifies drafts costs beside a decode step, and what n-gram drafts gain where a text is repeated.
+"""What a step that verifies drafts costs beside a decode step, and what drafts gain.
 
     python benchmarks/speculation.py --json FILE [--model FOLDER] [--batch-sizes 1 8 32] [--drafts 2] [--device cuda]
-                                     [--method ngram|mtp] [--repetition]
+                                     [--methods ngram mtp] [--rate 0.8] [--output-len 384] [--repetition]
 
-The first part runs dummy weights: every request gets random drafts (with ``mtp`` those of a random head, whose time
-counts), none of which is accepted, or none at all; figures are medians of the milliseconds between steps of whole
-batches, both without overlap, which drafts do not have. ``tokens_per_s_at`` is what follows for drafts that are right
-with a given probability each. The second part asks the bundled model to go on with a text that its prompt holds three
-times.
+The first part runs dummy weights. ``plain`` is the engine without drafts, as it decodes by default (``weft bench
+latency``: milliseconds per step). Then an engine for each method: every request gets drafts in every step (with ``mtp``
+those of a random head, whose time counts), and each is accepted with the given probability whatever is sampled
+(``synthetic_acceptance_rate``): milliseconds per new token, per step, and ``gain``, the tokens per second of ``plain``
+exceeded. ``decode`` is that engine with drafts switched off, ``ratio`` is a verifying step over it: medians between
+steps of whole batches, neither with overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic: drafts
+choose experts of their own, as uniform routing would. The second part asks the bundled model to go on with a text that
+its prompt holds three times.
 """
 
 from __future__ import annotations
@@ -24,32 +27,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from weft import LLM, SamplingParams, report
-from weft.request import Request
+from weft.bench.latency import LatencyWorkload, measure
+from weft.bench.roofline import Roofline
 
 CONFIGS = Path(__file__).parent / "configs"
 STEPS, PROMPT = 40, 512
-RATES = (0.6, 0.8, 0.9)
 TEXT = "The river runs past the old mill, under the stone bridge, and on through the town to the sea. "
-
-
-class RandomDrafts:
-    """As many drafts as are wanted."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size, self._rng = vocab_size, random.Random(0)
-
-    def propose(self, request: Request, count: int) -> list[int]:
-        return [self._rng.randrange(self._vocab_size) for _ in range(count)]
-
-    def forget(self, request_id: str) -> None:
-        pass
 
 
 def step_ms(llm: LLM, batch_size: int) -> dict[str, Any]:
     """Median milliseconds between two steps in which the whole batch got tokens, and how they ran."""
     rng, vocab = random.Random(batch_size), llm.config.model_config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(batch_size)]
-    params = SamplingParams(temperature=0, max_tokens=3 * STEPS, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=8 * STEPS, ignore_eos=True, detokenize=False)
     modes = dict(llm.stats().steps_by_mode)
     for prompt in prompts:
         llm.add_request({"prompt_token_ids": prompt}, params)
@@ -71,22 +61,53 @@ def step_ms(llm: LLM, batch_size: int) -> dict[str, Any]:
     return {"ms": round(median(intervals), 3), "modes": {m: n - modes.get(m, 0) for m, n in after.items()}}
 
 
-def verification(llm: LLM, batch_size: int, num_drafts: int) -> dict[str, Any]:
-    """Both kinds of steps at one batch size."""
+def steps_of(llm: LLM, batch_size: int, num_drafts: int) -> dict[str, Any]:
+    """Both kinds of steps of an engine with drafts at one batch size."""
     planner = llm._core.scheduler.drafts
     assert planner is not None
-    found: dict[str, Any] = {"batch_size": batch_size, "num_drafts": num_drafts}
-    for name, count in (("warm-up", num_drafts), ("decode", 0), ("verify", num_drafts)):
+    found: dict[str, Any] = {}
+    for name, count in (("decode", 0), ("verify", num_drafts)):
         planner.max_drafts = count
         found[name] = step_ms(llm, batch_size)
-    del found["warm-up"]
+    work, context = Roofline.of(llm.config), PROMPT + 1.5 * STEPS
+    floors = [work.decode(batch_size, context, count).num_bytes for count in (0, num_drafts)]
     ratio = found["verify"]["ms"] / found["decode"]["ms"]
-    found["ratio"] = round(ratio, 3)
-    found["tokens_per_s_at"] = {
-        rate: round(1e3 * batch_size * sum(rate**i for i in range(num_drafts + 1)) / found["verify"]["ms"], 1)
-        for rate in RATES
-    }
-    return found
+    return found | {"ratio": round(ratio, 3), "floor_ratio": round(floors[1] / floors[0], 3)}
+
+
+def engine(args: argparse.Namespace, config: dict[str, Any] | None) -> LLM:
+    return LLM(
+        args.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        device=args.device,
+        max_num_seqs=max(args.batch_sizes),
+        max_model_len=4096,
+        speculative_config=config,
+    )
+
+
+def workload(args: argparse.Namespace) -> LatencyWorkload:
+    return LatencyWorkload(tuple(args.batch_sizes), PROMPT, args.output_len, repeats=3)
+
+
+def plain(args: argparse.Namespace) -> dict[str, Any]:
+    with engine(args, None) as llm:
+        rows = measure(llm, workload(args))
+        return {"config": report.settings(llm.config), "rows": rows}
+
+
+def drafting(args: argparse.Namespace, method: str, without: list[dict[str, Any]]) -> dict[str, Any]:
+    """One method's figures beside those without drafts."""
+    config = {"method": method, "num_speculative_tokens": args.drafts, "synthetic_acceptance_rate": args.rate}
+    with engine(args, config) as llm:
+        rows = measure(llm, workload(args))
+        for row, base in zip(rows, without, strict=True):
+            row["gain"] = round(row["tokens_per_s"] / base["tokens_per_s"], 3)
+            row |= steps_of(llm, row["batch_size"], args.drafts)
+            print(method, json.dumps(row), flush=True)
+        return {"config": report.settings(llm.config), "rows": rows}
 
 
 def repetition(device: str) -> dict[str, Any]:
@@ -113,34 +134,27 @@ def repetition(device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what verification costs, and what n-gram drafts gain")
+    parser = argparse.ArgumentParser(description="what verification costs, and what drafts gain")
     parser.add_argument("--json", required=True)
     parser.add_argument("--model", default=str(CONFIGS / "qwen3-next-12l"))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, default=2)
-    parser.add_argument("--method", choices=("ngram", "mtp"), default="ngram")
+    parser.add_argument("--rate", type=float, default=0.8)
+    parser.add_argument("--output-len", type=int, default=384)
+    parser.add_argument("--methods", nargs="*", choices=("ngram", "mtp"), default=("ngram", "mtp"))
     parser.add_argument("--repetition", action="store_true", help="the second part too")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    repeated = repetition(args.device) if args.repetition else None
-    print(json.dumps(repeated), flush=True)
-    with LLM(
-        args.model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        device=args.device,
-        max_num_seqs=max(args.batch_sizes),
-        max_model_len=2048,
-        speculative_config={"method": args.method, "num_speculative_tokens": args.drafts},
-    ) as llm:
-        assert llm._core.scheduler.drafts is not None
-        if args.method == "ngram":
-            llm._core.scheduler.drafts.proposer = RandomDrafts(llm.config.model_config.vocab_size)
-        rows = [verification(llm, size, args.drafts) for size in args.batch_sizes]
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        result = report.provenance(llm.config.device) | {"config": report.settings(llm.config)}
-    report.write_json(Path(args.json), result | {"verification": rows, "repetition": repeated})
+    found: dict[str, Any] = report.provenance(args.device)
+    if args.repetition:
+        found["repetition"] = repetition(args.device)
+        print(json.dumps(found["repetition"]), flush=True)
+    if args.methods:
+        found["plain"] = plain(args)
+        print(json.dumps(found["plain"]["rows"]), flush=True)
+    for method in args.methods:
+        found[method] = drafting(args, method, found["plain"]["rows"])
+    report.write_json(Path(args.json), found)
 
 
 if __name__ == "__main__":

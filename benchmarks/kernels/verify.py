@@ -22,9 +22,18 @@ from weft.forward_context import Verification
 from weft.ops.gdn_verify import gdn_verify_reference
 from weft.ops.triton.attention import paged_attention_triton
 from weft.ops.triton.gdn_decode import gdn_decode_triton
-from weft.ops.triton.gdn_verify import gdn_verify_triton
+from weft.ops.triton.gdn_verify import Shape, gdn_verify_triton
 
 MODEL, CONTEXT, MAX_LEN = "B", 1024, 2048
+
+SHAPES = (
+    Shape(8, True, None),
+    Shape(8, False, 128),
+    Shape(16, True, None),
+    Shape(16, False, 64),
+    Shape(4, False, None),
+)
+"""Tried with two drafts."""
 
 
 def slots_of(first: int, num_seqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,9 +65,28 @@ def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
     one = arguments | {"projected": arguments["projected"][:num_seqs]}
     decode = [lambda p=p: gdn_decode_triton(**one, state_slots=p[0], geometry=gdn.GEOMETRY) for p in places]
     times = {"verify_us": gdn.time_us(verify), "decode_us": gdn.time_us(decode)}
+    trials = {
+        str(tuple(shape)): gdn.time_us(
+            [
+                lambda p=p, shape=shape: gdn_verify_triton(
+                    **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY, shape=shape
+                )
+                for p in places
+            ]
+        )
+        for shape in (SHAPES if num_drafts == 2 else ())
+    }
     state_bytes = num_seqs * gdn.HV * gdn.K * gdn.V * 4
     floor = (tokens + 1) * state_bytes / gdn.PEAK_BYTES_PER_S * 1e6
-    return {"op": "gdn", "seqs": num_seqs, "drafts": num_drafts, **times, "floor_us": floor, "errors": errors}
+    return {
+        "op": "gdn",
+        "seqs": num_seqs,
+        "drafts": num_drafts,
+        **times,
+        "floor_us": floor,
+        "errors": errors,
+        "trials_us": trials,
+    }
 
 
 def attention_row(num_seqs: int, num_drafts: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compiles a model's kernels for a GPU that is not there, and says which ones the start-up walk had missed.
 
-    python -m tests.runner.compile_only FOLDER
+    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG]
 
 A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, the kernels that were
 compiled at start and those that random steps then asked for in vain. Nothing is launched, so sampled tokens are
@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 
 from weft.cache.plan import CachePlan
 from weft.config import resolve
+from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
 from weft.ops.triton import attention, early_launch
 from weft.runner import model_runner, warmup
@@ -48,7 +49,20 @@ def random_step(rng: random.Random, state_slot: int) -> Any:
     return warmup.step(decodes + prefills or [(0, 1)], state_slot, rng.choice(warmup.SAMPLERS))
 
 
-def main(folder: str) -> None:
+def random_verification(rng: random.Random, num_drafts: int, state_slot: int) -> Any:
+    """Up to 18 sequences of which some or all verify as many drafts."""
+    count, same = rng.choice([1, 2, 7, 18]), rng.random() < 0.7
+    requests, new = [], []
+    for row in range(count):
+        start = rng.choice([1, 5, 64, rng.randint(1, 900)])
+        drafts = [0] * (num_drafts if same else rng.randint(1, num_drafts))
+        states = [(start + 1 + i, state_slot) for i in range(len(drafts))]
+        requests.append(ScheduledRequest(row, start, 1 + len(drafts), [], state_slot, True, states, 0, drafts))
+        new.append(NewRequest(row, [0] * (start + 1), start + 1, rng.choice(warmup.SAMPLERS)))
+    return SchedulerOutput(0, requests, new)
+
+
+def main(folder: str, speculative_config: str | None = None) -> None:
     driver.set_active(AbsentGpu())
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
@@ -59,8 +73,8 @@ def main(folder: str) -> None:
     # With graphs, whose kernels have variants of their own; but nothing is captured, because nothing can run.
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]
     config = resolve(
-        model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, cuda_graph_mode="FULL",
-        piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
+        model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, speculative_config=speculative_config,
+        cuda_graph_mode="FULL", piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
     )  # fmt: skip
     runner = model_runner.ModelRunner(config)
     at_start, rng = len(compiled), random.Random(0)
@@ -70,8 +84,13 @@ def main(folder: str) -> None:
         for _ in range(60):
             runner.launch(random_step(rng, state_slot=1))
             runner.steps.rows.last_token.zero_()
+            if config.num_drafts:
+                runner.launch(random_verification(rng, config.num_drafts, state_slot=1))
+                runner.steps.rows.last_token.zero_()
+        if config.num_drafts:
+            runner._walk_captured_steps()
     print(json.dumps({"at_start": compiled[:at_start], "later": compiled[at_start:]}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -13,7 +13,7 @@ PAGE = 16
 CPU = torch.device("cpu")
 
 
-def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]:
+def make(rows: int = 8, recurrent: bool = True, num_drafts: int = 4) -> tuple[RowTable, BatchBuilder]:
     table = RowTable(rows, 64, CPU)
     builder = BatchBuilder(
         table,
@@ -21,7 +21,7 @@ def make(rows: int = 8, recurrent: bool = True) -> tuple[RowTable, BatchBuilder]
         max_num_tokens=512,
         max_num_seqs=rows,
         chunk_sizes=(64,) if recurrent else (),
-        num_drafts=4,
+        num_drafts=num_drafts,
         verifies=True,
         device=CPU,
     )
@@ -193,7 +193,7 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
 
 def test_equally_many_drafts_are_one_verification() -> None:
     """Every state has its slot, the working slot comes last; anything else in the step makes it a short prefill."""
-    table, builder = make(rows=3)
+    table, builder = make(rows=3, num_drafts=2)
     for row in range(3):
         table.fill(NewRequest(row, list(range(40)), 40, RowSampling()))
     alike = [
@@ -209,5 +209,6 @@ def test_equally_many_drafts_are_one_verification() -> None:
     assert inputs.samples.indices.tolist() == list(range(6)) and inputs.samples.positions.tolist() == [1, 2, 3, 2, 3, 4]
     decode = ScheduledRequest(1, 40, 1, [21, 22, 23], 2, True)
     snapshot = replace(alike[1], checkpoints=[*alike[1].checkpoints, (44, 6)])
-    for others in ([decode, *alike], [alike[0], snapshot]):
+    fewer = [replace(r, num_tokens=2, checkpoints=r.checkpoints[:1], draft_token_ids=[5]) for r in alike]
+    for others in ([decode, *alike], [alike[0], snapshot], fewer):
         assert builder.fill(SchedulerOutput(9, others)).query_len == 0

@@ -10,11 +10,16 @@ import torch
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
-from weft.speculation.acceptance import NO_DRAFT, accept, sampled_positions
+from weft.speculation.acceptance import NO_DRAFT, Acceptance, Judge, accept, accept_alike, drafts_of, sampled_positions
 
 DRAWS = 100_000
 CHI_SQUARE = {3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
 """Quantile 1 - 1e-4 by degrees of freedom."""
+
+
+def judged(token_ids: torch.Tensor, drafts: torch.Tensor, first: torch.Tensor) -> Acceptance:
+    nothing = torch.zeros_like(token_ids)
+    return accept(Judge()(token_ids, drafts, nothing, nothing)[1], first)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -31,15 +36,37 @@ def test_counts_the_leading_drafts_that_were_sampled(seed: int) -> None:
         drafts += [*guesses, NO_DRAFT]
         counted += [i <= right for i in range(count + 1)]
         accepted.append(right)
-    found = accept(*(torch.tensor(values) for values in (sampled, drafts, first)))
+    found = judged(*(torch.tensor(values) for values in (sampled, drafts, first)))
     assert found.num_accepted.tolist() == accepted and found.counted.tolist() == counted
     assert found.last.tolist() == [f + a for f, a in zip(first, accepted, strict=True)]
 
 
 def test_what_is_no_token_is_no_draft() -> None:
     """Of NaN logits any number may be sampled, also the one that stands where no draft follows."""
-    found = accept(torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([0, 2]))
+    found = judged(torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([4, NO_DRAFT, NO_DRAFT]), torch.tensor([0, 2]))
     assert found.num_accepted.tolist() == [1, 0] and found.counted.all()
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 4])
+def test_equally_many_drafts_are_accepted_alike(query_len: int) -> None:
+    torch.manual_seed(query_len)
+    input_ids, sampled = torch.randint(0, 2, (2, 60 * query_len))
+    drafts, nothing = drafts_of(input_ids, query_len), torch.zeros_like(sampled)
+    _, is_right = Judge()(sampled, drafts, nothing, nothing)
+    expected, found = accept(is_right, torch.arange(0, 60 * query_len, query_len)), accept_alike(is_right.view(60, -1))
+    for name in ("first", "num_accepted", "counted", "last"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.num_accepted.unique().numel() == query_len
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])
+def test_a_synthetic_rate_accepts_as_often(rate: float) -> None:
+    """Whatever was sampled; what is accepted stands in its place."""
+    sampled, drafts = torch.full((DRAWS,), 1), torch.tensor([2, NO_DRAFT]).repeat(DRAWS // 2)
+    positions = torch.arange(DRAWS)
+    token_ids, is_right = Judge(rate)(sampled, drafts, torch.full((DRAWS,), 7), positions)
+    assert not is_right[1::2].any() and abs(float(is_right[::2].float().mean()) - rate) < 0.01
+    assert torch.equal(token_ids, torch.where(is_right, drafts, sampled))
 
 
 def test_a_position_sees_only_the_drafts_before_it() -> None:
@@ -82,7 +109,7 @@ def test_distribution(option: str, draft: int) -> None:
         uses_min_p=min_p > 0,
         backend=Backend.TORCH,
     )
-    acceptance = accept(tokens, torch.tensor([draft, NO_DRAFT]).repeat(DRAWS), 2 * torch.arange(DRAWS))
+    acceptance = judged(tokens, torch.tensor([draft, NO_DRAFT]).repeat(DRAWS), 2 * torch.arange(DRAWS))
     first, second = tokens.view(DRAWS, 2).unbind(1)
     accepted = acceptance.num_accepted == 1
     assert torch.equal(accepted, first == draft)

@@ -1,11 +1,13 @@
-"""Decode latency: milliseconds per step at a given batch size.
+"""Decode latency: milliseconds per step at a given batch size; with drafts, per new token.
 
 Job: time batches of random prompts that are submitted together. Owns: the method below. Does not know: flags, files.
 
 Method: every prompt has ``prompt_len`` random tokens; greedy, end-of-sequence ignored. A step's time is
 (median time for ``output_len`` new tokens - median time for 1) / (output_len - 1), so that prefill cancels out. Beside
 it stands the median interval between two consecutive steps in which the whole batch decoded, from one more run that
-goes step by step.
+goes step by step. Where drafts are verified (``speculative_config``), a step gives several tokens: the first figure is
+then the time per new token of a sequence, the interval that of a step, and the floor is that of a step that verifies as
+many drafts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from weft.engine.llm import LLM
+    from weft.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,39 @@ def measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int, ceilings
     one, all_tokens = (_params(workload, n) for n in (1, workload.output_len))
     for params in (one, all_tokens):  # warm-up
         run_batch(llm, prompts, params)
+    before = llm.stats()
     short = [run_batch(llm, prompts, one) for _ in range(workload.repeats)]
     long = [run_batch(llm, prompts, all_tokens) for _ in range(workload.repeats)]
     step_s = (median(long) - median(short)) / (workload.output_len - 1)
     intervals = step_intervals(llm, prompts, all_tokens)
-    work = Roofline.of(llm.config).decode(batch_size, workload.prompt_len + workload.output_len / 2)
+    drafts = draft_figures(before, llm.stats())
+    work = Roofline.of(llm.config).decode(
+        batch_size, workload.prompt_len + workload.output_len / 2, round(drafts.get("drafts_per_step", 0))
+    )
     return {
         "batch_size": batch_size,
         "step_ms": _ms(step_s),
-        **floor_columns(work, step_s, ceilings),
+        **floor_columns(work, step_s * drafts.get("tokens_per_step", 1), ceilings),
+        **drafts,
         "interval_ms": _ms(median(intervals)) if intervals else None,
         "tokens_per_s": round(batch_size / step_s, 1),
         "one_token_ms": _ms(median(short)),
         "repeats": {"one_token_ms": [_ms(s) for s in short], "all_tokens_ms": [_ms(s) for s in long]},
+    }
+
+
+def draft_figures(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Of a sequence that verifies drafts: drafts and new tokens per step, and the share of drafts that was accepted;
+    empty if nothing was verified between the two moments."""
+    verified = after.spec_decode_num_drafts - before.spec_decode_num_drafts
+    if not verified:
+        return {}
+    drafted = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
+    accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+    return {
+        "drafts_per_step": round(drafted / verified, 3),
+        "tokens_per_step": round(1 + accepted / verified, 3),
+        "acceptance_rate": round(accepted / drafted, 3),
     }
 
 

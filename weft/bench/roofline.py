@@ -84,13 +84,20 @@ class Roofline:
     def of(cls, config: EngineConfig) -> Roofline:
         return cls(config.model_config, cache_dtypes(config))
 
-    def decode(self, batch_size: int, context_len: float) -> Work:
-        """A decode step of ``batch_size`` sequences that are ``context_len`` tokens long on average."""
-        spec = self._spec
-        caches = context_len * spec.kv_bytes_per_token + 2 * spec.slot_bytes
-        per_row = spec.flops_per_token + spec.flops_per_pair * context_len + 2.0 * self._head_weights
-        num_bytes = self._weights_read(batch_size) + batch_size * caches
-        return Work(num_bytes, batch_size * per_row, batch_size * self._fp8_flops)
+    def decode(self, batch_size: int, context_len: float, num_drafts: int = 0) -> Work:
+        """A decode step of ``batch_size`` sequences that are ``context_len`` tokens long on average.
+
+        Args:
+            num_drafts: drafts that each of them verifies: as many tokens more, and states that are written. Where the
+                model's own head drafts, the output head is read once more for each of them.
+        """
+        spec, tokens = self._spec, batch_size * (1 + num_drafts)
+        caches = context_len * spec.kv_bytes_per_token + (2 + num_drafts) * spec.slot_bytes
+        per_token = spec.flops_per_token + spec.flops_per_pair * context_len + 2.0 * self._head_weights
+        head_passes = num_drafts if self._model.runs_mtp else 0
+        num_bytes = self._weights_read(tokens) + head_passes * self._plain_bytes * self._head_weights
+        flops = tokens * per_token + 2.0 * head_passes * batch_size * self._head_weights
+        return Work(num_bytes + batch_size * caches, flops, tokens * self._fp8_flops)
 
     def prefill(self, num_tokens: int) -> Work:
         """A prompt of ``num_tokens`` from an empty cache to its first sampled token."""

@@ -135,13 +135,16 @@ def run_latency(args: argparse.Namespace) -> int:
         results = latency.measure(llm, workload)
         report.write_json(json_path, _figures("latency", llm, workload) | {"results": results})
         name = report.device_name(llm.config.device)
+    drafts = any("tokens_per_step" in row for row in results)
     columns = {
         "batch": "batch_size",
-        "ms per step": "step_ms",
+        "ms per token" if drafts else "ms per step": "step_ms",
         "ms between steps": "interval_ms",
         "tokens/s": "tokens_per_s",
         "ms to one token": "one_token_ms",
     }
+    if drafts:
+        columns |= {"tokens per step": "tokens_per_step", "accepted": "acceptance_rate"}
     _table(f"Decode latency on {name}", columns, results)
     return 0
 
@@ -180,7 +183,7 @@ def _table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> N
     known = rows[0]["floor_ms"] is not None
     if known:
         columns = columns | {"roofline ms": "floor_ms", "of roofline": "floor_share"}
-    report.table(title, tuple(columns), [[str(row[key]) for key in columns.values()] for row in rows])
+    report.table(title, tuple(columns), [[str(row.get(key, "-")) for key in columns.values()] for row in rows])
     if not known:
         print("No roofline: the ceilings of this device are not known.")
 

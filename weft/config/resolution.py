@@ -139,6 +139,11 @@ def _choose_speculation(values: dict[str, Any], reasons: dict[str, str], model: 
     if config is None:
         reasons["speculative_config"] = "off: whether drafts pay depends on the text and the batch"
         return model
+    if config.synthetic_acceptance_rate is not None and values["load_format"] != "dummy":
+        raise ConfigError(
+            f"speculative_config: synthetic_acceptance_rate={config.synthetic_acceptance_rate:g} makes drafts part of "
+            "the text whether they are right or not, to measure with load_format='dummy'; leave it out otherwise"
+        )
     reasons["speculative_config"] = f"{config}: a step verifies up to {config.num_speculative_tokens} drafts"
     if values["enable_overlap"] is None:
         values["enable_overlap"] = False

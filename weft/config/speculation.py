@@ -40,17 +40,22 @@ class SpeculativeConfig:
             what the checkpoint's multi-token-prediction head finds likeliest.
         num_speculative_tokens: most tokens that are drafted, and so verified besides the last one, in a step.
         prompt_lookup_min, prompt_lookup_max: tokens of a suffix that ``ngram`` looks up.
+        synthetic_acceptance_rate: every draft is taken for right with this probability, to measure with dummy weights;
+            None: drafts are compared with what is sampled.
     """
 
     method: Method
     num_speculative_tokens: int
     prompt_lookup_min: int
     prompt_lookup_max: int
+    synthetic_acceptance_rate: float | None = None
 
     def __str__(self) -> str:
         drafts = f"{self.method}, {self.num_speculative_tokens} tokens"
         lookup = f", suffixes of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
-        return drafts + (lookup if self.method == "ngram" else "")
+        rate = self.synthetic_acceptance_rate
+        synthetic = f", accepted with probability {rate:g} whatever is sampled" if rate is not None else ""
+        return drafts + (lookup if self.method == "ngram" else "") + synthetic
 
 
 def parse_speculative_config(value: Any) -> SpeculativeConfig:
@@ -77,10 +82,12 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
     assert low is not None and high is not None
     if low > high:
         raise ConfigError(f"{NAME}: prompt_lookup_min={low} is more than prompt_lookup_max={high}")
-    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS[method], low, high)
+    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS[method], low, high, _rate(keys))
 
 
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_KEYS = (
+    "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "synthetic_acceptance_rate",
+)  # fmt: skip
 _SGLANG_KEYS = {
     "algorithm": "method",
     "num_steps": "num_speculative_tokens",
@@ -143,3 +150,13 @@ def _integer(keys: Mapping[str, Any], key: str, high: int | None) -> int | None:
     if value < 1 or (high is not None and value > high):
         raise ConfigError(f"{NAME}: {key}={value} is out of range; allowed: {allowed}")
     return value
+
+
+def _rate(keys: Mapping[str, Any]) -> float | None:
+    name = "synthetic_acceptance_rate"
+    value = keys.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{NAME}: {name}={value!r} is no probability; allowed: 0 to 1")
+    return float(value)

@@ -112,9 +112,8 @@ class CaptureSizes:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest captured forward pass; 0 without any."""
-        verified = (size * self.query_len for size in self.verify)
-        return max((*self.forward, *self.pieces, *verified), default=0)
+        """Tokens of the largest forward pass that is captured apart from its sampling; 0 without any."""
+        return max((*self.forward, *self.pieces), default=0)
 
     @staticmethod
     def of(
@@ -135,8 +134,7 @@ class CaptureSizes:
         if mode.mixed:
             given, largest = config.piecewise_cuda_graph_tokens, config.piecewise_cuda_graph_max_tokens
             tokens = token_sizes(config.max_num_batched_tokens, given, largest)
-        # The model's own head reads what a decode graph does not keep.
-        decode = sequences if GraphMode.FULL in mode.decode and not config.model_config.runs_mtp else []
+        decode = sequences if GraphMode.FULL in mode.decode else []
         forward = tokens if GraphMode.FULL in mode.mixed else []
         pieces = tokens if GraphMode.PIECEWISE in mode.mixed else []
         if table is not None:

@@ -239,9 +239,10 @@ class BatchBuilder:
         )
 
     def _query_len(self, requests: list[ScheduledRequest]) -> int:
-        """Tokens of each request where all verify as many drafts and store no other states; otherwise 0."""
-        count = len(requests[0].draft_token_ids) if self.verifies and self.num_drafts else 0
-        if not count:
+        """Tokens of each request where all verify as many drafts as there may be, and store no other states; otherwise
+        0: for fewer drafts no kernels are compiled at start."""
+        count = self.num_drafts
+        if not (self.verifies and count and len(requests[0].draft_token_ids) == count):
             return 0
         states = count if self._keeps_states else 0
         alike = all(len(r.draft_token_ids) == count and len(r.checkpoints) == states for r in requests)

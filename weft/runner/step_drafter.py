@@ -18,7 +18,7 @@ from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.messages import ScheduledRequest
 from weft.models.mtp import DraftInputs, MtpDrafter
-from weft.runner.batch_builder import BatchBuilder, StepShape
+from weft.runner.batch_builder import BatchBuilder, StepInputs, StepShape
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.speculation.acceptance import Acceptance
@@ -62,6 +62,22 @@ class StepDrafter:
         next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
         with forward_context(self._context(inputs.batch, GraphMode.NONE)):
             return self._drafter.draft(DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch))
+
+    def after_full_step(self, inputs: StepInputs, hidden_states: Tensor, acceptance: Acceptance | None) -> Tensor:
+        """The same for a step in which every sequence decodes, or verifies equally many drafts: device work only, with
+        nothing from the host, so that a graph holds it.
+
+        Args:
+            inputs: of the step; the tokens that were sampled are remembered in the rows.
+            hidden_states: ``[T, hidden_size]``.
+            acceptance: None if every sequence decodes.
+        """
+        sequences = torch.arange(inputs.batch.num_seqs, device=hidden_states.device)
+        last = sequences if acceptance is None else acceptance.last
+        rows = inputs.samples.rows.index_select(0, last)
+        next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._rows.last_token.index_select(0, rows))
+        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
+            return self._drafter.draft(DraftInputs(hidden_states, next_ids, last, sequences, inputs.batch))
 
     def _last(self, requests: Sequence[ScheduledRequest], sampling: Tensor, acceptance: Acceptance | None) -> Tensor:
         """``[S]``: index of each request's last token that is no draft, or an accepted one."""

@@ -11,6 +11,8 @@ its tokens and one by its samples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,20 +20,37 @@ from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
-from weft.runner.batch_builder import BatchBuilder, SampleRows, StepShape
+from weft.runner.batch_builder import BatchBuilder, SampleRows, StepInputs, StepShape
 from weft.runner.compilation import ModelCompiler
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
+from weft.runner.step_drafter import StepDrafter
+from weft.speculation.acceptance import Acceptance, Judge, accept_alike, drafts_of
 
-SampledLogits = tuple[Tensor, SamplerOutput]
-"""``logits [N, V]`` and the sampled tokens, on the device."""
+
+class SampledLogits(NamedTuple):
+    """What a full graph leaves on the device.
+
+    Attributes:
+        logits: ``[N, V]``.
+        result: the sampled tokens.
+        acceptance: which of them count; None if all do.
+        hidden_states: ``[T, hidden_size]``, kept where the model's own head reads them; otherwise None.
+        drafts: ``[S, K]`` int64, what that head makes of every sequence; None without one.
+    """
+
+    logits: Tensor
+    result: SamplerOutput
+    acceptance: Acceptance | None = None
+    hidden_states: Tensor | None = None
+    drafts: Tensor | None = None
 
 
 class StepFunctions:
     """The functions behind a runner's full graphs.
 
     Args:
-        model, builder, rows, sampler, sampling: the runner's.
+        model, builder, rows, sampler, sampling, draft, judge: the runner's.
         context: from a batch and the mode it runs in to its forward context.
         max_num_seqs, max_model_len: what a graph must be able to serve.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
@@ -49,6 +68,8 @@ class StepFunctions:
         rows: RowTable,
         sampler: Sampler,
         sampling: SamplingInputs,
+        draft: StepDrafter | None,
+        judge: Judge,
         context: Callable[[Batch, GraphMode], ForwardContext],
         *,
         max_num_seqs: int,
@@ -58,6 +79,7 @@ class StepFunctions:
     ) -> None:
         self._model, self._builder, self._rows = model, builder, rows
         self._sampler, self._sampling, self._context = sampler, sampling, context
+        self._draft, self._judge = draft, judge
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self.hidden, self.query_len = hidden, query_len
         self._compiled: Callable[..., Tensor] = model
@@ -87,20 +109,34 @@ class StepFunctions:
         self._max_compiled = max_size
 
     def decode(self, size: int) -> SampledLogits:
-        """The whole decode step of ``size`` rows."""
+        """The whole decode step of ``size`` rows, with the drafts for the next one if the model's head makes some."""
         inputs = self._builder.materialise(self.decode_shape(size))
         model = self._compiled if size <= self._max_compiled else self._model
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             hidden_states = model(input_ids=inputs.input_ids)
-        return self._sample(hidden_states, inputs.samples)
+        sampled = self._sample(hidden_states, inputs.samples)
+        return self._with_drafts(sampled, inputs, hidden_states)
 
     def verify(self, size: int) -> SampledLogits:
-        """The step of ``size`` sequences that verify drafts, from its inputs to a token for every position; the hidden
-        states are kept."""
+        """The step of ``size`` sequences that verify drafts: a token for every position, which of them count, and the
+        drafts for the next step if the model's head makes some."""
         inputs = self._builder.materialise(self.verification_shape(size))
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             hidden_states = self._model(inputs.input_ids)
-        return self._sample(self.keep(hidden_states), inputs.samples)
+        logits = self._model.compute_logits(hidden_states)
+        result = self._sampler(logits, self._sampling.any_row(inputs.samples))
+        samples, drafts = inputs.samples, drafts_of(inputs.input_ids, self.query_len)
+        token_ids, is_right = self._judge(result.token_ids, drafts, samples.seeds, samples.positions)
+        result, acceptance = replace(result, token_ids=token_ids), accept_alike(is_right.view(size, -1))
+        rows = samples.rows.index_select(0, acceptance.first)
+        self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
+        return self._with_drafts(SampledLogits(logits, result, acceptance), inputs, hidden_states)
+
+    def _with_drafts(self, sampled: SampledLogits, inputs: StepInputs, hidden_states: Tensor) -> SampledLogits:
+        if self._draft is None:
+            return sampled
+        drafts = self._draft.after_full_step(inputs, hidden_states, sampled.acceptance)
+        return sampled._replace(hidden_states=hidden_states, drafts=drafts)
 
     def forward(self, num_tokens: int) -> Tensor:
         """The forward pass of ``num_tokens`` tokens of any sequences: ``[num_tokens, hidden_size]``, kept."""
@@ -122,4 +158,4 @@ class StepFunctions:
         logits = self._model.compute_logits(hidden_states)
         result = self._sampler(logits, self._sampling.any_row(samples))
         self._rows.set_last_tokens(samples.rows, result.token_ids)
-        return logits, result
+        return SampledLogits(logits, result)

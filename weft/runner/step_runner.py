@@ -38,7 +38,7 @@ from weft.runner.step_drafter import StepDrafter
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_sampler import SampledTokens, StepSampler
-from weft.speculation.acceptance import sampled_positions
+from weft.speculation.acceptance import Judge, sampled_positions
 
 
 class StepRunner:
@@ -91,7 +91,9 @@ class StepRunner:
         )
         sampler = Sampler(backend)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
-        self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows)
+        speculation = config.speculative_config
+        judge = Judge(speculation.synthetic_acceptance_rate if speculation is not None else None)
+        self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, judge)
         self._draft: StepDrafter | None = None
         if model_config.runs_mtp:
             drafter = MtpDrafter(model, config.num_drafts, plan.max_model_len)
@@ -103,6 +105,8 @@ class StepRunner:
             self.rows,
             sampler,
             self._sampling,
+            self._draft,
+            judge,
             context,
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
@@ -136,36 +140,29 @@ class StepRunner:
         sampled = sampled_positions(requests) if self.builder.num_drafts else [r for r in requests if r.samples]
         shape = self.builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
-        if choice.mode is GraphMode.FULL and shape.is_decode:
-            return self._launch_decode_graph(scheduler_output, sampled, shape, choice.size)
-        if choice.mode is GraphMode.FULL and shape.query_len:
-            return self._launch_verification_graph(scheduler_output, sampled, shape, choice.size)
+        if choice.mode is GraphMode.FULL and (shape.is_decode or shape.query_len):
+            return self._launch_graph(scheduler_output, sampled, shape, choice.size)
         return self._launch_batch(scheduler_output, sampled, shape, choice)
 
-    def _launch_decode_graph(
+    def _launch_graph(
         self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
     ) -> PendingStep:
-        """Replay a decode step."""
-        assert self.graphs.decode is not None
-        self.builder.pad_decodes(shape, size)
+        """Replay a whole step, in which every sequence decodes, or verifies equally many drafts."""
+        graphs = self.graphs.verify if shape.query_len else self.graphs.decode
+        assert graphs is not None
+        if shape.query_len:
+            self.builder.pad_verification(shape, size, shape.query_len)
+        else:
+            self.builder.pad_decodes(shape, size)
         self.builder.send()
-        logits, replayed = self.graphs.decode.replay(size, shape.num_seqs)
-        pending = pending_step(scheduler_output, self._sample(logits, sampled, replayed))
-        pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), size - shape.num_seqs
-        return pending
-
-    def _launch_verification_graph(
-        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
-    ) -> PendingStep:
-        """Replay a step in which every sequence verifies drafts."""
-        assert self.graphs.verify is not None
-        self.builder.pad_verification(shape, size, shape.query_len)
-        self.builder.send()
-        logits, replayed = self.graphs.verify.replay(size, shape.num_seqs)
-        result = self._sample(logits, sampled, replayed)
-        drafts = self._drafts(scheduler_output, shape, self.functions.hidden[: shape.num_tokens], result)
+        replayed = graphs.replay(size, shape.num_seqs)
+        result = self._sample(replayed.logits, sampled, replayed)
+        drafts = result.drafts
+        if drafts is None and replayed.hidden_states is not None:  # other tokens were sampled than in the graph
+            drafts = self._drafts(scheduler_output, shape, replayed.hidden_states[: shape.num_tokens], result)
         pending = pending_step(scheduler_output, result, drafts=drafts)
-        pending.mode, pending.num_padding_tokens = str(GraphMode.FULL), (size - shape.num_seqs) * shape.query_len
+        pending.mode = str(GraphMode.FULL)
+        pending.num_padding_tokens = (size - shape.num_seqs) * (shape.query_len or 1)
         return pending
 
     def _drafts(
@@ -195,8 +192,8 @@ class StepRunner:
         if sample_size is not None and self.graphs.samples is not None:
             if choice.mode is not GraphMode.FULL:
                 self.functions.keep(hidden_states)
-            logits, replayed = self.graphs.samples.replay(sample_size, shape.num_samples)
-            result = self._sample(logits, sampled, replayed)
+            replayed = self.graphs.samples.replay(sample_size, shape.num_samples)
+            result = self._sample(replayed.logits, sampled, replayed)
         elif sampled:
             indices = self.builder.sample_rows(shape.num_samples).indices
             result = self._sample(self._model.compute_logits(hidden_states.index_select(0, indices)), sampled)

@@ -7,7 +7,7 @@ probabilities of the rows that want them. Owns: the order of this. Does not know
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
-from weft.speculation.acceptance import NO_DRAFT, Acceptance, accept
+from weft.runner.step_functions import SampledLogits
+from weft.speculation.acceptance import NO_DRAFT, Acceptance, Judge, accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class SampledTokens:
         nan_rows: ``[M]`` bool, as in ``SamplerOutput``.
         acceptance: which of them are the sequences'; None if all are, because there were no drafts.
         num_logprobs: place among the M -> how many alternatives its row asked for.
+        drafts: ``[S, K]`` int64, what the model's head made of the step in its graph; None if there is no head, or if
+            tokens were sampled again, of which the graph knew nothing.
         logprobs: of the places in ``num_logprobs``, in that order; of the model's own distribution, before any edit.
     """
 
@@ -38,6 +41,7 @@ class SampledTokens:
     token_ids: Tensor
     nan_rows: Tensor
     acceptance: Acceptance | None = None
+    drafts: Tensor | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
     logprobs: Logprobs | None = None
 
@@ -45,11 +49,13 @@ class SampledTokens:
 class StepSampler:
     """Samples the tokens of steps and remembers them for the next ones. All arguments are the runner's."""
 
-    def __init__(self, sampler: Sampler, inputs: SamplingInputs, builder: BatchBuilder, rows: RowTable) -> None:
-        self._sampler, self._inputs, self._builder, self._rows = sampler, inputs, builder, rows
+    def __init__(
+        self, sampler: Sampler, inputs: SamplingInputs, builder: BatchBuilder, rows: RowTable, judge: Judge
+    ) -> None:
+        self._sampler, self._inputs, self._builder, self._rows, self._judge = sampler, inputs, builder, rows, judge
 
     def __call__(
-        self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SamplerOutput | None = None
+        self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SampledLogits | None = None
     ) -> SampledTokens:
         """One token for each of ``sampled``, from ``sampled_positions``.
 
@@ -58,35 +64,51 @@ class StepSampler:
             replayed: what a graph has sampled of these logits, without edits, and remembered.
         """
         count, edited = len(sampled), self._inputs.edited(sampled)
+        rows = [request.row for request in sampled]
         if replayed is not None and not edited:
-            token_ids, nan_rows = replayed.token_ids[:count], replayed.nan_rows[:count]
+            tokens = self._as_replayed(rows, replayed)
         else:
-            result = self._sample(logits[:count], sampled, edited, replayed)
-            token_ids, nan_rows = result.token_ids, result.nan_rows
-        acceptance = self._accept_drafts(sampled, token_ids)
-        self._inputs.record(sampled, token_ids, acceptance.counted if acceptance is not None else None)
-        rows, wanted = [request.row for request in sampled], self._inputs.num_logprobs(sampled)
+            result = self._sample(logits[:count], sampled, edited, replayed.result if replayed is not None else None)
+            tokens = SampledTokens(rows, result.token_ids, result.nan_rows)
+        if tokens.acceptance is None and self._builder.num_drafts:
+            tokens = self._accept_drafts(sampled, tokens)
+        counted = tokens.acceptance.counted if tokens.acceptance is not None else None
+        self._inputs.record(sampled, tokens.token_ids, counted)
+        wanted = self._inputs.num_logprobs(sampled)
         if not wanted:
-            return SampledTokens(rows, token_ids, nan_rows, acceptance)
-        top_n = max(wanted.values())
-        if len(wanted) == count:
-            logprobs = logprobs_of(logits[:count], token_ids, top_n)
-        else:
-            places = self._places(list(wanted))
-            logprobs = logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
-        return SampledTokens(rows, token_ids, nan_rows, acceptance, wanted, logprobs)
+            return tokens
+        return replace(tokens, num_logprobs=wanted, logprobs=self._logprobs(logits[:count], tokens.token_ids, wanted))
 
-    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], token_ids: Tensor) -> Acceptance | None:
-        """Which of ``token_ids [M]`` count; each row's last one of these is remembered. None without drafts."""
-        if not (self._builder.num_drafts and any(request.draft_token_ids for request in sampled)):
-            return None
+    def _as_replayed(self, rows: list[int], replayed: SampledLogits) -> SampledTokens:
+        """What a graph leaves, without its padding."""
+        count, acceptance, drafts = len(rows), replayed.acceptance, replayed.drafts
+        result, num_requests = replayed.result, count
+        if acceptance is not None:
+            num_requests = count // (len(result.token_ids) // len(acceptance.first))
+            acceptance = acceptance.leading(num_requests, count)
+        drafts = drafts[:num_requests] if drafts is not None else None
+        return SampledTokens(rows, result.token_ids[:count], result.nan_rows[:count], acceptance, drafts)
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Logprobs:
+        top_n = max(wanted.values())
+        if len(wanted) == len(token_ids):
+            return logprobs_of(logits, token_ids, top_n)
+        places = self._places(list(wanted))
+        return logprobs_of(logits.index_select(0, places), token_ids.index_select(0, places), top_n)
+
+    def _accept_drafts(self, sampled: Sequence[ScheduledRequest], tokens: SampledTokens) -> SampledTokens:
+        """With what became of the drafts, if there are any; each row's last token that counts is remembered."""
+        if not any(request.draft_token_ids for request in sampled):
+            return tokens
         following = [after.draft_token_ids[-1:] for after in sampled[1:]] + [[]]
-        drafts = [draft[0] if draft else NO_DRAFT for draft in following]
+        drafts = self._places([draft[0] if draft else NO_DRAFT for draft in following])
         first = [i for i, request in enumerate(sampled) if not request.draft_token_ids]
-        acceptance = accept(token_ids, self._places(drafts), self._places(first))
+        samples = self._builder.sample_rows(len(sampled))
+        token_ids, is_right = self._judge(tokens.token_ids, drafts, samples.seeds, samples.positions)
+        acceptance = accept(is_right, self._places(first))
         rows = self._places([sampled[i].row for i in first])
         self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
-        return acceptance
+        return replace(tokens, token_ids=token_ids, acceptance=acceptance)
 
     def _sample(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], edited: list[int], replayed: SamplerOutput | None

@@ -21,12 +21,12 @@ from torch import Tensor
 from weft.config.graph_modes import GraphMode
 from weft.errors import CapacityError
 from weft.forward_context import forward_context
-from weft.layers.sampler import SamplerOutput
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.batch_builder import StepShape
 from weft.runner.buffers import to_device
 from weft.runner.measuring import StepMaker
 from weft.runner.model_runner import ModelRunner
+from weft.runner.step_functions import SampledLogits
 
 MAX_PROMPT_TOKENS = 130
 
@@ -104,7 +104,7 @@ class _Checks:
             step,
             lambda: _of(steps.functions.decode(size)),
             lambda: _of(graphs.replay(size, shape.num_seqs)),
-            graphs.results(size)[0],
+            graphs.results(size).logits,
         )
         return _check("decode", size, shape.num_seqs, eager, replayed)
 
@@ -134,7 +134,7 @@ class _Checks:
             nothing,
             lambda: _of(steps.functions.sample(size)),
             lambda: _of(graphs.replay(size, size)),
-            graphs.results(size)[0],
+            graphs.results(size).logits,
         )
         return _check("sampling", size, size, eager, replayed)
 
@@ -183,8 +183,8 @@ class _Checks:
         return first, _copied(replay())
 
 
-def _of(sampled: tuple[Tensor, SamplerOutput]) -> Outcome:
-    return sampled[0], sampled[1].token_ids
+def _of(sampled: SampledLogits) -> Outcome:
+    return sampled.logits, sampled.result.token_ids
 
 
 def _copied(outcome: Outcome) -> Outcome:

@@ -10,6 +10,7 @@ seed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.messages import ScheduledRequest
+from weft.ops.sampling import exponential_noise
 
 NO_DRAFT = -1
 """Stands where no draft follows a position."""
@@ -58,20 +60,66 @@ class Acceptance:
         """``[N]`` int64, index of the position whose token comes last."""
         return self.first + self.num_accepted
 
+    def leading(self, num_requests: int, num_positions: int) -> Acceptance:
+        """That of the first requests: a graph pads."""
+        return Acceptance(self.first[:num_requests], self.num_accepted[:num_requests], self.counted[:num_positions])
 
-def accept(token_ids: Tensor, drafts: Tensor, first: Tensor) -> Acceptance:
-    """Accept drafts; device work only.
+
+class Judge:
+    """Says of every draft whether it is right.
 
     Args:
-        token_ids: ``[M]`` int64, what was sampled, all positions of a request side by side.
-        drafts: ``[M]`` int64, the draft that follows each position; ``NO_DRAFT`` at the last one of each request.
+        synthetic_rate: for measurements with meaningless weights: a draft is right with this probability, by the
+            random numbers of its position, and stands in the place of the token that was sampled. None: a draft is
+            right if it is that token.
+    """
+
+    def __init__(self, synthetic_rate: float | None = None) -> None:
+        self._bound = None if synthetic_rate is None else -math.log1p(-min(synthetic_rate, 1 - 1e-12))
+
+    def __call__(self, token_ids: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The sequences' tokens ``[M]``, and which drafts are right, ``[M]`` bool; device work only.
+
+        Args:
+            token_ids: ``[M]`` int64, what was sampled.
+            drafts: ``[M]`` int64, the draft that follows each position; ``NO_DRAFT`` where none does.
+            seeds, positions: ``[M]`` int64, of the random numbers.
+        """
+        is_draft = drafts != NO_DRAFT
+        if self._bound is None:
+            return token_ids, is_draft & (token_ids == drafts)  # NaN logits may sample anything, NO_DRAFT too
+        is_right = is_draft & (exponential_noise(seeds, positions, 1)[:, 0] < self._bound)
+        return torch.where(is_right, drafts, token_ids), is_right
+
+
+def accept(is_right: Tensor, first: Tensor) -> Acceptance:
+    """Accept the drafts of each request up to the first wrong one; device work only.
+
+    Args:
+        is_right: ``[M]`` bool, of the draft that follows each position; False at the last one of each request, whose
+            positions lie side by side.
         first: ``[N]`` int64, index of each request's first position, ascending.
     """
-    indices = torch.arange(len(token_ids), device=token_ids.device)
-    is_right = (token_ids == drafts) & (drafts != NO_DRAFT)  # NaN logits may sample anything, NO_DRAFT too
-    differs = torch.where(is_right, len(token_ids), indices)
+    indices = torch.arange(len(is_right), device=is_right.device)
+    differs = torch.where(is_right, len(is_right), indices)
     next_difference = differs.flip(0).cummin(0).values.flip(0)
     num_accepted = next_difference[first] - first
     request = torch.zeros_like(indices).index_fill_(0, first, 1).cumsum_(0) - 1
     counted = indices <= (first + num_accepted)[request]
     return Acceptance(first, num_accepted, counted)
+
+
+def accept_alike(is_right: Tensor) -> Acceptance:
+    """The same where every request has the same number of positions, ``is_right [N, Q]``: fewer, simpler operations."""
+    num_requests, query_len = is_right.shape
+    num_accepted = is_right[:, :-1].long().cumprod(1).sum(1)
+    places = torch.arange(query_len, device=is_right.device)
+    first = torch.arange(0, num_requests * query_len, query_len, device=is_right.device)
+    return Acceptance(first, num_accepted, (places <= num_accepted[:, None]).flatten())
+
+
+def drafts_of(input_ids: Tensor, query_len: int) -> Tensor:
+    """``[N * Q]``: the draft after each position where every request runs its last token and ``Q - 1`` drafts."""
+    drafts = input_ids.roll(-1)
+    drafts[query_len - 1 :: query_len] = NO_DRAFT
+    return drafts

@@ -36,6 +36,22 @@ class Proposer(Protocol):
         ...
 
 
+class Synthetic:
+    """Always proposes as many tokens as are wanted, for measurements in which right drafts are a matter of chance."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        drafts = self._proposer.propose(request, count)
+        missing, prompt = count - len(drafts), request.prompt_token_ids
+        start = request.num_computed_tokens * count  # other tokens in every step
+        return drafts + [prompt[(start + i) % len(prompt)] for i in range(missing)]
+
+    def forget(self, request_id: str) -> None:
+        self._proposer.forget(request_id)
+
+
 class ModelDrafts:
     """Proposes what the model's own head guessed in the step before."""
 
@@ -104,7 +120,10 @@ class DraftPlanner:
         count = config.num_speculative_tokens
         if config.method == "mtp":
             return cls(ModelDrafts(), manager, count, max_model_len, reach=count - 1)
-        return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), manager, count, max_model_len)
+        proposer: Proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+        if config.synthetic_acceptance_rate is not None:
+            proposer = Synthetic(proposer)
+        return cls(proposer, manager, count, max_model_len)
 
     def plan(self, request: Request, lease: Lease, budget: int) -> list[int]:
         """Drafts for a request whose last known token runs in this step; at most ``budget``.

@@ -4,10 +4,10 @@ Job: ``gdn_verify`` on the GPU, one launch. Owns: in which order a program walks
 know: layers.
 
 As in the decode kernel, a program serves one sequence and one key head with all value heads of its group. It computes
-queries, keys, values, gates and decays of all tokens first and leaves them in a small float32 buffer. Then every tile
-of the state is read once, taken through all tokens in registers, and stored after each: T tokens cost T + 1 times the
-state in memory traffic, where T decode steps cost 2 T times. The outputs of a value head come from several tiles, so
-they are normalised at the end, out of the buffer.
+queries, keys, values, gates and decays of all tokens first, all their loads before the first store, and leaves them in
+a small float32 buffer. Then the state of every value head is read once, taken through all tokens in registers, and
+stored after each: T tokens cost T + 1 times the state in memory traffic, where T decode steps cost 2 T times. A program
+holds whole value heads, so an output is normalised where it is made.
 
 Graph-safe: the grid is the padded number of sequences; sequences with slot 0 write zeros and leave.
 """
@@ -24,12 +24,28 @@ from torch import Tensor
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
-from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
+from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
 from weft.ops.triton.gdn_decode import store_inputs
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
-_BLOCK_V, _WARPS = 64, 4
+
+class Shape(NamedTuple):
+    """Warps, and whether the next value head's state loads meanwhile."""
+
+    warps: int
+    prefetch: bool
+
+
+def choose_shape(num_programs: int, state_size: int) -> Shape:
+    """As in the decode kernel: few programs hide their own latency, many hide each other's.
+
+    Args:
+        state_size: numbers in the state of one value head, which lie in the registers of one program.
+    """
+    if num_programs <= MULTIPROCESSORS:
+        return Shape(min(16, max(4, state_size // 1024)), True)
+    return Shape(min(16, max(4, state_size // 4096)), False)
 
 
 class Fixed(NamedTuple):
@@ -39,8 +55,9 @@ class Fixed(NamedTuple):
         num_tokens: of each sequence.
         num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel, negative_eigenvalues: of the layer, as in
             ``GatedDeltaNetConfig``.
-        block_k, block_v: of a tile of the state.
-        block_g, block_h, block_o: powers of two that hold a group's values, its value heads, one value head.
+        block_k, block_v: powers of two that hold a state's rows and columns.
+        block_g, block_h: powers of two that hold a group's values, and its value heads.
+        prefetch: see ``Shape``.
     """
 
     num_tokens: int
@@ -54,7 +71,7 @@ class Fixed(NamedTuple):
     block_v: int
     block_g: int
     block_h: int
-    block_o: int
+    prefetch: bool
 
 
 @triton.jit
@@ -107,20 +124,20 @@ def _gdn_verify_kernel(
     K: tl.constexpr = FIXED.head_k_dim
     V: tl.constexpr = FIXED.head_v_dim
     W: tl.constexpr = FIXED.conv_kernel
-    BLOCK_V: tl.constexpr = FIXED.block_v
     BLOCK_G: tl.constexpr = FIXED.block_g
+    PREFETCH: tl.constexpr = FIXED.prefetch
     i_key_head, i_seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HK
     KEY_DIM: tl.constexpr = HK * K
     VALUE_DIM: tl.constexpr = HV * V
     C: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
-    VALUES: tl.constexpr = 2 * K  # where the values begin in a token's vectors: q | k | v | decay | beta | output
-    DECAYS: tl.constexpr = VALUES + GROUP * V
-    OUTPUTS: tl.constexpr = DECAYS + 2 * GROUP
-    VECTORS: tl.constexpr = OUTPUTS + GROUP * V
-    o_k, o_v, o_o = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V), tl.arange(0, FIXED.block_o)
+    VALUES: tl.constexpr = 2 * K  # where the values begin in a token's vectors: q | k | v | gate | decay | beta
+    GATES: tl.constexpr = VALUES + GROUP * V
+    DECAYS: tl.constexpr = GATES + GROUP * V
+    VECTORS: tl.constexpr = DECAYS + 2 * GROUP
+    o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, FIXED.block_v)
     o_g, o_h = tl.arange(0, BLOCK_G), tl.arange(0, FIXED.block_h)
-    k_mask, g_mask, h_mask, o_mask = o_k < K, o_g < GROUP * V, o_h < GROUP, o_o < V
+    k_mask, v_mask, g_mask, h_mask = o_k < K, o_v < V, o_g < GROUP * V, o_h < GROUP
     slot = tl.load(state_slots + i_seq).to(tl.int64)
     p_out = out + i_seq * T * VALUE_DIM + i_key_head * GROUP * V
     if slot == 0:
@@ -128,6 +145,11 @@ def _gdn_verify_kernel(
             tl.store(p_out + t * VALUE_DIM + o_g, tl.zeros([BLOCK_G], out.dtype.element_ty), mask=g_mask)
         return
     p_slots = slots + i_seq * T
+    tile = i_key_head * GROUP * K * V + o_k[:, None] * V + o_v[None, :]
+    tile_mask = k_mask[:, None] & v_mask[None, :]
+    p_state = state + slot * HV * K * V + tile
+    if PREFETCH:
+        b_next = tl.load(p_state, mask=tile_mask, other=0.0)  # under way during all of this
     p_conv = conv_state + slot * C * (W - 1)
     p_vectors = vectors + (i_seq * HK + i_key_head) * T * VECTORS
     row = projected + i_seq * T * stride_row
@@ -137,55 +159,57 @@ def _gdn_verify_kernel(
     q_kept = _load_inputs(p_conv, q_channels, k_mask, W)
     k_kept = _load_inputs(p_conv, k_channels, k_mask, W)
     v_kept = _load_inputs(p_conv, v_channels, g_mask, W)
-    tl.debug_barrier()  # convolution states are read before any of them is overwritten
-    for t in tl.static_range(T):
+    norm = tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
+    computed = ()
+    states = ()
+    for _ in tl.static_range(T):
         b_q, q_kept = _convolve(row, conv_weight, q_kept, q_channels, k_mask, W)
         b_k, k_kept = _convolve(row, conv_weight, k_kept, k_channels, k_mask, W)
         b_v, v_kept = _convolve(row, conv_weight, v_kept, v_channels, g_mask, W)
         decay, beta = _gates(row, A_log, dt_bias, i_key_head * GROUP + o_h, h_mask, C, VALUE_DIM, FIXED)
+        gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
+        gate *= tl.sigmoid(gate) * norm
+        computed = computed + ((b_q, b_k, b_v, gate, decay, beta),)  # type: ignore[assignment]  # noqa: RUF005
+        states = states + ((q_kept, k_kept, v_kept),)  # type: ignore[assignment]  # noqa: RUF005
+        row += stride_row
+    for t in tl.static_range(T):
+        b_q, b_k, b_v, gate, decay, beta = computed[t]
         p_token = p_vectors + t * VECTORS
         tl.store(p_token + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
         tl.store(p_token + K + o_k, l2_normalize(b_k), mask=k_mask)
         tl.store(p_token + VALUES + o_g, b_v, mask=g_mask)
+        tl.store(p_token + GATES + o_g, gate, mask=g_mask)
         tl.store(p_token + DECAYS + o_h, decay, mask=h_mask)
         tl.store(p_token + DECAYS + GROUP + o_h, beta, mask=h_mask)
+    tl.debug_barrier()  # the vectors of all tokens are written, and all convolution states read
+    for t in tl.static_range(T):
+        q_kept, k_kept, v_kept = states[t]
         after = tl.load(p_slots + t).to(tl.int64)
         p_after = conv_state + after * C * (W - 1)
         store_inputs(p_after, q_kept, q_channels, k_mask & (after > 0), W)
         store_inputs(p_after, k_kept, k_channels, k_mask & (after > 0), W)
         store_inputs(p_after, v_kept, v_channels, g_mask & (after > 0), W)
-        row += stride_row
-    tl.debug_barrier()  # the vectors of all tokens are written
 
     for i in tl.static_range(GROUP):
-        for j in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
-            columns = j * BLOCK_V + o_v
-            v_mask = columns < V
-            tile = ((i_key_head * GROUP + i) * K + o_k[:, None]) * V + columns[None, :]
-            tile_mask = k_mask[:, None] & v_mask[None, :]
-            b_state = tl.load(state + slot * HV * K * V + tile, mask=tile_mask, other=0.0).to(tl.float32)
-            for t in range(T):
-                p_vector = p_vectors + t * VECTORS
-                query = tl.load(p_vector + o_k, mask=k_mask, other=0.0)
-                key = tl.load(p_vector + K + o_k, mask=k_mask, other=0.0)
-                value = tl.load(p_vector + VALUES + i * V + columns, mask=v_mask, other=0.0)
-                fade, strength = tl.load(p_vector + DECAYS + i), tl.load(p_vector + DECAYS + GROUP + i)
-                b_o, b_next = delta_rule_step(b_state, query, key, value, fade, strength)
-                stored = b_next.to(state.dtype.element_ty)
-                after = tl.load(p_slots + t).to(tl.int64)
-                tl.store(state + after * HV * K * V + tile, stored, mask=tile_mask & (after > 0))
-                tl.store(p_vector + OUTPUTS + i * V + columns, b_o, mask=v_mask)
-                b_state = stored.to(tl.float32)
-    tl.debug_barrier()  # the outputs of all tiles are written
-    row = projected + i_seq * T * stride_row + C + i_key_head * GROUP * V
-    norm = tl.load(norm_weight + o_o, mask=o_mask, other=0.0).to(tl.float32)
-    for t in range(T):
-        for i in tl.static_range(GROUP):
-            b_out = tl.load(p_vectors + t * VECTORS + OUTPUTS + i * V + o_o, mask=o_mask, other=0.0)
-            gate = tl.load(row + t * stride_row + i * V + o_o, mask=o_mask, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(b_out * b_out, 0) / V + eps)
-            normed = b_out * scale * gate * tl.sigmoid(gate) * norm
-            tl.store(p_out + t * VALUE_DIM + i * V + o_o, normed.to(out.dtype.element_ty), mask=o_mask)
+        if not PREFETCH:
+            b_next = tl.load(p_state + i * K * V, mask=tile_mask, other=0.0)
+        b_state = b_next.to(tl.float32)
+        if PREFETCH and i + 1 < GROUP:
+            b_next = tl.load(p_state + (i + 1) * K * V, mask=tile_mask, other=0.0)
+        for t in range(T):
+            p_vector = p_vectors + t * VECTORS
+            query = tl.load(p_vector + o_k, mask=k_mask, other=0.0)
+            key = tl.load(p_vector + K + o_k, mask=k_mask, other=0.0)
+            value = tl.load(p_vector + VALUES + i * V + o_v, mask=v_mask, other=0.0)
+            b_gate = tl.load(p_vector + GATES + i * V + o_v, mask=v_mask, other=0.0)
+            fade, strength = tl.load(p_vector + DECAYS + i), tl.load(p_vector + DECAYS + GROUP + i)
+            b_out, new_state = delta_rule_step(b_state, query, key, value, fade, strength)
+            stored = new_state.to(state.dtype.element_ty)
+            after = tl.load(p_slots + t).to(tl.int64)
+            tl.store(state + after * HV * K * V + i * K * V + tile, stored, mask=tile_mask & (after > 0))
+            normed = b_out * tl.rsqrt(tl.sum(b_out * b_out, 0) / V + eps) * b_gate
+            tl.store(p_out + t * VALUE_DIM + i * V + o_v, normed.to(out.dtype.element_ty), mask=v_mask)
+            b_state = stored.to(tl.float32)
 
 
 def gdn_verify_triton(
@@ -200,8 +224,13 @@ def gdn_verify_triton(
     state_slots: Tensor,
     slots: Tensor,
     geometry: GatedDeltaNetConfig,
+    *,
+    shape: Shape | None = None,
 ) -> Tensor:
-    """Triton kernel of ``gdn_verify``; all arithmetic in float32, rounded at the stores only."""
+    """Triton kernel of ``gdn_verify``; all arithmetic in float32, rounded at the stores only.
+
+    ``shape`` overrides the choice of ``choose_shape`` (measurements).
+    """
     (num_seqs, num_tokens), g = slots.shape, geometry
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous()
@@ -211,13 +240,15 @@ def gdn_verify_triton(
     width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
     vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
     if num_seqs:
+        block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
+        shape = shape or choose_shape(num_seqs * g.num_k_heads, block_k * block_v)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
-            next_power_of_2(g.head_k_dim), min(_BLOCK_V, next_power_of_2(g.head_v_dim)),
-            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), next_power_of_2(g.head_v_dim),
+            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), shape.prefetch,
         )  # fmt: skip
         _gdn_verify_kernel[(g.num_k_heads, num_seqs)](
             projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
-            projected.stride(0), eps, FIXED=fixed, num_warps=_WARPS, **early_launch(projected.device),
+            projected.stride(0), eps,
+            FIXED=fixed, num_warps=shape.warps, **early_launch(projected.device),
         )  # fmt: skip
     return out
