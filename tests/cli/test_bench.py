@@ -84,15 +84,3 @@ def test_bad_workloads(run_weft: RunWeft) -> None:
         result = run_weft("bench", *argv)
         assert result.status == 2 and message in result.err
         assert result.settings == {}
-
-
-def test_latency_with_drafts(run_weft: RunWeft, tmp_path: Path) -> None:
-    """With a given share of right ones, which only dummy weights may have."""
-    target = tmp_path / "latency.json"
-    flags = ["--batch-sizes", 2, "--prompt-len", 9, "--output-len", 41, "--repeats", 1, "--json", target]
-    rate = '{"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_rate": 0.8}'
-    assert "load_format='dummy'" in run_weft("bench", "latency", *flags, "--speculative-config", rate).err
-    result = run_weft("bench", "latency", *flags, "--load-format", "dummy", "--speculative-config", rate)
-    (row,) = json.loads(target.read_text())["results"]
-    assert result.status == 0 and "ms per token" in result.out and row["drafts_per_step"] == 2
-    assert 0.5 < row["acceptance_rate"] < 1 < row["tokens_per_step"] < 3

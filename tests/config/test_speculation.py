@@ -74,3 +74,14 @@ def test_names_of_another_engine(given: dict[str, Any]) -> None:
 def test_refusals(given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve(speculative_config=given)
+
+
+def test_a_synthetic_rate_needs_dummy_weights() -> None:
+    given = {"method": "ngram", "synthetic_acceptance_rate": 0.8}
+    with pytest.raises(ConfigError, match="load_format='dummy'"):
+        resolve(speculative_config=given)
+    reason = resolve(speculative_config=given, load_format="dummy").reasons["speculative_config"]
+    assert "accepted with probability 0.8" in reason
+    for wrong in (1.5, -0.1, "much", True):
+        with pytest.raises(ConfigError, match="0 to 1"):
+            parse_speculative_config({"method": "ngram", "synthetic_acceptance_rate": wrong})
