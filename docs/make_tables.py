@@ -140,7 +140,7 @@ def long_prompts_table() -> Table:
 def throughput_table() -> Table:
     rows = []
     for model, name in ENGINES.items():
-        figures, peers = read(name)["throughput"], read(PEERS)["output_tokens_per_s"][model]
+        figures, peers = read(name)["throughput"], read(PEERS)["output_tokens_per_s"].get(model)
         value, target = figures["output_tokens_per_s"], peers["goal"]
         others = [" and ".join(given(v) for v in peers[who]) for who in ("vllm", "sglang")]
         roofline = figures["roofline_tokens_per_s"]
@@ -217,10 +217,73 @@ def router_table() -> Table:
     return [name], ("prompt", "median, us", "least", "goal"), [[*row, ""][:4] for row in times]
 
 
+RANKS = {2: ("C2", {"Weft": "2xh200-fused", "Weft, NCCL": "2xh200-nccl"}), 4: ("C", {"Weft": "4xh200"})}
+"""By ranks: the model in the peers' file, and our runs; the first one is held against the goal."""
+
+
+def _of_ranks(
+    what: str, figures: str, sizes: Sequence[int], mine: Callable[[dict[str, Any]], dict[int, float]]
+) -> Table:
+    """One row for each run, the peer and the goal: ``figures`` of the peers' file, ``mine`` of ours, by size."""
+    files, rows = [], []
+    for ranks, (model, runs) in RANKS.items():
+        names = {who: f"tensor-parallel-qwen3-next-48l-{run}" for who, run in runs.items()}
+        ours = {who: mine(read(name)) for who, name in names.items()}
+        peers, best = read(PEERS)[figures][model], ours["Weft"]
+        rows += [[str(ranks), who, *(shown(found.get(size)) for size in sizes)] for who, found in ours.items()]
+        rows.append([str(ranks), "vLLM", *(given(peers["vllm"].get(str(size))) for size in sizes)])
+        rows.append([str(ranks), "goal", *(goal(best[size], peers["goal"][str(size)]) for size in sizes)])
+        files += names.values()
+    return [*files, PEERS], ("GPUs", what, *(f"{size:,}" for size in sizes)), rows
+
+
+def ranks_decode_table() -> Table:
+    return _of_ranks("decode, ms by batch", "decode_ms", BATCHES, lambda found: {
+        row["batch_size"]: row["step_ms"] for row in found["decode"]
+    })  # fmt: skip
+
+
+def ranks_first_token_table() -> Table:
+    lengths = [length for length in LENGTHS if length not in (64, 256)]
+    return _of_ranks("first token, ms by prompt", "first_token_ms", lengths, lambda found: {
+        row["prompt_len"]: row["first_token_ms"] for row in found["first_token"]
+    })  # fmt: skip
+
+
+def ranks_start_table() -> Table:
+    warm = {2: "2xh200-nccl-warm", 4: "4xh200-warm"}
+    files, rows = [], []
+    for ranks, (model, runs) in RANKS.items():
+        peers, target = read(PEERS)["start_s"][model], read(PEERS)["output_tokens_per_s"].get(model)
+        for kind, run in (("cold", runs["Weft"]), ("warm", warm[ranks])):
+            files.append(name := f"tensor-parallel-qwen3-next-48l-{run}")
+            start = read(name)["start"]
+            parts = [shown(start["stages"][stage]) for stage in ("model", "kernels", "memory", "graphs")]
+            told = [_start(peers["vllm"].get(kind)), goal(start["total_s"], peers["goal"][kind])]
+            rows.append([str(ranks), f"{kind} start, s", shown(start["total_s"]), *told, *parts])
+        rate = read(f"tensor-parallel-qwen3-next-48l-{runs['Weft']}")["throughput"]["output_tokens_per_s"]
+        told = ["", ""] if target is None else [given(target["vllm"][0]), goal(rate, target["goal"], least=True)]
+        rows.append([str(ranks), "256 mixed requests, output tokens/s", shown(round(rate)), *told, *[""] * 4])
+    columns = ("GPUs", "", "Weft", "vLLM", "goal", "model", "kernels", "memory", "graphs")
+    return [*files, PEERS], columns, rows
+
+
+def all_reduce_table() -> Table:
+    sizes, files, rows = (1, 8, 32, 64, 128, 512, 1024, 8192), [], []
+    for ranks in RANKS:
+        files.append(name := f"all-reduce-{ranks}xh200")
+        found = {row["rows"]: row for row in read(name)["rows"]}
+        for who, key in (("Weft's kernel", "fused_us"), ("NCCL and a norm", "plain_us")):
+            rows.append([str(ranks), who, *(shown(found[size][key]) for size in sizes)])
+    return files, ("GPUs", "us by rows", *(f"{size:,}" for size in sizes)), rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
     "prefix": prefix_table, "tuned": tuned_table, "router": router_table,
+    "ranks-decode": ranks_decode_table, "ranks-first-token": ranks_first_token_table, "ranks-start": ranks_start_table,
+    "all-reduce": all_reduce_table,
 }  # fmt: skip
 
 
