@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.measure import graph_ms
 from weft import report
 from weft.config.gated_delta_net import (
     CHUNK_SIZE,
@@ -162,24 +162,9 @@ def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape) -> 
     }
 
 
-def time_us(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
-    """Median time of one call, microseconds: a graph of all calls (different data each), replayed."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[2:])
+def time_us(calls: list[Callable[[], Any]]) -> float:
+    """Median time of one call, microseconds; see ``graph_ms``."""
+    return graph_ms(calls) * 1e3
 
 
 def time_chunk(lens: list[int], tiles: list[gdr.Tile]) -> dict[str, float]:

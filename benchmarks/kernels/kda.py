@@ -1,11 +1,11 @@
 """Kernels of Kimi-Linear and of sliding windows: checked against their references, then measured.
 
-    python -m benchmarks.kernels.kda [--json FILE] [--check-only]
+    python -m benchmarks.kernels.kda [--json FILE] [--check-only] [--peers]
 
 Kimi Delta Attention has 32 heads of 128, latent attention 32 heads of 512 + 64; windows are those of gpt-oss (64
 and 8 heads of 64, window 128) and of Gemma 3 (8 and 4 heads of 256, window 1,024). Times are medians over replays of a
-CUDA graph that rotates through several sets of data. Where flash-linear-attention is installed, its chunked kernel is
-timed beside ours. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a small size.
+CUDA graph that rotates through several sets of data. ``--peers`` times the chunked kernel of flash-linear-attention
+beside ours. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a small size.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from weft.forward_context import Batch
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule_reference
 from weft.ops.kda import kda_decode_reference, kda_gates_reference
 from weft.ops.triton.gated_delta_rule import Tile
+from weft.ops.triton.gdn_decode import Shape
 from weft.ops.triton.kda import chunk_kda_triton, kda_gates_triton
 from weft.ops.triton.kda_decode import kda_decode_triton
 from weft.ops.triton.latent_attention import latent_attention_triton
@@ -38,6 +39,13 @@ ON_GPU = DEVICE == "cuda"
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
 WINDOWS = {"gpt-oss": (64, 8, 64, 128), "gemma3": (8, 4, 256, 1024)}
 TILES = [Tile(*t) for t in ((32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 8, 2))]
+SHAPES = [
+    Shape(*s)
+    for s in (
+        (64, 4, True, None), (64, 4, False, 128), (64, 4, False, 160), (32, 4, False, None), (32, 4, True, 128),
+        (128, 8, False, 128),
+    )
+]  # fmt: skip
 GEOMETRY = KimiDeltaConfig(H, K, W)
 
 
@@ -82,11 +90,13 @@ def check_decode(dtype: torch.dtype) -> dict[str, float]:
     arguments, slots = decode_arguments(5, 12, dtype), torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     upcast = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     want = kda_decode_reference(**upcast, state_slots=slots, geometry=GEOMETRY)
-    out = kda_decode_triton(**arguments, state_slots=slots, geometry=GEOMETRY)
-    return {
-        "out": relative(out, want.double()),
-        "state": relative(arguments["state"][1:], upcast["state"][1:].double()),
-    }
+    errors = {}
+    for shape in SHAPES:
+        given = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        out = kda_decode_triton(**given, state_slots=slots, geometry=GEOMETRY, shape=shape)
+        errors[f"out {tuple(shape)}"] = relative(out, want.double())
+        errors[f"state {tuple(shape)}"] = relative(given["state"][1:], upcast["state"][1:].double())
+    return errors
 
 
 def time_chunk(lens: list[int]) -> dict[str, float]:
@@ -120,8 +130,9 @@ def time_decode(rows: int) -> dict[str, float]:
     run = partial(kda_decode_triton, **arguments, geometry=GEOMETRY)
     calls = [partial(run, state_slots=order[i * rows : (i + 1) * rows].contiguous()) for i in range(sets)]
     moved = rows * (2 * H * K * K * 4 + H * K * (3 * 2 * (2 * W - 1) + 6))
-    times = {"floor": moved / PEAK_BYTES_PER_S * 1e6, "kernels": time_us(calls)}
-    return times | {"share": times["floor"] / times["kernels"]}
+    times = {"floor": moved / PEAK_BYTES_PER_S * 1e6, "kernel": time_us(calls)}
+    times["share"] = times["floor"] / times["kernel"]
+    return times | {str(tuple(s)): time_us([partial(call, shape=s) for call in calls]) for s in SHAPES}
 
 
 def paged(batch: Batch, length: int, page_size: int = 16) -> Batch:
@@ -164,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="time flash-linear-attention beside ours")
     options = parser.parse_args()
     results: dict[str, Any] = report.provenance("cuda" if ON_GPU else "cpu")
     half = torch.bfloat16 if ON_GPU else torch.float32
@@ -175,7 +187,7 @@ def main() -> None:
     if ON_GPU and not options.check_only:
         for lens in ([4096], [8192], [2048] * 4):
             record(f"chunk {len(lens)} x {lens[0]} us", partial(time_chunk, lens))
-        for lens in ([4096], [8192], [2048] * 4):
+        for lens in ([4096], [8192], [2048] * 4) if options.peers else ():
             record(f"fla {len(lens)} x {lens[0]} us", partial(time_fla, lens))
         for rows in (1, 8, 32, 64, 128, 256):
             record(f"decode {rows} us", partial(time_decode, rows))

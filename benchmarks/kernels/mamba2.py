@@ -1,10 +1,11 @@
 """Mamba-2's kernels: checked against float64, then prefill and decode measured against the memory floor.
 
-    OUT=FOLDER python -m benchmarks.kernels.mamba2 [--check-only]
+    OUT=FOLDER python -m benchmarks.kernels.mamba2 [--check-only] [--peers]
 
 Geometry of Nemotron-H: 64 heads of 64 channels, a state of 128, 8 groups, convolution of 4; and of Granite 4.0-H-Tiny:
 48 heads of 64, one group. Times are medians over replays of a CUDA graph that rotates through more data than the L2
-cache holds. Without a GPU the checks run under ``TRITON_INTERPRET=1`` at a small size, and times are zero.
+cache holds. ``--peers`` times the Triton kernels of ``mamba_ssm`` beside ours. Without a GPU the checks run under
+``TRITON_INTERPRET=1`` at a small size, and times are zero.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from weft.ops.triton.mamba2 import mamba2_decode_triton, mamba2_gates_triton
 
 NEMOTRON = Mamba2Config(64, 64, 128, 8, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)
 GRANITE = Mamba2Config(48, 64, 128, 1, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)
-TILES = [Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2))]
-STEP_TILES = [StepTile(*t) for t in ((16, 4), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8))]
+TILES = [Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2))]
+STEP_TILES = [StepTile(*t) for t in ((32, 2), (64, 2), (64, 4))]
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 
 
@@ -120,6 +121,54 @@ def time_prefill(geometry: Mamba2Config, lens: list[int]) -> dict[str, Any]:
     return times | {name: graph_ms(calls) * 1e3 for name, calls in around.items()}
 
 
+def time_mamba_ssm(geometry: Mamba2Config, lens: list[int]) -> float:
+    """Microseconds of ``mamba_chunk_scan_combined``, gates and skip included, final states kept."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
+
+    w, g = weights_of(geometry), geometry
+    shape, options = (len(lens), lens[0]), {"D": w.D, "dt_bias": w.dt_bias, "dt_softplus": True}
+    a = -w.A_log.exp()
+    calls = []
+    for _ in range(3):
+        x = random(*shape, g.num_heads, g.head_dim).to(DTYPE)
+        b, c = (random(*shape, g.num_groups, g.state_size).to(DTYPE) for _ in range(2))
+        dt = random(*shape, g.num_heads).to(DTYPE)
+        calls.append(partial(mamba_chunk_scan_combined, x, dt, a, b, c, 256, return_final_states=True, **options))
+    return graph_ms(calls) * 1e3
+
+
+def time_mamba_ssm_step(geometry: Mamba2Config, rows: int) -> dict[str, float]:
+    """Microseconds of ``selective_state_update`` with time steps per head, beside our step; neither convolves."""
+    from mamba_ssm.ops.triton.selective_state_update import (  # type: ignore[import-not-found]
+        selective_state_update,
+    )
+
+    w, g = weights_of(geometry), geometry
+    row_bytes = 2 * g.num_heads * g.state_size * g.head_dim * 4
+    sets = max(2, min(24, -(-4 * L2_BYTES // (rows * row_bytes))))
+    state = random(rows * sets + 1, g.num_heads, g.head_dim, g.state_size)
+    order = (torch.randperm(rows * sets, device=DEVICE).int() + 1).split(rows)
+    x, dt = random(rows, g.num_heads, g.head_dim).to(DTYPE), random(rows, g.num_heads).to(DTYPE)
+    b, c = (random(rows, g.num_groups, g.state_size).to(DTYPE) for _ in range(2))
+    wide = [
+        t.view(g.num_heads, *[1] * n).expand(g.num_heads, g.head_dim, *[g.state_size] * (n - 1))
+        for t, n in ((-w.A_log.exp(), 2), (w.D, 1), (w.dt_bias, 1))
+    ]
+    a, d, bias = wide
+    theirs = [
+        partial(
+            selective_state_update, state, x, dt[:, :, None].expand(-1, -1, g.head_dim), a, b, c, d, dt_bias=bias,
+            dt_softplus=True, state_batch_indices=slots,
+        )
+        for slots in order
+    ]  # fmt: skip
+    ours = state.transpose(2, 3).contiguous()
+    step = partial(
+        linear_attention_step, c, b, x, w.A_log, ours, dt=dt, dt_bias=w.dt_bias, skip=w.D, dt_limit=(0.0, math.inf)
+    )
+    return {"mamba_ssm": graph_ms(theirs) * 1e3, "weft": graph_ms([partial(step, s) for s in order]) * 1e3}
+
+
 def time_decode(geometry: Mamba2Config, rows: int, state_dtype: torch.dtype) -> dict[str, Any]:
     """Microseconds of the whole step and of its parts, and the share of the memory floor."""
     row_bytes = 2 * geometry.num_heads * geometry.state_size * geometry.head_dim * state_dtype.itemsize
@@ -166,7 +215,9 @@ def attempt(run: Callable[[], Any]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check-only", action="store_true")
-    check_only = parser.parse_args().check_only
+    parser.add_argument("--peers", action="store_true")
+    options = parser.parse_args()
+    check_only = options.check_only
     rows: list[dict[str, Any]] = []
 
     def record(name: str, run: Callable[[], Any]) -> None:
@@ -189,6 +240,11 @@ def main() -> None:
         for count in (1, 64, 256) if ON_GPU else (2,):
             record(f"decode granite {count}", partial(time_decode, GRANITE, count, torch.float32))
             record(f"decode nemotron {count} bfloat16 state", partial(time_decode, NEMOTRON, count, DTYPE))
+    if options.peers:
+        for lens in ([4096], [8192], [2048] * 4):
+            record(f"mamba_ssm nemotron {len(lens)} x {lens[0]}", partial(time_mamba_ssm, NEMOTRON, lens))
+        for count in (1, 64, 256):
+            record(f"mamba_ssm step {count}", partial(time_mamba_ssm_step, NEMOTRON, count))
     write_json("mamba2-kernels-h200.json", rows)
     failed = [row["what"] for row in rows if "FAILED" in json.dumps(row, default=str)]
     print("failed:", failed or "none")

@@ -19,6 +19,9 @@ from weft.ops.latent_attention import latent_attention
 from weft.ops.norm import gated_rms_norm
 
 pytest.importorskip("triton")
+from weft.ops.triton.gdn_decode import Shape  # isort: skip
+from weft.ops.triton.kda_decode import kda_decode_triton  # isort: skip
+
 TORCH, TRITON = Backend.TORCH, Backend.TRITON
 ON_GPU = DEVICE == "cuda"
 HEADS = [(32, 128), (3, 24)] if ON_GPU else [(2, 20)]
@@ -98,16 +101,22 @@ def test_decode_step(heads: tuple[int, int], given_out: bool) -> None:
         torch.randn(dim, device=DEVICE, dtype=dtype),
         1e-5,
     ]
-    conv, recurrent = torch.randn(9, 3 * h * dim, 3, device=DEVICE), torch.randn(9, h, dim, dim, device=DEVICE)
+    conv_before, before = torch.randn(9, 3 * h * dim, 3, device=DEVICE), torch.randn(9, h, dim, dim, device=DEVICE)
     slots = torch.tensor([3, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     results = {}
     for backend in Backend:
-        states = conv.clone(), recurrent.clone()
+        states = conv_before.clone(), before.clone()
         out = torch.full((4, h * dim), 7.0, device=DEVICE) if given_out else None
         out = kda_decode(projected, f, gate, *weights, *states, slots, geometry, backend=backend, out=out)
         results[backend] = (out, *states)
     (out, conv, state), expected = results[TRITON], results[TORCH]
     assert (out[3] == (7.0 if given_out else 0.0)).all()
+    for prefetch in (False, True):  # tiles of part of the columns
+        states = conv_before.clone(), before.clone()
+        shape = Shape(16, 4, prefetch, None)
+        tiled = kda_decode_triton(projected, f, gate, *weights, *states, slots, geometry, shape=shape)
+        close(tiled[:3], expected[0][:3], dtype)
+        close(states[1][1:], expected[2][1:], dtype)
     close(out, expected[0], dtype)
     assert torch.equal(conv[1:], expected[1][1:])
     close(state[1:], expected[2][1:], dtype)

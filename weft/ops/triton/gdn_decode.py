@@ -49,7 +49,7 @@ def choose_shape(num_programs: int) -> Shape:
 
 
 @triton.jit
-def _convolve(row, weight, p_state, channels, mask, W: tl.constexpr):
+def convolve(row, weight, p_state, channels, mask, W: tl.constexpr):
     """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their next states, oldest input first.
 
     ``p_state``: the row's states ``[C, W - 1]``.
@@ -71,6 +71,51 @@ def store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
     """Write some channels' states."""
     for j in tl.static_range(W - 1):
         tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
+
+
+@triton.jit
+def step_head(
+    p_state, b_next, b_q, b_k, decay, beta, p_value, p_gate, p_out, k_mask, o_v, eps,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PREFETCH: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):  # fmt: skip
+    """One value head: the delta rule over its state, column tile by column tile, then the output norm and its gate.
+
+    Args:
+        p_state: first tile of the head's state; the next head's state follows it.
+        b_next: a tile that has been loaded: the first, if PREFETCH or FIRST.
+        decay: of the state, a number or ``[K, 1]``.
+        p_value, p_gate: ``[V]`` float32 each, the gate with the norm's weight.
+        p_out: the head's output, from column ``o_v [BLOCK_V]`` on.
+        FIRST, LAST: whether it is the program's first or last head.
+
+    Returns: with PREFETCH, the next head's first tile.
+    """
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    outputs = ()
+    square_sum = 0.0
+    for j in tl.static_range(TILES):
+        columns = j * BLOCK_V + o_v
+        v_mask = columns < V
+        state_mask = k_mask[:, None] & v_mask[None, :]
+        b_state = b_next
+        if not PREFETCH and not (FIRST and j == 0):
+            b_state = tl.load(p_state + j * BLOCK_V, mask=state_mask, other=0.0)
+        if PREFETCH and not (LAST and j == TILES - 1):
+            ahead = (j + 1) % TILES * BLOCK_V
+            mask = k_mask[:, None] & (ahead + o_v < V)[None, :]
+            b_next = tl.load(p_state + (j + 1) // TILES * K * V + ahead, mask=mask, other=0.0)
+        b_v = tl.load(p_value + columns, mask=v_mask, other=0.0)
+        b_out, new_state = delta_rule_step(b_state.to(tl.float32), b_q, b_k, b_v, decay, beta)
+        tl.store(p_state + j * BLOCK_V, new_state.to(p_state.dtype.element_ty), mask=state_mask)
+        square_sum += tl.sum(b_out * b_out, 0)
+        outputs = outputs + (b_out,)  # type: ignore[assignment]  # noqa: RUF005
+    scale = tl.rsqrt(square_sum / V + eps)
+    for j in tl.static_range(TILES):
+        v_mask = j * BLOCK_V + o_v < V
+        normed = outputs[j] * scale * tl.load(p_gate + j * BLOCK_V + o_v, mask=v_mask, other=0.0)
+        tl.store(p_out + j * BLOCK_V, normed.to(p_out.dtype.element_ty), mask=v_mask)
+    return b_next
 
 
 class Fixed(NamedTuple):
@@ -141,9 +186,9 @@ def _gdn_decode_kernel(
     q_channels = i_key_head * K + o_k
     k_channels = KEY_DIM + q_channels
     v_channels = 2 * KEY_DIM + i_key_head * GROUP * V + o_g
-    b_q, q_kept = _convolve(row, conv_weight, p_conv, q_channels, k_mask, W)
-    b_k, k_kept = _convolve(row, conv_weight, p_conv, k_channels, k_mask, W)
-    b_v, v_kept = _convolve(row, conv_weight, p_conv, v_channels, g_mask, W)
+    b_q, q_kept = convolve(row, conv_weight, p_conv, q_channels, k_mask, W)
+    b_k, k_kept = convolve(row, conv_weight, p_conv, k_channels, k_mask, W)
+    b_v, v_kept = convolve(row, conv_weight, p_conv, v_channels, g_mask, W)
     heads = i_key_head * GROUP + o_h
     b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
     b_a = tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
@@ -172,33 +217,11 @@ def _gdn_decode_kernel(
     p_value = p_vectors + 2 * K
     p_gate, p_decay = p_value + GROUP * V, p_value + 2 * GROUP * V
     for i in tl.static_range(GROUP):
-        decay, beta = tl.load(p_decay + i), tl.load(p_decay + GROUP + i)
-        outputs = ()
-        square_sum = 0.0
-        for j in tl.static_range(TILES):
-            columns = j * BLOCK_V + o_v
-            v_mask = columns < V
-            tile = i * K * V + j * BLOCK_V
-            state_mask = k_mask[:, None] & v_mask[None, :]
-            b_state = b_next
-            if not PREFETCH and i + j > 0:
-                b_state = tl.load(p_state + tile, mask=state_mask, other=0.0)
-            if PREFETCH and i * TILES + j + 1 < GROUP * TILES:
-                ahead = (j + 1) % TILES * BLOCK_V
-                mask = k_mask[:, None] & (ahead + o_v < V)[None, :]
-                b_next = tl.load(p_state + (i + (j + 1) // TILES) * K * V + ahead, mask=mask, other=0.0)
-            b_v = tl.load(p_value + i * V + columns, mask=v_mask, other=0.0)
-            b_out, new_state = delta_rule_step(b_state.to(tl.float32), b_q, b_k, b_v, decay, beta)
-            stored = new_state.to(state.dtype.element_ty)
-            tl.store(p_state + tile, stored, mask=state_mask)
-            square_sum += tl.sum(b_out * b_out, 0)
-            outputs = outputs + (b_out,)  # type: ignore[assignment]  # noqa: RUF005
-        scale = tl.rsqrt(square_sum / V + eps)
-        for j in tl.static_range(TILES):
-            columns = j * BLOCK_V + o_v
-            v_mask = columns < V
-            normed = outputs[j] * scale * tl.load(p_gate + i * V + columns, mask=v_mask, other=0.0)
-            tl.store(p_out + i * V + j * BLOCK_V, normed.to(out.dtype.element_ty), mask=v_mask)
+        b_next = step_head(
+            p_state + i * K * V, b_next, b_q, b_k, tl.load(p_decay + i), tl.load(p_decay + GROUP + i),
+            p_value + i * V, p_gate + i * V, p_out + i * V, k_mask, o_v, eps,
+            K, V, BLOCK_V, PREFETCH, i == 0, i == GROUP - 1,
+        )  # fmt: skip
 
 
 def gdn_decode_triton(

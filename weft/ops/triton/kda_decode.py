@@ -1,61 +1,103 @@
-"""The decode step of Kimi Delta Attention: the convolution in one launch, everything after it in another.
+"""The decode step of Kimi Delta Attention as one kernel.
 
-Job: ``kda_decode`` on the GPU. Owns: nothing. Does not know: layers.
+Job: ``kda_decode`` on the GPU, one launch. Owns: nothing. Does not know: layers.
 
-A program serves one row and one head. The recurrent state is read once and written once, and passes through float32
-registers with V along the lanes.
+As ``gdn_decode.py``, but queries, keys and values have the same heads, so a program serves one row and one head, and a
+state decays by a number per key channel. Its first tile, which an earlier step wrote, loads before the wait.
 
 Graph-safe: the grid is the padded number of rows; rows with slot 0 write zeros, or nothing, and leave.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from weft.config.kimi import KimiDeltaConfig
-from weft.ops.triton.conv_update import causal_conv1d_update_triton
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
-from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
+from weft.ops.triton.gated_delta_rule import l2_normalize
+from weft.ops.triton.gdn_decode import Shape, choose_shape, convolve, step_head, store_inputs
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        num_heads, head_dim, conv_kernel: of the layer, as in ``KimiDeltaConfig``.
+        block_k, block_v: of a tile of the state.
+        keep_padding: leave the output of rows with slot 0 as it is.
+        prefetch: see ``Shape``.
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+    block_k: int
+    block_v: int
+    keep_padding: bool
+    prefetch: bool
+
+
 @jit(do_not_specialize_on_alignment=["state_slots"])
 def _kda_decode_kernel(
-    qkv, b, f, gate, A_log, dt_bias, norm_weight, state, state_slots, out, eps, stride_b, stride_f, stride_gate,
-    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
+    stride_row, stride_f, stride_gate, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and head."""
-    enter(EARLY)
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_k, o_v = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
-    k_mask, v_mask = o_k < K, o_v < K
-    columns = head * K + o_k
-    p_out = out + row * H * K + head * K + o_v
-    slot = tl.load(state_slots + row).to(tl.int64)
+    release(EARLY, 0)
+    H: tl.constexpr = FIXED.num_heads
+    K: tl.constexpr = FIXED.head_dim
+    W: tl.constexpr = FIXED.conv_kernel
+    BLOCK_K: tl.constexpr = FIXED.block_k
+    BLOCK_V: tl.constexpr = FIXED.block_v
+    PREFETCH: tl.constexpr = FIXED.prefetch
+    head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    mask = o_k < K
+    slot = tl.load(state_slots + i_row).to(tl.int64)
+    p_out = out + (i_row * H + head) * K
     if slot == 0:
-        if not KEEP:
-            tl.store(p_out, tl.zeros([BLOCK], out.dtype.element_ty), mask=v_mask)
+        wait(EARLY)
+        if not FIXED.keep_padding:
+            tl.store(p_out + o_k, tl.zeros([BLOCK_K], out.dtype.element_ty), mask=mask)
         return
     p_state = state + (slot * H + head) * K * K + o_k[:, None] * K + o_v[None, :]
-    mask = k_mask[:, None] & v_mask[None, :]
-    b_state = tl.load(p_state, mask=mask, other=0.0).to(tl.float32)
-    p_row = qkv + row * 3 * H * K
-    b_q = l2_normalize(tl.load(p_row + columns, mask=k_mask, other=0.0).to(tl.float32)) * (K**-0.5)
-    b_k = l2_normalize(tl.load(p_row + H * K + columns, mask=k_mask, other=0.0).to(tl.float32))
-    b_v = tl.load(p_row + 2 * H * K + head * K + o_v, mask=v_mask, other=0.0).to(tl.float32)
-    x = tl.load(f + row * stride_f + columns, mask=k_mask, other=0.0).to(tl.float32)
-    x += tl.load(dt_bias + columns, mask=k_mask, other=0.0).to(tl.float32)
-    decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x))
-    beta = sigmoid(tl.load(b + row * stride_b + head).to(tl.float32))
-    b_out, new_state = delta_rule_step(b_state, b_q, b_k, b_v, decay[:, None], beta)
-    tl.store(p_state, new_state.to(state.dtype.element_ty), mask=mask)
-    b_out *= tl.rsqrt(tl.sum(b_out * b_out, 0) / K + eps)
-    b_out *= tl.load(norm_weight + o_v, mask=v_mask, other=0.0).to(tl.float32)
-    b_gate = tl.load(gate + row * stride_gate + head * K + o_v, mask=v_mask, other=0.0).to(tl.float32)
-    tl.store(p_out, (b_out * sigmoid(b_gate)).to(out.dtype.element_ty), mask=v_mask)
+    b_next = tl.load(p_state, mask=mask[:, None] & (o_v < K)[None, :], other=0.0)  # under way during all of this
+    wait(EARLY)
+    row, p_conv = projected + i_row * stride_row, conv_state + slot * 3 * H * K * (W - 1)
+    channels = head * K + o_k
+    b_q, q_kept = convolve(row, conv_weight, p_conv, channels, mask, W)
+    b_k, k_kept = convolve(row, conv_weight, p_conv, H * K + channels, mask, W)
+    b_v, v_kept = convolve(row, conv_weight, p_conv, 2 * H * K + channels, mask, W)
+    beta = sigmoid(tl.load(row + 3 * H * K + head).to(tl.float32))
+    forget = tl.load(f + i_row * stride_f + channels, mask=mask, other=0.0).to(tl.float32)
+    forget += tl.load(dt_bias + channels, mask=mask, other=0.0).to(tl.float32)
+    decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(forget))
+    b_gate = sigmoid(tl.load(gate + i_row * stride_gate + channels, mask=mask, other=0.0).to(tl.float32))
+    b_gate *= tl.load(norm_weight + o_k, mask=mask, other=0.0).to(tl.float32)
+    p_vectors = vectors + (i_row * H + head) * 5 * K
+    tl.store(p_vectors + o_k, l2_normalize(b_q) * (K**-0.5), mask=mask)
+    tl.store(p_vectors + K + o_k, l2_normalize(b_k), mask=mask)
+    tl.store(p_vectors + 2 * K + o_k, decay, mask=mask)
+    tl.store(p_vectors + 3 * K + o_k, b_v, mask=mask)
+    tl.store(p_vectors + 4 * K + o_k, b_gate, mask=mask)
+    tl.debug_barrier()  # the vectors are written, and all convolution states read
+    store_inputs(p_conv, q_kept, channels, mask, W)
+    store_inputs(p_conv, k_kept, H * K + channels, mask, W)
+    store_inputs(p_conv, v_kept, 2 * H * K + channels, mask, W)
+    b_q = tl.load(p_vectors + o_k, mask=mask, other=0.0)
+    b_k = tl.load(p_vectors + K + o_k, mask=mask, other=0.0)
+    decay = tl.load(p_vectors + 2 * K + o_k, mask=mask, other=0.0)
+    step_head(
+        p_state, b_next, b_q, b_k, decay[:, None], beta, p_vectors + 3 * K, p_vectors + 4 * K, p_out + o_v, mask, o_v,
+        eps, K, K, BLOCK_V, PREFETCH, True, True,
+    )  # fmt: skip
 
 
 def kda_decode_triton(
@@ -73,19 +115,23 @@ def kda_decode_triton(
     geometry: KimiDeltaConfig,
     *,
     out: Tensor | None = None,
+    shape: Shape | None = None,
 ) -> Tensor:
-    """``kda_decode`` of ``weft/ops/kda.py``."""
-    heads, dim, width = geometry.num_heads, geometry.head_dim, geometry.width
-    assert projected.stride(1) == f.stride(1) == gate.stride(1) == 1 and state.is_contiguous()
+    """``kda_decode`` of ``weft/ops/kda.py``. ``shape`` overrides that of ``choose_shape`` (tests and measurements)."""
+    heads, dim, num_rows = geometry.num_heads, geometry.head_dim, projected.shape[0]
+    assert projected.stride(1) == f.stride(1) == gate.stride(1) == 1
+    assert state.is_contiguous() and conv_state.is_contiguous() and conv_weight.is_contiguous()
     assert out is None or out.is_contiguous()
-    keep, out = out is not None, projected.new_empty(projected.shape[0], width) if out is None else out
-    if projected.shape[0]:
-        qkv = causal_conv1d_update_triton(projected[:, : 3 * width], conv_weight, conv_state, state_slots)
-        b, block = projected[:, 3 * width :], next_power_of_2(dim)
-        _kda_decode_kernel[(heads, projected.shape[0])](
-            qkv, b, f, gate, A_log, dt_bias, norm_weight, state, state_slots, out, eps,
-            b.stride(0), f.stride(0), gate.stride(0),
-            H=heads, K=dim, BLOCK=block, KEEP=keep, num_warps=8 if block >= 128 else 4,
-            **early_launch(projected.device),
+    keep, out = out is not None, projected.new_empty(num_rows, geometry.width) if out is None else out
+    if num_rows:
+        shape, block = shape or choose_shape(num_rows * heads), next_power_of_2(dim)
+        vectors = torch.empty(num_rows, heads, 5 * dim, dtype=torch.float32, device=projected.device)
+        fixed = Fixed(
+            heads, dim, geometry.conv_kernel, block, min(shape.block_v, block), keep, shape.prefetch
+        )  # fmt: skip
+        _kda_decode_kernel[(heads, num_rows)](
+            projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, vectors, out,
+            projected.stride(0), f.stride(0), gate.stride(0), eps,
+            FIXED=fixed, num_warps=shape.warps, maxnreg=shape.max_registers, **early_launch(projected.device),
         )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import _check_rows
 from weft.ops.triton.launch import jit
@@ -42,8 +42,9 @@ def _step_kernel(
     stride_q, stride_k, stride_v, stride_dt, dt_low, dt_high,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and head. ``rate [H]``: log of A with time steps, otherwise the log decay itself."""
-    enter(EARLY)
+    """One row and head. ``rate [H]``: log of A with time steps, otherwise the log decay itself. The state, which an
+    earlier step wrote, begins to load before the wait."""
+    release(EARLY)
     H: tl.constexpr = FIXED.num_heads
     K: tl.constexpr = FIXED.head_k_dim
     V: tl.constexpr = FIXED.head_v_dim
@@ -56,11 +57,15 @@ def _step_kernel(
     slot = tl.load(state_slots + i_row).to(tl.int64)
     p_out = out + (i_row * H + i_head) * V + o_v
     if slot == 0:
+        wait(EARLY)
         if not FIXED.keep_padding:
             for j in tl.static_range(TILES):
                 zeros = tl.zeros([BLOCK_V], out.dtype.element_ty)
                 tl.store(p_out + j * BLOCK_V, zeros, mask=j * BLOCK_V + o_v < V)
         return
+    p_state = state + (slot * H + i_head) * K * V + o_k[:, None] * V + o_v[None, :]
+    b_state = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0).to(tl.float32)
+    wait(EARLY)
     columns = (i_head // GROUP) * K + o_k
     b_q = tl.load(q + i_row * stride_q + columns, mask=k_mask, other=0.0).to(tl.float32)
     b_k = tl.load(k + i_row * stride_k + columns, mask=k_mask, other=0.0).to(tl.float32)
@@ -76,12 +81,12 @@ def _step_kernel(
     for j in tl.static_range(TILES):
         values = j * BLOCK_V + o_v
         v_mask = values < V
-        p_state = state + (slot * H + i_head) * K * V + o_k[:, None] * V + values[None, :]
         state_mask = k_mask[:, None] & v_mask[None, :]
-        b_state = tl.load(p_state, mask=state_mask, other=0.0).to(tl.float32)
+        if j > 0:
+            b_state = tl.load(p_state + j * BLOCK_V, mask=state_mask, other=0.0).to(tl.float32)
         b_v = tl.load(v + i_row * stride_v + i_head * V + values, mask=v_mask, other=0.0).to(tl.float32)
         b_state = b_state * decay + b_k[:, None] * b_v[None, :]
-        tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
+        tl.store(p_state + j * BLOCK_V, b_state.to(state.dtype.element_ty), mask=state_mask)
         b_out = tl.sum(b_state * b_q[:, None], 0) + own * b_v
         tl.store(p_out + j * BLOCK_V, b_out.to(out.dtype.element_ty), mask=v_mask)
 
