@@ -4,8 +4,8 @@
 
 Kimi Delta Attention has 32 heads of 128, latent attention 32 heads of 512 + 64; windows are those of gpt-oss (64
 and 8 heads of 64, window 128) and of Gemma 3 (8 and 4 heads of 256, window 1,024). Times are medians over replays of a
-CUDA graph that rotates through several sets of data. ``--peers`` times the chunked kernel of flash-linear-attention
-beside ours. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a small size.
+CUDA graph that rotates through several sets of data. ``--peers`` measures prefill alone, beside
+flash-linear-attention's. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a small size.
 """
 
 from __future__ import annotations
@@ -175,20 +175,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--peers", action="store_true", help="time flash-linear-attention beside ours")
+    parser.add_argument("--peers", action="store_true", help="only prefill, beside flash-linear-attention")
     options = parser.parse_args()
     results: dict[str, Any] = report.provenance("cuda" if ON_GPU else "cpu")
     half = torch.bfloat16 if ON_GPU else torch.float32
     record: Callable[[str, Callable[[], Any]], None] = partial(attempt, results)
     torch.manual_seed(0)
-    for dtype in {half, torch.float32}:
-        record(f"check chunk {dtype}", partial(check_chunk, dtype, [1, 63, 64, 130] if ON_GPU else [1, 70]))
-        record(f"check decode {dtype}", partial(check_decode, dtype))
-    if ON_GPU and not options.check_only:
-        for lens in ([4096], [8192], [2048] * 4):
-            record(f"chunk {len(lens)} x {lens[0]} us", partial(time_chunk, lens))
-        for lens in ([4096], [8192], [2048] * 4) if options.peers else ():
+    prompts = ([4096], [8192], [2048] * 4) if ON_GPU and not options.check_only else ()
+    for lens in prompts:
+        record(f"chunk {len(lens)} x {lens[0]} us", partial(time_chunk, lens))
+        if options.peers:
             record(f"fla {len(lens)} x {lens[0]} us", partial(time_fla, lens))
+    if not options.peers:
+        for dtype in {half, torch.float32}:
+            record(f"check chunk {dtype}", partial(check_chunk, dtype, [1, 63, 64, 130] if ON_GPU else [1, 70]))
+            record(f"check decode {dtype}", partial(check_decode, dtype))
+    if prompts and not options.peers:
         for rows in (1, 8, 32, 64, 128, 256):
             record(f"decode {rows} us", partial(time_decode, rows))
         for name in WINDOWS:

@@ -4,8 +4,8 @@
 
 Geometry of Nemotron-H: 64 heads of 64 channels, a state of 128, 8 groups, convolution of 4; and of Granite 4.0-H-Tiny:
 48 heads of 64, one group. Times are medians over replays of a CUDA graph that rotates through more data than the L2
-cache holds. ``--peers`` times the Triton kernels of ``mamba_ssm`` beside ours. Without a GPU the checks run under
-``TRITON_INTERPRET=1`` at a small size, and times are zero.
+cache holds. ``--peers`` measures prefill and the state's step alone, beside ``mamba_ssm``'s Triton kernels. Without a
+GPU the checks run under ``TRITON_INTERPRET=1`` at a small size, and times are zero.
 """
 
 from __future__ import annotations
@@ -224,28 +224,31 @@ def main() -> None:
         rows.append({"what": name, "result": attempt(run)})
         print(json.dumps(rows[-1], default=str), flush=True)
 
-    for name, geometry in (("nemotron", NEMOTRON), ("granite", GRANITE)):
-        for tile in TILES if ON_GPU else TILES[:1]:
-            record(f"check {name} {tuple(tile)}", partial(check_chunks, geometry, tile, DTYPE))
-        record(
-            f"check {name} float32", partial(check_chunks, geometry, Tile(32 if ON_GPU else 16, 4, 1), torch.float32)
-        )
-        for dtype in (DTYPE, torch.float32):
-            record(f"check {name} decode {dtype}", partial(check_decode, geometry, dtype))
-    if not check_only:
-        for lens in ([4096], [8192], [2048] * 4, [512]) if ON_GPU else ([70],):
-            record(f"prefill nemotron {len(lens)} x {lens[0]}", partial(time_prefill, NEMOTRON, lens))
-        for count in (1, 8, 32, 64, 128, 256) if ON_GPU else (2,):
-            record(f"decode nemotron {count}", partial(time_decode, NEMOTRON, count, torch.float32))
-        for count in (1, 64, 256) if ON_GPU else (2,):
-            record(f"decode granite {count}", partial(time_decode, GRANITE, count, torch.float32))
-            record(f"decode nemotron {count} bfloat16 state", partial(time_decode, NEMOTRON, count, DTYPE))
     if options.peers:
         for lens in ([4096], [8192], [2048] * 4):
+            record(f"prefill nemotron {len(lens)} x {lens[0]}", partial(time_prefill, NEMOTRON, lens))
             record(f"mamba_ssm nemotron {len(lens)} x {lens[0]}", partial(time_mamba_ssm, NEMOTRON, lens))
         for count in (1, 64, 256):
             record(f"mamba_ssm step {count}", partial(time_mamba_ssm_step, NEMOTRON, count))
-    write_json("mamba2-kernels-h200.json", rows)
+    else:
+        for name, geometry in (("nemotron", NEMOTRON), ("granite", GRANITE)):
+            for tile in TILES if ON_GPU else TILES[:1]:
+                record(f"check {name} {tuple(tile)}", partial(check_chunks, geometry, tile, DTYPE))
+            record(
+                f"check {name} float32",
+                partial(check_chunks, geometry, Tile(32 if ON_GPU else 16, 4, 1), torch.float32),
+            )
+            for dtype in (DTYPE, torch.float32):
+                record(f"check {name} decode {dtype}", partial(check_decode, geometry, dtype))
+        if not check_only:
+            for lens in ([4096], [8192], [2048] * 4, [512]) if ON_GPU else ([70],):
+                record(f"prefill nemotron {len(lens)} x {lens[0]}", partial(time_prefill, NEMOTRON, lens))
+            for count in (1, 8, 32, 64, 128, 256) if ON_GPU else (2,):
+                record(f"decode nemotron {count}", partial(time_decode, NEMOTRON, count, torch.float32))
+            for count in (1, 64, 256) if ON_GPU else (2,):
+                record(f"decode granite {count}", partial(time_decode, GRANITE, count, torch.float32))
+                record(f"decode nemotron {count} bfloat16 state", partial(time_decode, NEMOTRON, count, DTYPE))
+    write_json(f"mamba2-{'peers' if options.peers else 'kernels'}-h200.json", rows)
     failed = [row["what"] for row in rows if "FAILED" in json.dumps(row, default=str)]
     print("failed:", failed or "none")
 
