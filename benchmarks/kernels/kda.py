@@ -5,7 +5,8 @@
 Kimi Delta Attention has 32 heads of 128, latent attention 32 heads of 512 + 64; windows are those of gpt-oss (64
 and 8 heads of 64, window 128) and of Gemma 3 (8 and 4 heads of 256, window 1,024). Times are medians over replays of a
 CUDA graph that rotates through several sets of data. ``--peers`` measures prefill alone, beside
-flash-linear-attention's. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a small size.
+flash-linear-attention's. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a small
+size.
 """
 
 from __future__ import annotations
