@@ -77,12 +77,12 @@ def batch_of(query_lens: list[int], seq_lens: list[int]) -> Batch:
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 5], [9, 12]])
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * (DEVICE == "cuda"))
 def test_attention_reads_what_was_stored(dtype: torch.dtype, query_lens: list[int], backend: Backend) -> None:
-    """As over a float32 cache that holds the same numbers."""
+    """As over a float32 cache that holds the same numbers, times the scale of the values."""
     batch = batch_of(query_lens, [9, 14])
     values = [torch.randn(12, 4, 2, 16, device=DEVICE).to(E4M3) for _ in range(2)]
     q = torch.randn(sum(query_lens), 4, 16, device=DEVICE).to(dtype)
-    got = paged_attention(q, *values, batch, scale=0.25, backend=backend)
-    want = paged_attention(q.float(), *(c.float() for c in values), batch, scale=0.25, backend=Backend.TORCH)
+    got = paged_attention(q, *values, batch, scale=0.25, v_scale=torch.tensor([0.5], device=DEVICE), backend=backend)
+    want = paged_attention(q.float(), *(c.float() for c in values), batch, scale=0.25, backend=Backend.TORCH) / 2
     near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(got.float(), want, **near)
 

@@ -124,11 +124,15 @@ class Attention(PagedAttention):
         scaled = cache["k"].dtype is E4M3 and self.k_scale is not None
         q, gate = self._rotate(qkv, batch.positions, cache["k"], cache["v"], batch.slot_mapping, scaled=scaled)
         attended = paged_attention(
-            q, cache["k"], cache["v"], batch, scale=self._scale, sinks=self.sinks, backend=self._backend
-        )
-        attended = attended.flatten(1)
-        if scaled and self.v_scale is not None:
-            attended = (attended * self.v_scale).to(qkv.dtype)
+            q,
+            cache["k"],
+            cache["v"],
+            batch,
+            scale=self._scale,
+            sinks=self.sinks,
+            v_scale=self.v_scale if scaled else None,
+            backend=self._backend,
+        ).flatten(1)
         return attended if gate is None else sigmoid_mul(attended, gate, backend=self._backend)
 
     def _rotate(

@@ -29,6 +29,7 @@ def paged_attention_reference(
     *,
     scale: float,
     sinks: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Torch reference of ``paged_attention``: decode rows in one call, prefill sequences one by one."""
@@ -36,17 +37,16 @@ def paged_attention_reference(
     if batch.mixture is not None:
         inputs = (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64), *(() if sinks is None else (sinks,)))
         device_work("paged_attention", batch, inputs, (out,))
-        return out
-    if batch.verification is not None:
+    elif batch.verification is not None:
         _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
-        return out
-    if batch.num_decodes:
-        _decode(q, k_cache, v_cache, batch, scale, sinks, out)
-    if batch.num_decodes < batch.num_seqs:
-        _prefill(q, k_cache, v_cache, batch, scale, sinks, out)
-    if batch.num_tokens < q.shape[0]:
-        out[batch.num_tokens :].zero_()
-    return out
+    else:
+        if batch.num_decodes:
+            _decode(q, k_cache, v_cache, batch, scale, sinks, out)
+        if batch.num_decodes < batch.num_seqs:
+            _prefill(q, k_cache, v_cache, batch, scale, sinks, out)
+        if batch.num_tokens < q.shape[0]:
+            out[batch.num_tokens :].zero_()
+    return out if v_scale is None else out.mul_(v_scale)
 
 
 @device_reference("paged_attention")
@@ -211,6 +211,7 @@ def paged_attention(
     *,
     scale: float,
     sinks: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -223,13 +224,14 @@ def paged_attention(
             one query token, earlier steps wrote all keys but that token's (they are read early on the GPU).
         batch: says which tokens form which sequence and where their pages are.
         sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
+        v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
         out: ``[T, Hq, D]`` to write to, optional.
 
     Returns:
         ``[T, Hq, D]`` in q's dtype; padding rows are zero.
     """
     if backend is Backend.TORCH:
-        return paged_attention_reference(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, out=out)
+        return paged_attention_reference(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, v_scale=v_scale, out=out)
     from weft.ops.triton.attention import paged_attention_triton
 
-    return paged_attention_triton(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, out=out)
+    return paged_attention_triton(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, v_scale=v_scale, out=out)

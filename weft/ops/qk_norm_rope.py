@@ -80,7 +80,7 @@ def qk_norm_rope(
         slot_mapping: ``[T]`` int64; padding tokens name a slot of page 0.
         gated: whether ``qkv`` holds an output gate.
         k_scale, v_scale: ``[1]`` float32, or both None: the caches get keys and values divided by these, and queries
-            are multiplied by ``k_scale``, so that scores are what they were; attention's outputs want ``v_scale``.
+            are multiplied by ``k_scale``, so that scores are what they were; ``paged_attention`` takes ``v_scale``.
 
     Returns:
         ``q [T, Hq, D]`` in qkv's dtype, and the gate ``[T, Hq * D]``, a view of ``qkv`` (None unless ``gated``).

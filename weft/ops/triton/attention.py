@@ -37,20 +37,21 @@ def paged_attention_triton(
     *,
     scale: float,
     sinks: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``paged_attention`` of ``weft/ops/attention.py``; float32 inputs keep float32 accuracy."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if batch.verification is not None and verifies(q, k_cache, batch.verification.query_len):
-        _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
+        _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, batch.verification.query_len)
         return out
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
     only_decodes = batch.max_query_len == 1 and batch.mixture is None
     decodes = only_decodes or batch.num_decodes > 0 or batch.mixture is not None
     if decodes:
-        _decode(q, k_cache, v_cache, batch, scale, sinks, out)
+        _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out)
     if not only_decodes or num_rows > num_seqs:
-        _prefill(q, k_cache, v_cache, batch, scale, sinks, out, skip_decodes=decodes)
+        _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes)
     return out
 
 
@@ -61,6 +62,7 @@ def _prefill(
     batch: Batch,
     scale: float,
     sinks: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     *,
     skip_decodes: bool,
@@ -72,7 +74,9 @@ def _prefill(
         return
     group = q.shape[1] // k_cache.shape[2]
     tile = prefill_tile(q.shape[0], q.shape[1], q.shape[2], group, q.element_size())
-    launch_prefill(q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes, sinks=sinks)
+    launch_prefill(
+        q, k_cache, v_cache, batch, scale, out, tile, skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale
+    )
 
 
 def _is_for_hopper(q: Tensor, k_cache: Tensor, batch: Batch) -> bool:
@@ -102,6 +106,7 @@ def _decode(
     batch: Batch,
     scale: float,
     sinks: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     query_len: int = 1,
 ) -> None:
@@ -110,4 +115,4 @@ def _decode(
     rows = group * query_len
     num_seqs = batch.seq_lens.shape[0]
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, q.element_size(), table_tokens)
-    launch_decode(q, k_cache, v_cache, batch, scale, out, tile, query_len=query_len, sinks=sinks)
+    launch_decode(q, k_cache, v_cache, batch, scale, out, tile, query_len=query_len, sinks=sinks, v_scale=v_scale)

@@ -83,6 +83,7 @@ class Fixed(NamedTuple):
         splits_last: the grid's last dimension goes over splits, else over sequences.
         mixture: which sequences decode is known to the device only.
         sinks: whether heads have one.
+        scaled: results are multiplied by the scale of the values.
     """
 
     head_dim: int
@@ -101,19 +102,22 @@ class Fixed(NamedTuple):
     splits_last: bool
     mixture: bool
     sinks: bool
+    scaled: bool
 
 
 @triton.jit
 def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
     """The result of a sequence's only split, or one split's part of it."""
     acc, row_sum, row_max = softmax
-    out, partial, partial_lse, max_splits, stride_out = results
+    out, partial, partial_lse, v_scale, max_splits, stride_out = results
     row, seq, split, num_splits = place
     head_ids, tokens, dims, in_group, mask = lanes
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     if FIXED.query_len > 1:  # the last split may hold nothing that the first tokens see
         row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
     acc = acc / row_sum[:, None]
+    if FIXED.scaled:
+        acc *= tl.load(v_scale)
     if num_splits == 1:
         offsets = tokens.to(tl.int64)[:, None] * stride_out + head_ids[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out + row.to(tl.int64) * stride_out + offsets, acc.to(out.dtype.element_ty), mask=mask)
@@ -244,7 +248,7 @@ def _decode_sequence(
 
 @jit(do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _decode_kernel(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, partial, partial_lse, counts,
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, partial, partial_lse, counts,
     scale_log2, num_rows, num_seqs, max_splits, stride_q, stride_out, stride_slot, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +256,7 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks)
     strides = (stride_q, stride_slot, stride_table)
-    results = (out, partial, partial_lse, max_splits, stride_out)
+    results = (out, partial, partial_lse, v_scale, max_splits, stride_out)
     if FIXED.mixture:
         wait(EARLY)
         # The programs are distributed over the sequences that decode; prefills and padding rows are the other kernel's.
@@ -317,7 +321,8 @@ def decode_tile(
 
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, sinks: Tensor | None = None, query_len: int = 1, split: int | None = None, aim: int | None = None,
+    *, sinks: Tensor | None = None, v_scale: Tensor | None = None, query_len: int = 1, split: int | None = None,
+    aim: int | None = None,
 ) -> None:  # fmt: skip
     """Sequences with ``query_len`` query tokens, with a given tile; if that is 1, padding rows below the number of
     sequences too."""
@@ -348,11 +353,12 @@ def launch_decode(
     fixed = Fixed(
         head_dim, num_heads // num_kv_heads, num_heads, page_size, query_len, split, tile.rows, tile.keys, block_d,
         precision(q), tile.stages, tile.ahead, held_splits, splits_last, mixture is not None,
-        sinks is not None,
+        sinks is not None, v_scale is not None,
     )  # fmt: skip
     _decode_kernel[grid](
-        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, q if sinks is None else sinks, out,
-        partial, partial_lse, counts, scale * LOG2E, num_rows, num_seqs, max_splits,
+        q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, q if sinks is None else sinks,
+        q if v_scale is None else v_scale, out, partial, partial_lse, counts,
+        scale * LOG2E, num_rows, num_seqs, max_splits,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

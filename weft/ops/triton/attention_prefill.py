@@ -48,6 +48,7 @@ class Fixed(NamedTuple):
         skip_decodes: sequences with one query token are the other kernel's.
         mixture: which sequences these are is known to the device only.
         sinks: whether heads have one.
+        scaled: results are multiplied by the scale of the values.
     """
 
     head_dim: int
@@ -62,11 +63,12 @@ class Fixed(NamedTuple):
     skip_decodes: bool
     mixture: bool
     sinks: bool
+    scaled: bool
 
 
 @jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _prefill_kernel(
-    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, counts,
+    q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
     scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_slot, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -143,8 +145,10 @@ def _prefill_kernel(
                 acc, row_sum, row_max = accumulate(
                     acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
                 )
-            result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
-            tl.store(out + rows * stride_out + offsets, result, mask=mask)
+            acc = acc / row_sum[:, None]
+            if FIXED.scaled:
+                acc *= tl.load(v_scale)
+            tl.store(out + rows * stride_out + offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
 def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, element_size: int) -> Tile:
@@ -163,7 +167,7 @@ def prefill_tile(num_rows: int, num_heads: int, head_dim: int, group: int, eleme
 
 def launch_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, skip_decodes: bool, sinks: Tensor | None = None,
+    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, with a given tile."""
     check_layout(q, k_cache, v_cache, out)
@@ -177,11 +181,12 @@ def launch_prefill(
     fixed = Fixed(
         head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),
         tile.stages, skip_decodes and mixture is None, mixture is not None, sinks is not None,
+        v_scale is not None,
     )  # fmt: skip
     _prefill_kernel[(num_kv_heads, blocks)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-        q if sinks is None else sinks, out, batch.seq_lens if mixture is None else mixture.counts,
-        scale * LOG2E, num_rows, num_seqs,
+        q if sinks is None else sinks, q if v_scale is None else v_scale, out,
+        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

@@ -14,9 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from weft.ops.e4m3 import E4M3
 
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
 
 _LOG2E = tl.constexpr(LOG2E)
@@ -101,13 +103,32 @@ def start_softmax(
 
 
 @triton.jit
+def widen_values(v, dtype: tl.constexpr):
+    """``v [keys, D]`` in another dtype. e4m3 becomes float16 where it was loaded: in the layout of the product's
+    operand, to which the compiler would bring it first, each value is one load of a byte. It moves no assembly."""
+    if v.dtype == tl.float8e4nv and dtype == tl.float16 and not _INTERPRETED:
+        wide = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [v], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        wide = v.to(dtype)
+    return wide
+
+
+@triton.jit
 def accumulate(
     acc, row_sum, row_max, q, k, v, visible, scale_log2, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """One step of the online softmax. Every row has seen a visible key by the end of the first step."""
     if k.dtype == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = q.to(tl.float16)  # holds all e4m3 numbers, and one instruction widens two of them; bfloat16 takes several
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    k, v = k.to(q.dtype), widen_values(v, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
