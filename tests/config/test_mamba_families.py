@@ -68,6 +68,7 @@ def test_published_names_of_layer_types(tmp_path: Path) -> None:
 def test_published_keys_of_minimax(tmp_path: Path) -> None:
     factors = {key: None for key in tiny("MiniMaxForCausalLM") if key.endswith("_factor")}
     published = {
+        "architectures": ["MiniMaxText01ForCausalLM"],
         "attn_type_list": [0, 0, 1, 0],
         "layernorm_full_attention_alpha": 1.3,
         "layernorm_full_attention_beta": 0.9,

@@ -29,7 +29,12 @@ MODELS = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "Gemma3ForCausalLM",
+    "OlmoHybridForCausalLM",
+    "JambaForCausalLM",
+    "MiniMaxForCausalLM",
 )
+ON_FOUR = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM")
+"""A sample; keys and values are replicated there."""
 HYBRID = "Qwen3NextForCausalLM"
 ODD = {
     "vocab_size": 211,  # padded to 212
@@ -92,8 +97,7 @@ def alone(folders: dict[str, Path]) -> dict[str, tuple[list[list[int]], list[flo
 Alone = dict[str, tuple[list[list[int]], list[float]]]
 
 
-@pytest.mark.parametrize("arch", MODELS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("arch", "size"), [*((arch, 2) for arch in MODELS), *((arch, 4) for arch in ON_FOUR)])
 def test_ranks_generate_what_one_generates(arch: str, size: int, folders: dict[str, Path], alone: Alone) -> None:
     tokens, logprobs = generate(folders[arch], size)
     assert tokens == alone[arch][0]

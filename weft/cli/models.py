@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from weft.cli.parser import add_verb
+from weft.config.families import OTHER_NAMES
 from weft.config.verified import NOT_ON_A_GPU, VERIFIED, Verified, nearest
 from weft.errors import UnsupportedModelError
 
@@ -24,6 +25,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.names = [OTHER_NAMES.get(name, name) for name in args.names]
     for name in args.names:
         if name not in VERIFIED:
             raise UnsupportedModelError(f"architecture {name!r} is not supported; the nearest that is: {nearest(name)}")

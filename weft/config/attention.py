@@ -52,13 +52,7 @@ class AttentionConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """Query heads are split; key and value heads are split, or replicated where there are fewer than ranks. Norms
-        over all heads are not split."""
-        if self.qk_norm_spans_heads and tp_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={tp_size} is not supported for this architecture, whose query and key norms "
-                "span all heads; use tensor_parallel_size=1"
-            )
+        """Query heads are split; key and value heads are split, or replicated where there are fewer than ranks."""
         divide(self.num_heads, tp_size, "num_attention_heads")
         head_range(self.num_kv_heads, 0, tp_size, "num_key_value_heads")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.config.families import FAMILIES, Family
+from weft.config.families import FAMILIES, OTHER_NAMES, Family
 from weft.config.json_object import JsonObject
 from weft.config.model import Mixers, ModelConfig, Multipliers
 from weft.config.quantization import read_quantization
@@ -45,12 +45,13 @@ def _architecture(top: JsonObject) -> str:
             f"{top.where}: architectures={names!r} is not a list with one class name; "
             f"supported are {', '.join(FAMILIES)}"
         )
-    if names[0] not in FAMILIES:
+    architecture = OTHER_NAMES.get(names[0], names[0])
+    if architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"{top.where}: architecture {names[0]!r} is not supported; the nearest that is: {nearest(names[0])}; "
             f"supported are {', '.join(FAMILIES)}"
         )
-    return names[0]
+    return architecture
 
 
 def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObject:

@@ -252,3 +252,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True),
     **MAMBA_FAMILIES,
 }
+
+OTHER_NAMES = {"MiniMaxText01ForCausalLM": "MiniMaxForCausalLM"}
+"""What published files call some of these, whose keys and tensors are then the same."""

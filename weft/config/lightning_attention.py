@@ -8,7 +8,7 @@ from weft.config.attention import read_head_dim
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.linear_attention import CHUNK_SIZE
-from weft.errors import ConfigError
+from weft.config.sharding import divide
 
 NORM_EPS = 1e-6
 """Of the norm over all heads' outputs, whatever the config says of the others."""
@@ -37,7 +37,7 @@ class LightningAttentionConfig:
 
     def layer_spec(self, hidden_size: int, dtypes: CacheDtypes) -> LayerSpec:
         """``recurrent [H, D, D]``."""
-        state = CacheTensor("recurrent", (self.num_heads, self.head_dim, self.head_dim), dtypes.state)
+        state = CacheTensor("recurrent", (self.num_heads, self.head_dim, self.head_dim), dtypes.state, sharded_dim=0)
         return LayerSpec(
             states=(state,),
             chunk_size=CHUNK_SIZE,
@@ -46,12 +46,8 @@ class LightningAttentionConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """The norm is over all heads: the layer is not split."""
-        if tp_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={tp_size} is not supported for this architecture: lightning attention takes a "
-                f"norm over all its {self.num_heads} heads; set tensor_parallel_size to 1"
-            )
+        """Heads are split; the norm over all of them sums over the ranks."""
+        divide(self.num_heads, tp_size, "num_attention_heads")
 
 
 def read_lightning_attention(text: JsonObject) -> LightningAttentionConfig:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
-from weft.errors import ConfigError
+from weft.config.sharding import divide
 
 CHUNK_SIZE = 64
 """Tokens between the states that a prefill can store without an extra boundary."""
@@ -39,8 +39,8 @@ class MambaConfig:
         projections = self.num_channels * (3 * hidden_size + inner + self.dt_rank)
         return LayerSpec(
             states=(
-                CacheTensor("conv", (self.num_channels, self.conv_kernel - 1), dtypes.model),
-                CacheTensor("recurrent", (self.state_size, self.num_channels), dtypes.state),
+                CacheTensor("conv", (self.num_channels, self.conv_kernel - 1), dtypes.model, sharded_dim=0),
+                CacheTensor("recurrent", (self.state_size, self.num_channels), dtypes.state, sharded_dim=1),
             ),
             chunk_size=CHUNK_SIZE,
             num_weights=projections + self.num_channels * self.conv_kernel,
@@ -48,12 +48,8 @@ class MambaConfig:
         )
 
     def check_shares(self, tp_size: int) -> None:
-        """B, C and the time steps come from all channels: the layer is not split."""
-        if tp_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={tp_size} is not supported for this architecture: the B, C and time steps of a "
-                "Mamba layer come from all its channels; set tensor_parallel_size to 1"
-            )
+        """Channels are split; B, C and the time steps come from all of them, by a sum over the ranks."""
+        divide(self.num_channels, tp_size, "mamba channels (mamba_expand * hidden_size)")
 
 
 def read_mamba(text: JsonObject, *, norm_weights: bool) -> MambaConfig:

@@ -17,10 +17,11 @@ class Ranks(StrEnum):
     """How far tensor parallelism is verified."""
 
     ENGINE = "whole engine"
-    """Engines of two and four ranks give one rank's tokens (``tests/executor/test_tensor_parallel.py``)."""
+    """Engines of two ranks (a sample of them: four) give one rank's tokens
+    (``tests/executor/test_tensor_parallel.py``)."""
     LAYERS = "by layer"
-    """Each kind of layer gives on several ranks what it gives on one (``tests/layers/test_tensor_parallel.py``)."""
-    REFUSED = "one rank only"
+    """Each kind of layer gives on several ranks what it gives on one (``tests/layers/test_tensor_parallel.py``, or in
+    engines of another architecture)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,14 @@ VERIFIED: dict[str, Verified] = {
     "FalconH1ForCausalLM": Verified(False, Ranks.LAYERS),
     "GraniteMoeHybridForCausalLM": Verified(False, Ranks.LAYERS),
     "NemotronHForCausalLM": Verified(False, Ranks.LAYERS),
-    "JambaForCausalLM": Verified(False, Ranks.REFUSED),
-    "FalconMambaForCausalLM": Verified(False, Ranks.REFUSED),
-    "MiniMaxForCausalLM": Verified(False, Ranks.REFUSED),
+    "JambaForCausalLM": Verified(False, Ranks.ENGINE),
+    "FalconMambaForCausalLM": Verified(False, Ranks.LAYERS),
+    "MiniMaxForCausalLM": Verified(False, Ranks.ENGINE),
     "Mamba2ForCausalLM": Verified(False, Ranks.LAYERS),
     "Gemma3ForCausalLM": Verified(False, Ranks.ENGINE),
     "GptOssForCausalLM": Verified(False, Ranks.LAYERS),
     "KimiLinearForCausalLM": Verified(False, Ranks.LAYERS),
-    "OlmoHybridForCausalLM": Verified(True, Ranks.REFUSED),
+    "OlmoHybridForCausalLM": Verified(True, Ranks.ENGINE),
 }
 
 

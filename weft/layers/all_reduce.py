@@ -36,11 +36,11 @@ def max_rows(size: int, row_bytes: int) -> int:
 class AllReduce(nn.Module):
     """``[T, width] -> [T, width]``: the sum of every rank's rows, written in place where no graph is broken."""
 
-    def __init__(self, width: int, context: ModelContext) -> None:
+    def __init__(self, width: int, context: ModelContext, name: str = NAME) -> None:
         super().__init__()
-        self.name, self.width, self._tp = NAME, width, context.tp
+        self.name, self.width, self._tp = name, width, context.tp
         self._peers: PeerBuffers | None = None
-        if context.custom_all_reduce:
+        if context.custom_all_reduce and name == NAME:
             self._peers = self._make_peers(context)
 
     def _make_peers(self, context: ModelContext) -> PeerBuffers | None:
@@ -60,6 +60,17 @@ class AllReduce(nn.Module):
             found = cls(width, context)
             context.layers.register(NAME, found)
         assert isinstance(found, cls) and found.width == width
+        return found
+
+    @classmethod
+    def inside_a_layer(cls, width: int, context: ModelContext) -> AllReduce:
+        """One for a few columns that a layer needs whole, in the group's own way; layers share those of one width."""
+        name = f"{NAME}.{width}"
+        found = context.layers.get(name)
+        if found is None:
+            found = cls(width, context, name)
+            context.layers.register(name, found)
+        assert isinstance(found, cls)
         return found
 
     def peers(self, x: Tensor) -> PeerBuffers | None:

@@ -18,7 +18,7 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
-from weft.layers.norm import RMSNorm
+from weft.layers.norm import RMSNorm, SpanningRMSNorm
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter, whole
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
@@ -83,22 +83,27 @@ class Attention(PagedAttention):
         self.k_norm: RMSNorm | None = None
         self._norm_spans_heads = geometry.qk_norm_spans_heads
         if geometry.qk_norm:
-            heads = (geometry.num_heads, geometry.num_kv_heads) if geometry.qk_norm_spans_heads else (1, 1)
-            self.q_norm, self.k_norm = (
-                RMSNorm(count * geometry.head_dim, self._eps, context, zero_centered=self._zero_centered)
-                for count in heads
-            )
+            self.q_norm, self.k_norm = self._head_norms(geometry, context)
         self.sinks: nn.Parameter | None = None
+        if geometry.sinks:
+            self.sinks = empty_parameter(self.qkv_proj.num_heads, dtype=context.dtype, device=context.device)
         local_heads = self.qkv_proj.num_heads
         self._sink_rows = RowMap(geometry.num_heads, (RowRun(context.tp.rank * local_heads, 0, local_heads),))
-        if geometry.sinks:
-            self.sinks = empty_parameter(local_heads, dtype=context.dtype, device=context.device)
         self.k_scale: nn.Parameter | None = None
         self.v_scale: nn.Parameter | None = None
         if config.quantization is not None and config.quantization.kv_cache:
             self.k_scale = empty_parameter(1, dtype=torch.float32, device=context.device)
             self.v_scale = empty_parameter(1, dtype=torch.float32, device=context.device)
         context.layers.register(name, self)
+
+    def _head_norms(self, geometry: AttentionConfig, context: ModelContext) -> list[RMSNorm]:
+        """Of queries and of keys."""
+        if not geometry.qk_norm_spans_heads:
+            return [RMSNorm(geometry.head_dim, self._eps, context, zero_centered=self._zero_centered) for _ in "qk"]
+        return [
+            SpanningRMSNorm(rows, self._eps, context, zero_centered=self._zero_centered)
+            for rows in self.qkv_proj.head_rows
+        ]
 
     def layouts(self) -> tuple[Layout, ...]:
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
@@ -114,7 +119,10 @@ class Attention(PagedAttention):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self._in_multiplier != 1.0:
             hidden_states = hidden_states * self._in_multiplier
-        out = self.o_proj(self.attend(self.qkv_proj(hidden_states)))
+        qkv = self.qkv_proj(hidden_states)
+        if self._norm_spans_heads and self.q_norm is not None and self.k_norm is not None:
+            qkv = self._normalize_whole(qkv, self.q_norm, self.k_norm)
+        out = self.o_proj(self.attend(qkv))
         return out if self._out_multiplier == 1.0 else out * self._out_multiplier
 
     def attend_rows(self, qkv: Tensor) -> Tensor:
@@ -139,10 +147,7 @@ class Attention(PagedAttention):
         self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, scaled: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Queries and the output gate as attention takes them; keys and values into the cache. See ``qk_norm_rope``."""
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if self._norm_spans_heads and q_norm is not None and k_norm is not None:
-            qkv = self._normalize_whole(qkv, q_norm, k_norm)
-            q_norm, k_norm = None, None
+        q_norm, k_norm = (None, None) if self._norm_spans_heads else (self.q_norm, self.k_norm)
         return qk_norm_rope(
             qkv,
             q_norm.weight if q_norm is not None else None,

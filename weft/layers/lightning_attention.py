@@ -2,7 +2,7 @@
 
 Job: one merged input projection ``q | k | v | gate``, SiLU on the first three, linear attention with fixed decays (one
 step for decoding rows, chunks for the rest), a norm over all heads, gate, output projection. Owns: the layer's weights,
-whole on one rank. Does not know: how states are allocated or forked; it finds them by its own name in the forward
+sharded by head. Does not know: how states are allocated or forked; it finds them by its own name in the forward
 context.
 """
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from weft.config.lightning_attention import NORM_EPS, LightningAttentionConfig
 from weft.config.model import ModelConfig
+from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
-from weft.layers.norm import RMSNorm
+from weft.layers.norm import SpanningRMSNorm
 from weft.layers.weight import RowMap, RowRun
 from weft.ops.activation import sigmoid_mul
 from weft.ops.lightning_attention import lightning_attention_step
@@ -29,18 +30,20 @@ class LightningProjection(ColumnParallelLinear):
     """``[T, hidden_size] -> [T, q | k | v | gate]``; the checkpoint has each head's q, k, v in a row, and the gate."""
 
     def __init__(self, hidden_size: int, geometry: LightningAttentionConfig, context: ModelContext) -> None:
-        width, size = geometry.head_dim, geometry.inner_size
+        width, total, tp = geometry.head_dim, geometry.inner_size, context.tp
+        heads = divide(geometry.num_heads, tp.size, "num_attention_heads")
+        size = heads * width
         runs = tuple(
-            RowRun((3 * head + part) * width, part * size + head * width, width)
-            for head in range(geometry.num_heads)
+            RowRun((3 * (tp.rank * heads + head) + part) * width, part * size + head * width, width)
+            for head in range(heads)
             for part in range(3)
         )
-        gate = RowMap(size, (RowRun(0, 3 * size, size),))
-        self._build(hidden_size, 4 * size, {"0.": RowMap(3 * size, runs), "1.": gate}, False, context)
+        gate = RowMap(total, (RowRun(tp.rank * size, 3 * size, size),))
+        self._build(hidden_size, 4 * size, {"0.": RowMap(3 * total, runs), "1.": gate}, False, context)
 
 
 class LightningAttention(nn.Module):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``.
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
 
     Args:
         name: key of the layer's state and of its entry in the layer table, for example ``model.layers.0.self_attn``;
@@ -51,15 +54,16 @@ class LightningAttention(nn.Module):
         self, geometry: LightningAttentionConfig, config: ModelConfig, context: ModelContext, name: str
     ) -> None:
         super().__init__()
-        geometry.check_shares(context.tp.size)
-        self.name, self._backend, self._geometry = name, context.backend, geometry
-        self.inner_size = geometry.inner_size
-        rates = geometry.slopes(int(name.split(".")[2]))
+        self.name, self._backend, tp = name, context.backend, context.tp
+        self._num_heads = heads = divide(geometry.num_heads, tp.size, "num_attention_heads")
+        self.inner_size = heads * geometry.head_dim
+        rates = geometry.slopes(int(name.split(".")[2]))[tp.rank * heads : (tp.rank + 1) * heads]
         self._log_decay = -torch.tensor(rates, dtype=torch.float32, device=context.device)
         self.in_proj = LightningProjection(config.hidden_size, geometry, context)
-        self.norm = RMSNorm(self.inner_size, NORM_EPS, context, zero_centered=False)
+        rows = RowMap(geometry.inner_size, (RowRun(tp.rank * self.inner_size, 0, self.inner_size),))
+        self.norm = SpanningRMSNorm(rows, NORM_EPS, context, zero_centered=False)
         self.out_proj = RowParallelLinear(
-            self.inner_size, config.hidden_size, bias=False, context=context, what="num_attention_heads * head_dim"
+            geometry.inner_size, config.hidden_size, bias=False, context=context, what="num_attention_heads * head_dim"
         )
         context.layers.register(name, self)
 
@@ -72,7 +76,7 @@ class LightningAttention(nn.Module):
         context = get_forward_context()
         batch, state = context.batch, context.caches[self.name]["recurrent"]
         slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
-        heads = F.silu(projected[:, : 3 * self.inner_size]).unflatten(-1, (3, self._geometry.num_heads, -1))
+        heads = F.silu(projected[:, : 3 * self.inner_size]).unflatten(-1, (3, self._num_heads, -1))
         q, k, v = heads.unbind(1)
         decode = (self._log_decay, state, slots)
         if batch.num_decodes == projected.shape[0]:

@@ -100,6 +100,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     Attributes:
         num_heads, num_kv_heads: heads on this rank.
         split_sizes: widths of the output's parts, in order.
+        head_rows: which of all heads' rows the queries and the keys are.
     """
 
     def __init__(
@@ -126,6 +127,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         }
         self._build(hidden_size, sum(sizes), parts, bias, context)
         self.num_heads, self.num_kv_heads, self.split_sizes = len(heads), len(kv_heads), sizes
+        self.head_rows = (
+            RowMap(num_heads * head_dim, (RowRun(heads.start * head_dim, 0, width),)),
+            RowMap(num_kv_heads * head_dim, (RowRun(kv_heads.start * head_dim, 0, kv_width),)),
+        )
 
 
 def _query_rows(heads: range, num_heads: int, head_dim: int, gate: bool) -> RowMap:

@@ -2,8 +2,8 @@
 
 Job: one input projection ``x | z``, short convolution over x, from which B, C and the time steps are projected and
 normalised, the selective scan (one step for decoding rows, chunks for the rest), output projection. Owns: the layer's
-weights, whole on one rank. Does not know: how states are allocated or forked; it finds them by its own name in the
-forward context.
+weights, sharded by channel; B, C and the time steps come from all channels, so each rank's part is summed. Does not
+know: how states are allocated or forked; it finds them by its own name in the forward context.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor
 
 from weft.config.mamba import CHUNK_SIZE, MambaConfig
 from weft.config.model import ModelConfig
+from weft.config.sharding import divide
 from weft.config.short_conv import ShortConvConfig
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
+from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.mamba2 import part_rows
 from weft.layers.short_conv import DepthwiseConv
 from weft.layers.weight import Layout, WeightModule, WeightPiece, empty_parameter
 from weft.ops.causal_conv1d import causal_conv1d
@@ -56,8 +59,16 @@ class PartNorms(WeightModule):
         return 0.9, 1.1
 
 
+class MambaProjection(ColumnParallelLinear):
+    """``[T, hidden_size] -> [T, x | z]`` for the rank's channels; the checkpoint has one tensor."""
+
+    def __init__(self, hidden_size: int, geometry: MambaConfig, context: ModelContext) -> None:
+        rows = part_rows((geometry.num_channels,) * 2, context.tp)
+        self._build(hidden_size, 2 * geometry.num_channels // context.tp.size, {"": rows}, geometry.bias, context)
+
+
 class Mamba(WeightModule):
-    """``hidden_states [T, hidden_size] -> [T, hidden_size]``.
+    """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
 
     Args:
         name: key of the layer's states and of its entry in the layer table, for example ``model.layers.0.mamba``.
@@ -65,23 +76,23 @@ class Mamba(WeightModule):
 
     def __init__(self, geometry: MambaConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
-        geometry.check_shares(context.tp.size)
         self.name, self._backend = name, context.backend
-        self.num_channels, hidden_size, bias = geometry.num_channels, config.hidden_size, geometry.bias
+        hidden_size, channels, what = config.hidden_size, geometry.num_channels, "mamba channels"
+        self.num_channels = divide(channels, context.tp.size, what)
         inner = geometry.dt_rank + 2 * geometry.state_size
-        self.in_proj = ColumnParallelLinear(hidden_size, 2 * self.num_channels, bias=bias, context=context)
-        conv = ShortConvConfig(self.num_channels, geometry.conv_kernel, geometry.conv_bias)
+        self.in_proj = MambaProjection(hidden_size, geometry, context)
+        conv = ShortConvConfig(channels, geometry.conv_kernel, geometry.conv_bias)
         self.conv1d = DepthwiseConv(conv, context)
-        self.x_proj = ColumnParallelLinear(self.num_channels, inner, bias=False, context=context)
+        self.x_proj = RowParallelLinear(channels, inner, bias=False, context=context, what=what)
+        self._sums = (AllReduce.inside_a_layer(inner, context),) if context.tp.size > 1 else ()
         self.part_norms = PartNorms(geometry, context)
-        self.dt_proj = ColumnParallelLinear(geometry.dt_rank, self.num_channels, bias=True, context=context)
+        self.dt_proj = ColumnParallelLinear(geometry.dt_rank, channels, bias=True, context=context, what=what)
         # The decay is an exponential of an exponential: its parameters stay in float32 whatever the model's dtype.
         shape, device = (geometry.state_size, self.num_channels), context.device
         self.A_log = empty_parameter(*shape, dtype=torch.float32, device=device)
         self.D = empty_parameter(self.num_channels, dtype=torch.float32, device=device)
-        self.out_proj = RowParallelLinear(
-            self.num_channels, hidden_size, bias=bias, context=context, what="mamba channels"
-        )
+        self._channels = part_rows((channels,), context.tp)
+        self.out_proj = RowParallelLinear(channels, hidden_size, bias=geometry.bias, context=context, what=what)
         context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -119,16 +130,17 @@ class Mamba(WeightModule):
 
     def _scanned(self, x: Tensor, z: Tensor) -> _Arguments:
         """The scan's arguments up to the state, from the convolution's output."""
-        dt, b, c = self.part_norms(self.x_proj(x))
+        parts = self.x_proj(x)
+        for over_ranks in self._sums:
+            parts = over_ranks(parts)
+        dt, b, c = self.part_norms(parts)
         dt = self.dt_proj.quant_method.apply(self.dt_proj, dt, None)
         bias = self.dt_proj.bias
         assert bias is not None, "dt_proj has a bias, which is added in float32"
         return x, z, dt, b, c, bias, self.A_log, self.D
 
     def layouts(self) -> tuple[Layout, ...]:
-        size, channels = self.A_log.shape
-        rates = WeightPiece((channels, size), (((slice(0, channels), slice(0, size)), self.A_log.t()),))
-        return ({"A_log": rates, "D": WeightPiece((channels,), (((slice(0, channels),), self.D),))},)
+        return ({"A_log": self._channels.piece(self.A_log.t()), "D": self._channels.piece(self.D)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
         """Random decays as in training: A in [1, 16]."""

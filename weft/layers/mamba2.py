@@ -41,6 +41,7 @@ def one_rank(geometry: Mamba2Config, tp: TensorParallel) -> Mamba2Config:
 
 def part_rows(sizes: tuple[int, ...], tp: TensorParallel) -> RowMap:
     """Rows of parts that stand one after the other, each of them split over the ranks."""
+    sizes = sizes if tp.size > 1 else (sum(sizes),)
     starts = accumulate((0, *sizes))
     runs, target = [], 0
     for start, size in zip(starts, sizes, strict=False):

@@ -6,11 +6,12 @@ block it stands.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
-from weft.layers.weight import Layout, WeightModule, empty_parameter, whole
+from weft.layers.weight import Layout, RowMap, WeightModule, empty_parameter, whole
 from weft.ops.all_reduce import all_reduce_rms_norm
 from weft.ops.norm import gated_rms_norm, rms_norm
 
@@ -92,6 +93,32 @@ class ResidualSum(nn.Module):
         for all_reduce in self._all_reduce:
             x = all_reduce(x)
         return x if residual is None else x + residual
+
+
+class SpanningRMSNorm(RMSNorm):
+    """RMSNorm over channels that are split over the ranks, or replicated equally often: ``[T, C] -> [T, C]`` of this
+    rank's channels.
+
+    Args:
+        rows: which of all channels these are.
+    """
+
+    def __init__(self, rows: RowMap, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
+        super().__init__(sum(run.count for run in rows.runs), eps, context, zero_centered=zero_centered)
+        self._rows, self._num_ranks = rows, context.tp.size
+        self._sums = (AllReduce.inside_a_layer(1, context),) if context.tp.size > 1 else ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._sums:
+            return super().forward(x)
+        mean = x.float().square().mean(-1, keepdim=True) / self._num_ranks
+        for over_ranks in self._sums:  # the mean over all channels is that of the ranks' means
+            mean = over_ranks(mean)
+        weight = self.weight.float() + 1.0 if self._zero_centered else self.weight.float()
+        return (x.float() * torch.rsqrt(mean + self._eps) * weight).to(x.dtype)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": self._rows.piece(self.weight)},)
 
 
 def _all_reduce(size: int, context: ModelContext) -> tuple[AllReduce, ...]:
