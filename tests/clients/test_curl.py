@@ -8,13 +8,14 @@ import subprocess
 
 import pytest
 
+from tests.patience import GUARD_S
 from tests.server.running import RunningServer, chat_body
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
 def curl(server: RunningServer, path: str, *arguments: str) -> str:
-    command = ["curl", "--silent", "--show-error", "--max-time", "10", server.url + path, *arguments]
+    command = ["curl", "--silent", "--show-error", "--max-time", str(GUARD_S), server.url + path, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

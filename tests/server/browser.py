@@ -58,6 +58,11 @@ class Browser:
     def until(self, condition: Callable[[], object]) -> None:
         wait_until(condition, LIMIT_S)
 
+    def width(self, view: str) -> object:
+        """Of the page and this view, with what has to be scrolled to."""
+        elements = "[document.documentElement, document.body, document.getElementById(arguments[0])]"
+        return self.script(f"return Math.max(...{elements}.map((e) => e.scrollWidth))", view)
+
     def focused(self) -> WebElement:
         return self.driver.switch_to.active_element
 

@@ -55,4 +55,5 @@ def browser(driver: WebDriver) -> Iterator[Browser]:
     browser.complaints()
     yield browser
     browser.script("sessionStorage.clear(); localStorage.clear()")
+    driver.get("about:blank")  # where nothing asks a server without its key
     driver.set_window_size(1200, 900)

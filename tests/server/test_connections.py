@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from weft.server import connections, sse
-from weft.server.connections import KEPT, MAX_HEAD_BYTES, HeadWithBody, protocol_class
+from weft.server.connections import KEPT, MAX_HEAD_BYTES, HeadWithBody, protocol_class, write_chunk
 from weft.server.sse import PING, StreamResponse
 
 HEAD = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
@@ -125,6 +126,21 @@ def test_the_head_of_a_response_goes_with_its_body() -> None:
     alone.write(b"HTTP/1.1 204 No Content\r\n\r\n")
     alone.close()
     assert written.writes[-1].startswith(b"HTTP/1.1 204") and written.is_closed and alone.is_closing()
+
+
+@pytest.mark.parametrize("state", ["write_paused", "disconnected", "response_complete", "not chunked"])
+def test_a_chunk_that_cannot_go_at_once_is_left_to_asgi(state: str) -> None:
+    written = Written()
+    flow = SimpleNamespace(write_paused=False)
+    cycle = SimpleNamespace(
+        flow=flow, transport=written, disconnected=False, response_complete=False, chunked_encoding=True
+    )
+    assert write_chunk(cycle, b"0123456789abcdefg")  # type: ignore[arg-type]
+    flow.write_paused = state == "write_paused"
+    cycle.disconnected, cycle.response_complete = state == "disconnected", state == "response_complete"
+    cycle.chunked_encoding = state != "not chunked"
+    assert not write_chunk(cycle, b"x")  # type: ignore[arg-type]
+    assert written.writes == [b"11\r\n0123456789abcdefg\r\n"]  # 17 bytes
 
 
 def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:

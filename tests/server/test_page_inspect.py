@@ -193,6 +193,8 @@ def test_a_replica_is_chosen(browser: Browser) -> None:
         browser.one("#replica-1").click()
         browser.until(lambda: browser.text("#replicas [aria-pressed='true']") == "Replica 1")
         assert browser.focused().get_attribute("id") == "replica-1" and "of 8" in browser.text("#tiles")
+        browser.driver.set_window_size(500, 900)  # narrower than the table of replicas
+        assert browser.width("inspect") == browser.script("return innerWidth")
         assert not browser.complaints()
     finally:
         running.close()

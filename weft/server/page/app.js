@@ -16,7 +16,9 @@ chat.start((requestId) => {
   current("inspect", true);
   inspect.choose(requestId);
 });
-current(location.hash.startsWith("#inspect") ? "inspect" : "chat");
+const show = () => current(location.hash.startsWith("#inspect") ? "inspect" : "chat");
+window.addEventListener("hashchange", show);
+show();
 connection.start((model) => {
   byId("model").textContent = model;
   inspect.look();
