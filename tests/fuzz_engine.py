@@ -5,9 +5,10 @@ each other's prompts and outputs, aborts and preemptions; after every step the i
 each token against the reference's logits for the very tokens before it. Owns: the settings and the traffic. Does not
 know: how the engine works, beyond where its pools are.
 
-    python -m tests.fuzz_engine [--seconds 110] [--first 0] [--count N] [--device cpu]
+    python -m tests.fuzz_engine [--seconds 110] [--first 0] [--count N] [--requests N] [--drafts] [--json FILE]
+                                [--device cpu]
 
-A failure says its seed; ``--first SEED --count 1`` repeats it.
+A failure says its seed; ``--first SEED --count 1`` repeats it (with ``--drafts`` if every engine had drafts).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.late_device import LateDevice
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint, make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
-from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, report
 from weft.messages import SchedulerOutput
 from weft.ops.sampling import exponential_noise
 
@@ -75,11 +76,14 @@ class Episode:
     seed: int
     references: dict[str, Reference]
     device: str = "cpu"
+    always_drafts: bool = False
     sent: dict[str, Sent] = field(default_factory=dict)
     num_tokens: int = 0
     num_late: int = 0
     num_preemptions: int = 0
     num_accepted: int = 0
+    num_verified: int = 0
+    num_cached: int = 0
 
     def run(self) -> None:
         self.rng = rng = random.Random(self.seed)
@@ -97,6 +101,7 @@ class Episode:
             stats = self.llm.stats()
             self.num_preemptions = stats.num_preemptions
             self.num_accepted = stats.spec_decode_num_accepted_tokens
+            self.num_verified = stats.spec_decode_num_draft_tokens
             assert stats.num_stalls == 0
             assert_idle(self.llm)
 
@@ -127,7 +132,7 @@ class Episode:
             del settings["state_checkpoint_policy"], settings["eviction_policy"]
             if settings["schedule_policy"] == "lpm":  # refused without a cache
                 settings["schedule_policy"] = "fcfs"
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 or self.always_drafts:
             low = rng.randint(1, 2)
             method = {"method": "ngram", "prompt_lookup_min": low}
             if self.reference.has_head and rng.random() < 0.5:
@@ -221,6 +226,7 @@ class Episode:
 
     def _ended(self, output: RequestOutput) -> None:
         sent = self.sent[output.request_id]
+        self.num_cached += output.num_cached_tokens or 0
         assert len(output.outputs) == sent.params.n
         for i, completion in enumerate(output.outputs):
             tokens = list(completion.token_ids)
@@ -292,11 +298,30 @@ def _seed_of(seed: int, index: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
+def figures(done: list[Episode], failed: list[int]) -> dict[str, Any]:
+    """What came and what became of it, over all engines."""
+    return {
+        "engines": len(done),
+        "requests": sum(len(e.sent) for e in done),
+        "aborted": sum(sent.aborted for e in done for sent in e.sent.values()),
+        "tokens": sum(e.num_tokens for e in done),
+        "cached_prompt_tokens": sum(e.num_cached for e in done),
+        "preemptions": sum(e.num_preemptions for e in done),
+        "steps_that_ran_late": sum(e.num_late for e in done),
+        "verified_drafts": sum(e.num_verified for e in done),
+        "accepted_drafts": sum(e.num_accepted for e in done),
+        "failed_seeds": failed,
+    }
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="random traffic at whole engines, against transformers")
     parser.add_argument("--seconds", type=float, default=110, help="start no episode after that time")
     parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
     parser.add_argument("--count", type=int, default=10**9, help="episodes")
+    parser.add_argument("--requests", type=int, default=10**9, help="start no episode after so many requests")
+    parser.add_argument("--drafts", action="store_true", help="every engine verifies drafts; otherwise half of them")
+    parser.add_argument("--json", type=Path, help="write what came and what became of it there")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -304,21 +329,20 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         references = {arch: Reference(arch, Path(folder) / arch) for arch in dict.fromkeys(ARCHITECTURES)}
         for seed in range(args.first, args.first + args.count):
-            if time.monotonic() - started > args.seconds:
+            requests = sum(len(episode.sent) for episode in done)
+            if time.monotonic() - started > args.seconds or requests >= args.requests:
                 break
-            episode = Episode(seed, references, args.device)
+            episode = Episode(seed, references, args.device, args.drafts)
             try:
                 episode.run()
             except Exception as error:
                 failed.append(seed)
                 print(f"seed {seed} failed: {type(error).__name__}: {error}\n  settings {episode.settings}", flush=True)
             done.append(episode)
-    print(
-        f"{len(done)} engines, {sum(len(e.sent) for e in done)} requests, {sum(e.num_tokens for e in done)} tokens, "
-        f"{sum(e.num_preemptions for e in done)} preemptions, {sum(e.num_late for e in done)} steps that ran late, "
-        f"{sum(e.num_accepted for e in done)} accepted drafts: "
-        f"{len(failed)} failed {failed or ''}"
-    )
+    found = figures(done, failed)
+    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()))
+    if args.json is not None:
+        report.write_json(args.json, report.provenance(args.device) | {"benchmark": "fuzz-engine"} | found)
     return 1 if failed else 0
 
 

@@ -76,10 +76,21 @@ def test_requests_at_the_full_context(hybrid: bool) -> None:
 def test_every_draft_of_a_running_request_has_a_slot() -> None:
     spec = make_spec()
     sizes = {"budget_bytes": 1 << 30, "max_num_seqs": 4, "max_model_len": 100}
-    plan = plan_caches(spec, **sizes, num_drafts=3)
+    plan = plan_caches(spec, **sizes, num_drafts_at=lambda num_seqs: 3)
     assert plan.num_slots == 4 * 4 + 1 and plan.max_num_seqs == 4
-    assert "and 3 for its drafts" in plan.reasons["num_state_slots"]
-    tight = plan_caches(spec, budget_bytes=spec.slot_bytes * 20, max_num_seqs=4, max_model_len=100, num_drafts=3)
-    assert tight.max_num_seqs == 2 and "4 of them for a request and its drafts" in tight.reasons["max_num_seqs"]
-    assert plan_caches(make_spec(hybrid=False), **sizes, num_drafts=3).num_slots == 1
-    assert plan_caches(spec, **sizes, num_drafts=3, num_state_slots=3).max_num_seqs == 1
+    assert "12 for drafts" in plan.reasons["num_state_slots"]
+    tight = plan_caches(
+        spec, budget_bytes=spec.slot_bytes * 20, max_num_seqs=4, max_model_len=100, num_drafts_at=lambda num_seqs: 3
+    )
+    assert tight.max_num_seqs == 2 and "6 of them for drafts" in tight.reasons["max_num_seqs"]
+    assert plan_caches(make_spec(hybrid=False), **sizes, num_drafts_at=lambda num_seqs: 3).num_slots == 1
+    assert plan_caches(spec, **sizes, num_drafts_at=lambda num_seqs: 3, num_state_slots=3).max_num_seqs == 1
+
+
+def test_slots_follow_the_drafts_of_every_batch_size() -> None:
+    """4 drafts alone, 1 up to 3 requests: three with one each need 6 slots, and while a second request is admitted the
+    first still holds 5."""
+    few = {1: 4, 2: 1, 3: 1}
+    sizes = {"budget_bytes": 1 << 30, "max_model_len": 100, "num_drafts_at": lambda n: few.get(n, 0)}
+    assert [plan_caches(make_spec(), max_num_seqs=n, **sizes).num_slots - 1 for n in (1, 2, 3, 4, 9)] == [5, 6, 6, 7, 9]
+    assert plan_caches(make_spec(), max_num_seqs=9, **sizes, num_state_slots=7).max_num_seqs == 3

@@ -22,6 +22,7 @@ def make(rows: int = 8, recurrent: bool = True, num_drafts: int = 4) -> tuple[Ro
         max_num_seqs=rows,
         chunk_sizes=(64,) if recurrent else (),
         num_drafts=num_drafts,
+        num_drafts_at=lambda num_seqs: num_drafts,
         verifies=True,
         device=CPU,
     )

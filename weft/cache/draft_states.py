@@ -31,6 +31,14 @@ class DraftStates:
     stored: list[tuple[int, int]] = field(default_factory=list)
     snapshot: tuple[int, int] | None = None
 
+    def trim(self, num_drafts: int) -> list[int]:
+        """Keep spare slots for ``num_drafts`` drafts. Returns the others, and forgets what is stored there."""
+        released = self.spare[num_drafts:]
+        if released:
+            del self.spare[num_drafts:]
+            self.stored = [entry for entry in self.stored if entry[1] not in released]
+        return released
+
     def begin(self, start: int, num_drafts: int, state_slot: int) -> list[tuple[int, int]]:
         """The ``(position, slot)`` pairs of a step from ``start``, but for the last position."""
         before = list(zip(range(start + 1, start + 1 + num_drafts), self.spare, strict=False))

@@ -336,6 +336,11 @@ class Manager:
             num_drafts = max(0, len(lease.pages) * self.spec.page_size - start - 1)
         return num_drafts
 
+    def trim_drafts(self, lease: Lease, num_drafts: int) -> None:
+        """Give back the slots for more than ``num_drafts`` drafts."""
+        for slot in lease.drafts.trim(num_drafts):
+            self.slots.release(slot)
+
     def allocate_checkpoints(
         self, lease: Lease, start: int, num_tokens: int, num_drafts: int = 0
     ) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.cache.spec import CacheSpec
@@ -55,10 +56,10 @@ def plan_caches(
     num_kv_pages: int | None = None,
     num_state_slots: int | None = None,
     keeps_prefixes: bool = False,
-    num_drafts: int = 0,
+    num_drafts_at: Callable[[int], int] = lambda num_seqs: 0,
 ) -> CachePlan:
-    """Share ``budget_bytes`` between state slots (one per running request, and one for each of its ``num_drafts``
-    drafts) and KV pages (the rest).
+    """Share ``budget_bytes`` between state slots (one per running request, and one for each of its drafts, of which
+    ``num_drafts_at`` says how many there are in a batch of so many) and KV pages (the rest).
 
     With ``keeps_prefixes`` both pools get more than the running requests need, for the prefix cache: up to
     ``KEPT_STATES`` slots and ``KEPT_CONTEXTS`` contexts.
@@ -71,12 +72,15 @@ def plan_caches(
         CapacityError: not even one request of one page fits.
     """
     reasons: dict[str, str] = {}
-    running = max_num_seqs * (1 + num_drafts)
+    running = working_slots(max_num_seqs, num_drafts_at)
+    num_drafts = running - max_num_seqs
     wanted_slots = running + _kept(KEPT_STATES, max_num_seqs, keeps_prefixes)
     num_slots = _plan_slots(spec, budget_bytes, wanted_slots, running, num_drafts, num_state_slots, reasons)
     if spec.slot_bytes and num_slots - 1 < running:
-        max_num_seqs = max(1, (num_slots - 1) // (1 + num_drafts))
-        each = f", {1 + num_drafts} of them for a request and its drafts" if num_drafts else ""
+        while max_num_seqs > 1 and working_slots(max_num_seqs, num_drafts_at) > num_slots - 1:
+            max_num_seqs -= 1
+        drafts = working_slots(max_num_seqs, num_drafts_at) - max_num_seqs
+        each = f", {drafts} of them for drafts" if drafts else ""
         reasons["max_num_seqs"] = (
             f"clamped to {max_num_seqs}: {num_slots - 1} state slots of {_mib(spec.slot_bytes)} fit{each}"
         )
@@ -92,6 +96,13 @@ def plan_caches(
         )
     total = num_pages * spec.page_bytes + num_slots * spec.slot_bytes
     return CachePlan(num_pages, num_slots, max_num_seqs, max_model_len, total, reasons)
+
+
+def working_slots(max_num_seqs: int, num_drafts_at: Callable[[int], int]) -> int:
+    """State slots that ``max_num_seqs`` requests and their drafts need, on the way to as many too: while one is
+    admitted the others still hold the slots of a smaller batch."""
+    drafts = [n * num_drafts_at(n) for n in range(max_num_seqs + 1)]
+    return max(n + max(drafts[n - 1 : n + 1]) for n in range(1, max_num_seqs + 1))
 
 
 def _kept(most: tuple[int, int], max_num_seqs: int, keeps_prefixes: bool) -> int:
@@ -122,7 +133,7 @@ def _plan_slots(
         )
     slots = min(wanted, fitting)
     kept = f", {slots - running} for the prefix cache" if slots > running else ""
-    drafts = f" and {num_drafts} for its drafts" if num_drafts else ""
+    drafts = f", {num_drafts} for drafts" if num_drafts else ""
     reasons["num_state_slots"] = (
         f"{slots + 1}: one per running request{drafts}{kept} and the reserved one, {_mib(spec.slot_bytes)} each"
     )

@@ -90,7 +90,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
             num_kv_pages=config.num_kv_pages,
             num_state_slots=config.num_state_slots,
             keeps_prefixes=config.enable_prefix_caching,
-            num_drafts=config.num_drafts,
+            num_drafts_at=config.num_drafts_at,
         )
     except CapacityError as error:
         return costs | {"error": str(error)}

@@ -1,4 +1,5 @@
-"""``weft tune``: measure which batches gain by which graphs, and keep it for the next start.
+"""``weft tune``: measure which batches gain by which graphs, and keep it for the next start; with
+``--speculative-config``, how many drafts pay instead (``tune_drafts.py``).
 
 Job: an engine with every kind of graph, its figures as a table, and the profile on disk. Owns: the verb's output.
 Does not know: how steps are timed, how a profile decides.
@@ -33,7 +34,11 @@ CONTEXT = {"cuda": 1024, "cpu": 64}
 
 def add_parser(verbs: Any) -> None:
     parser = add_verb(
-        verbs, "tune", run, "measure which batches gain by which graphs, for the next start", usage="tune [flags]"
+        verbs,
+        "tune",
+        run,
+        "measure which batches gain by which graphs, or by how many drafts, for the next start",
+        usage="tune [flags]",
     )
     group = parser.add_argument_group("measurement")
     group.add_argument("--output", metavar="FILE", help="write the profile there; default: where a start looks for it")
@@ -45,7 +50,10 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    config = tuning_config(engine_settings(args))
+    settings = engine_settings(args)
+    if settings.get("speculative_config") is not None:
+        return _tune_drafts(args, settings)
+    config = tuning_config(settings)
     from weft.config.graph_profile import default_path, empty_profile, write_profile
     from weft.runner.measuring import Effort, measure_modes
     from weft.runner.model_runner import ModelRunner
@@ -63,6 +71,16 @@ def run(args: argparse.Namespace) -> int:
     found = "every start with these settings uses it" if not args.output else f"use it with --graph-profile {path}"
     print(f"Written to {path}: {found}.")
     return 0
+
+
+def _tune_drafts(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    from weft.bench.draft_depth import Effort
+    from weft.cli.tune_drafts import tune_drafts
+
+    for flag, value in (("--output", args.output), ("--context", args.context)):
+        if value is not None:
+            raise ConfigError(f"{flag} {value} has no effect with speculative_config, with which drafts are measured")
+    return tune_drafts(settings, Effort(args.repeats, args.seconds))
 
 
 def tuning_config(settings: dict[str, Any]) -> EngineConfig:

@@ -213,6 +213,10 @@ class EngineConfig:
         """Most tokens drafted per step and request; 0 without speculative decoding."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
 
+    def num_drafts_at(self, num_seqs: int) -> int:
+        """Tokens drafted for each of ``num_seqs`` requests that decode together."""
+        return self.speculative_config.drafts_at(num_seqs) if self.speculative_config is not None else 0
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text, those that the model can sample: of ``generation_config.json``, else ``config.json``."""

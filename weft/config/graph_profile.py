@@ -93,10 +93,10 @@ def empty_profile(values: Mapping[str, Any], model: ModelConfig) -> GraphProfile
         values: resolved settings by name.
     """
     return GraphProfile(
-        device=_device_name(values["device"]),
+        device=device_name(values["device"]),
         model=model_hash(model),
         settings={name: _plain(values[name]) for name in SETTINGS},
-        versions=_versions(),
+        versions=installed_versions(),
     )
 
 
@@ -194,7 +194,8 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """For what a measurement on ``device`` holds."""
     if device == "cuda":
         import torch  # a GPU was found with it
 
@@ -202,7 +203,8 @@ def _device_name(device: str) -> str:
     return f"{cpu_name()}, {os.cpu_count()} threads"
 
 
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
+    """Of Weft, torch and Triton."""
     from importlib.metadata import PackageNotFoundError, version  # slow, and only needed where a profile is stored
 
     found = {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.checkpoint import read_checkpoint_config
+from weft.config.draft_choice import choose_drafts, choose_speculation
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.generation import read_generation_config
 from weft.config.graph_modes import CudaGraphMode, GraphMode
@@ -68,7 +69,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     generation = read_generation_config(model_path)
     _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
     _choose_names(values, reasons)
-    model = _choose_speculation(values, reasons, model)
+    plain, model = model, choose_speculation(values, reasons, model)
     _choose_device(values, reasons)
     choose_parallelism(values, reasons, model)
     _choose_dtypes(values, reasons, model)
@@ -76,6 +77,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_batch_limits(values, reasons)
     _choose_graphs(values, reasons, model)
     _choose_piece_sizes(values, reasons)
+    model = choose_drafts(values, reasons, plain, model)
     _explain_pools(values, reasons)
     return EngineConfig(
         **values,
@@ -131,24 +133,6 @@ def _choose_names(values: dict[str, Any], reasons: dict[str, str]) -> None:
     if values["served_model_name"] is None:
         values["served_model_name"] = values["model"]
         reasons["served_model_name"] = "as the model was given"
-
-
-def _choose_speculation(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
-    """What drafts mean for other settings. Returns the model, with its head if that drafts."""
-    config = values["speculative_config"]
-    if config is None:
-        reasons["speculative_config"] = "off: whether drafts pay depends on the text and the batch"
-        return model
-    if config.synthetic_acceptance_rate is not None and values["load_format"] != "dummy":
-        raise ConfigError(
-            f"speculative_config: synthetic_acceptance_rate={config.synthetic_acceptance_rate:g} makes drafts part of "
-            "the text whether they are right or not, to measure with load_format='dummy'; leave it out otherwise"
-        )
-    reasons["speculative_config"] = f"{config}: a step verifies up to {config.num_speculative_tokens} drafts"
-    if values["enable_overlap"] is None:
-        values["enable_overlap"] = False
-        reasons["enable_overlap"] = "drafts follow from the tokens of the step before"
-    return model.with_mtp() if config.method == "mtp" else model
 
 
 def _choose_device(values: dict[str, Any], reasons: dict[str, str]) -> None:

@@ -19,6 +19,9 @@ NAME = "speculative_config"
 MAX_DRAFTS = 16
 """Tokens drafted per step at most: every one costs a state slot per running request."""
 
+AUTO = "auto"
+"""As ``num_speculative_tokens``: what ``weft tune`` measured for each batch size."""
+
 _METHODS: Mapping[str, Method] = {
     "ngram": "ngram",
     "mtp": "mtp",
@@ -40,6 +43,9 @@ class SpeculativeConfig:
             what the checkpoint's multi-token-prediction head finds likeliest.
         num_speculative_tokens: most tokens that are drafted, and so verified besides the last one, in a step.
         prompt_lookup_min, prompt_lookup_max: tokens of a suffix that ``ngram`` looks up.
+        is_auto: the numbers of drafts are those that ``weft tune`` found the fastest.
+        drafts_by_batch: ``(up to so many sequences, drafts)``, ascending, larger batches none; empty: any batch as many
+            as there may be.
         synthetic_acceptance_rate: every draft is taken for right with this probability, to measure with dummy weights;
             None: drafts are compared with what is sampled.
     """
@@ -49,9 +55,20 @@ class SpeculativeConfig:
     prompt_lookup_min: int
     prompt_lookup_max: int
     synthetic_acceptance_rate: float | None = None
+    is_auto: bool = False
+    drafts_by_batch: tuple[tuple[int, int], ...] = ()
+
+    def drafts_at(self, num_seqs: int) -> int:
+        """Drafts of each of ``num_seqs`` sequences that decode together."""
+        if not self.drafts_by_batch:
+            return self.num_speculative_tokens
+        return next((drafts for limit, drafts in self.drafts_by_batch if num_seqs <= limit), 0)
 
     def __str__(self) -> str:
         drafts = f"{self.method}, {self.num_speculative_tokens} tokens"
+        if self.drafts_by_batch:
+            limits = ", ".join(f"{drafts} up to {limit} sequences" for limit, drafts in self.drafts_by_batch)
+            drafts = f"{self.method}, tokens: {limits}"
         lookup = f", suffixes of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
         rate = self.synthetic_acceptance_rate
         synthetic = f", accepted with probability {rate:g} whatever is sampled" if rate is not None else ""
@@ -71,7 +88,8 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
     if unknown:
         raise ConfigError(f"{NAME} has the unknown key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
     method = _method(keys.get("method"))
-    tokens = _integer(keys, "num_speculative_tokens", MAX_DRAFTS)
+    is_auto = keys.get("num_speculative_tokens") == AUTO
+    tokens = None if is_auto else _integer(keys, "num_speculative_tokens", MAX_DRAFTS)
     for key in ("prompt_lookup_min", "prompt_lookup_max") if method != "ngram" else ():
         if keys.get(key) is not None:
             raise ConfigError(f"{NAME}: {key} has no effect with method {method!r}; leave it out, or use ngram")
@@ -82,7 +100,7 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
     assert low is not None and high is not None
     if low > high:
         raise ConfigError(f"{NAME}: prompt_lookup_min={low} is more than prompt_lookup_max={high}")
-    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS[method], low, high, _rate(keys))
+    return SpeculativeConfig(method, tokens or _DEFAULT_TOKENS[method], low, high, _rate(keys), is_auto)
 
 
 _KEYS = (
@@ -146,7 +164,8 @@ def _integer(keys: Mapping[str, Any], key: str, high: int | None) -> int | None:
         return None
     allowed = f"1 to {high}" if high is not None else "1 or more"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{NAME}: {key}={value!r} is not an integer; allowed: {allowed}")
+        word = f", or {AUTO!r}" if key == "num_speculative_tokens" else ""
+        raise ConfigError(f"{NAME}: {key}={value!r} is not an integer; allowed: {allowed}{word}")
     if value < 1 or (high is not None and value > high):
         raise ConfigError(f"{NAME}: {key}={value} is out of range; allowed: {allowed}")
     return value

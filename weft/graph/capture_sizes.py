@@ -98,7 +98,7 @@ class CaptureSizes:
 
     Attributes:
         decode: batch sizes of full decode graphs.
-        verify: batch sizes of steps in which every sequence verifies drafts; ``query_len`` tokens each.
+        verify: batch sizes of steps in which every sequence verifies drafts.
         forward, pieces: token counts of any batch's forward pass, as full graphs and in pieces.
         samples: how many tokens are sampled after those.
     """
@@ -108,7 +108,6 @@ class CaptureSizes:
     pieces: Sequence[int] = ()
     samples: Sequence[int] = ()
     verify: Sequence[int] = ()
-    query_len: int = 1
 
     @property
     def max_tokens(self) -> int:
@@ -141,8 +140,10 @@ class CaptureSizes:
             decode = table.decode_sizes(decode)
             forward = table.token_sizes(GraphMode.FULL, forward)
             pieces = table.token_sizes(GraphMode.PIECEWISE, pieces)
-        samples, query_len = sequences if forward or pieces else (), 1 + config.num_drafts
+        samples = sequences if forward or pieces else ()
         verify: list[int] = []
-        if verifies and config.num_drafts and GraphMode.FULL in mode.decode:
-            verify = [size for size in sequences if size * query_len <= config.max_num_batched_tokens]
-        return CaptureSizes(decode, forward, pieces, samples, verify, query_len)
+        if verifies and GraphMode.FULL in mode.decode:
+            room = config.max_num_batched_tokens
+            drafts = {size: config.num_drafts_at(size) for size in sequences}
+            verify = [size for size, count in drafts.items() if count and size * (1 + count) <= room]
+        return CaptureSizes(decode, forward, pieces, samples, verify)

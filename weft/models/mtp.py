@@ -70,25 +70,24 @@ class MtpDrafter:
 
     Args:
         model: has a head (``ModelConfig.runs_mtp``).
-        num_drafts: tokens per sequence.
         max_model_len: length of the rotary tables; drafts beyond it are meaningless.
     """
 
-    def __init__(self, model: CausalLM, num_drafts: int, max_model_len: int) -> None:
-        self._model, self._num_drafts, self._max_model_len = model, num_drafts, max_model_len
+    def __init__(self, model: CausalLM, max_model_len: int) -> None:
+        self._model, self._max_model_len = model, max_model_len
         self._head = model.get_submodule("mtp")
         self._last_id = model.model.embed_tokens.vocab_size - 1
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
+    def draft(self, inputs: DraftInputs, num_drafts: int) -> Tensor:
         """``[N, num_drafts]`` int64, within the forward context of the step. The pages of each sequence reach
         ``num_drafts - 1`` tokens past the last accepted one; entries there are overwritten by later steps."""
         # Where kernels are compiled and not run, at start, or a row is NaN, what was sampled may be no token.
         next_ids = inputs.next_ids.clamp(0, self._last_id)
         hidden = self._predict(next_ids, inputs.hidden_states)[inputs.last]
-        if not len(inputs.last):  # the cache of the head is filled, and that is all
-            return inputs.last.new_empty(0, self._num_drafts)
+        if not (len(inputs.last) and num_drafts):  # the cache of the head is filled, and that is all
+            return inputs.last.new_empty(len(inputs.last), num_drafts)
         drafts = [self._best(hidden)]
-        for ahead in range(1, self._num_drafts):
+        for ahead in range(1, num_drafts):
             with other_batch(self._batch_ahead(inputs, ahead)):
                 hidden = self._predict(drafts[-1], hidden)
             drafts.append(self._best(hidden))

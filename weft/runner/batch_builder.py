@@ -10,7 +10,7 @@ from the static device buffers for given, possibly padded sizes, with device wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,6 +160,7 @@ class BatchBuilder:
         max_num_tokens, max_num_seqs: the largest step.
         chunk_sizes: chunk lengths of the model's recurrent layers, a table each.
         num_drafts: most drafts of a request in a step.
+        num_drafts_at: from the requests of a step to the drafts that each of them should have.
         verifies: steps of sequences with equally many drafts get a ``Verification``.
         device: where the forward pass runs.
     """
@@ -173,6 +174,7 @@ class BatchBuilder:
         max_num_seqs: int,
         chunk_sizes: Sequence[int],
         num_drafts: int,
+        num_drafts_at: Callable[[int], int],
         verifies: bool,
         device: torch.device,
     ) -> None:
@@ -180,7 +182,8 @@ class BatchBuilder:
         self.page_size = page_size
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
-        self.num_drafts, self.verifies, self._keeps_states = num_drafts, verifies, bool(chunk_sizes)
+        self.num_drafts, self.num_drafts_at = num_drafts, num_drafts_at
+        self.verifies, self._keeps_states = verifies, bool(chunk_sizes)
         max_num_samples = max_num_seqs * (1 + num_drafts)
         groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
@@ -239,9 +242,9 @@ class BatchBuilder:
         )
 
     def _query_len(self, requests: list[ScheduledRequest]) -> int:
-        """Tokens of each request where all verify as many drafts as there may be, and store no other states; otherwise
+        """Tokens of each request where all verify as many drafts as they should, and store no other states; otherwise
         0: for fewer drafts no kernels are compiled at start."""
-        count = self.num_drafts
+        count = self.num_drafts_at(len(requests))
         if not (self.verifies and count and len(requests[0].draft_token_ids) == count):
             return 0
         states = count if self._keeps_states else 0

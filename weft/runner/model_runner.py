@@ -158,6 +158,8 @@ class ModelRunner:
             functions.decode(size)
             self.steps.rows.last_token.zero_()
         for size in powers_of_two(max(sizes.verify)) if sizes.verify else ():
+            if functions.query_len(size) == 1:
+                continue
             functions.pad(functions.verification_shape(size))
             functions.verify(size)
             self.steps.rows.last_token.zero_()
@@ -195,7 +197,7 @@ class ModelRunner:
             num_kv_pages=config.num_kv_pages,
             num_state_slots=config.num_state_slots,
             keeps_prefixes=config.enable_prefix_caching,
-            num_drafts=config.num_drafts,
+            num_drafts_at=config.num_drafts_at,
         )
 
     def _forget_steps(self) -> None:
@@ -237,7 +239,8 @@ class ModelRunner:
         new = [NewRequest(row, [0] * length, length, greedy) for row in range(count)]
         more = [1] * (self.spec.pages_for(config.max_model_len) - pages)
         prefills = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
-        drafts = [0] * min(config.num_drafts, config.max_model_len - 1, config.max_num_batched_tokens // count - 1)
+        most = min(config.max_model_len, config.max_num_batched_tokens // count) - 1
+        drafts = [0] * min(config.num_drafts_at(count), most)
         start = config.max_model_len - 1 - len(drafts)
         states = [(start + 1 + i, slot) for i in range(len(drafts))]
         decodes = [

@@ -61,7 +61,8 @@ class StepDrafter:
         last = self._last(requests, sampling, acceptance)
         next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
         with forward_context(self._context(inputs.batch, GraphMode.NONE)):
-            return self._drafter.draft(DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch))
+            drafts = DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch)
+            return self._drafter.draft(drafts, self._builder.num_drafts_at(len(sampling)))
 
     def after_full_step(self, inputs: StepInputs, hidden_states: Tensor, acceptance: Acceptance | None) -> Tensor:
         """The same for a step in which every sequence decodes, or verifies equally many drafts: device work only, with
@@ -77,7 +78,8 @@ class StepDrafter:
         rows = inputs.samples.rows.index_select(0, last)
         next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._rows.last_token.index_select(0, rows))
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
-            return self._drafter.draft(DraftInputs(hidden_states, next_ids, last, sequences, inputs.batch))
+            drafts = DraftInputs(hidden_states, next_ids, last, sequences, inputs.batch)
+            return self._drafter.draft(drafts, self._builder.num_drafts_at(len(sequences)))
 
     def _last(self, requests: Sequence[ScheduledRequest], sampling: Tensor, acceptance: Acceptance | None) -> Tensor:
         """``[S]``: index of each request's last token that is no draft, or an accepted one."""

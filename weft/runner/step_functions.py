@@ -55,10 +55,8 @@ class StepFunctions:
         max_num_seqs, max_model_len: what a graph must be able to serve.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
 
-        query_len: tokens of a sequence that verifies as many drafts as there may be.
-
     Attributes:
-        hidden, query_len: as given.
+        hidden: as given.
     """
 
     def __init__(
@@ -75,13 +73,12 @@ class StepFunctions:
         max_num_seqs: int,
         max_model_len: int,
         hidden: Tensor,
-        query_len: int,
     ) -> None:
         self._model, self._builder, self._rows = model, builder, rows
         self._sampler, self._sampling, self._context = sampler, sampling, context
         self._draft, self._judge = draft, judge
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self.hidden, self.query_len = hidden, query_len
+        self.hidden = hidden
         self._compiled: Callable[..., Tensor] = model
         self._max_compiled = 0
 
@@ -92,8 +89,12 @@ class StepFunctions:
     def decode_shape(self, size: int) -> StepShape:
         return StepShape.decodes(size, self._max_model_len)
 
+    def query_len(self, size: int) -> int:
+        """Tokens of each of ``size`` sequences that verify drafts."""
+        return 1 + self._builder.num_drafts_at(size)
+
     def verification_shape(self, size: int) -> StepShape:
-        return StepShape.verification(size, self.query_len, self._max_model_len)
+        return StepShape.verification(size, self.query_len(size), self._max_model_len)
 
     def mixture_shape(self, num_tokens: int) -> StepShape:
         return self._builder.mixture_shape(num_tokens, self._max_model_len)
@@ -125,7 +126,7 @@ class StepFunctions:
             hidden_states = self._model(inputs.input_ids)
         logits = self._model.compute_logits(hidden_states)
         result = self._sampler(logits, self._sampling.any_row(inputs.samples))
-        samples, drafts = inputs.samples, drafts_of(inputs.input_ids, self.query_len)
+        samples, drafts = inputs.samples, drafts_of(inputs.input_ids, self.query_len(size))
         token_ids, is_right = self._judge(result.token_ids, drafts, samples.seeds, samples.positions)
         result, acceptance = replace(result, token_ids=token_ids), accept_alike(is_right.view(size, -1))
         rows = samples.rows.index_select(0, acceptance.first)

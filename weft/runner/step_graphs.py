@@ -35,7 +35,8 @@ class StepGraphs:
     Attributes:
         dispatcher: chooses among them.
         decode: of whole decode steps, by batch size.
-        verify: of steps in which every sequence verifies drafts, by batch size; ``query_len`` tokens each.
+        verify: of steps in which every sequence verifies drafts, by batch size.
+        query_len: from the batch size of such a graph to the tokens of each sequence.
         forward: of any batch's forward pass, by tokens.
         pieces: any batch's forward pass in pieces, by tokens.
         samples: of sampling after those, by how many tokens are sampled.
@@ -44,7 +45,7 @@ class StepGraphs:
     dispatcher: Dispatcher = Dispatcher(CudaGraphMode.NONE)
     decode: GraphSet[SampledLogits] | None = None
     verify: GraphSet[SampledLogits] | None = None
-    query_len: int = 0
+    query_len: Callable[[int], int] = lambda size: 1
     forward: GraphSet[Tensor] | None = None
     pieces: PiecewiseModel | None = None
     samples: GraphSet[SampledLogits] | None = None
@@ -60,10 +61,10 @@ class StepGraphs:
         return choice
 
     def _choose_verification(self, shape: StepShape) -> Choice:
-        size = None
-        if self.verify is not None and shape.query_len == self.query_len:
-            size = smallest_fitting(self.verify.sizes, shape.num_seqs)
-        return Choice(GraphMode.NONE, shape.num_tokens) if size is None else Choice(GraphMode.FULL, size)
+        size = smallest_fitting(self.verify.sizes, shape.num_seqs) if self.verify is not None else None
+        if size is None or self.query_len(size) != shape.query_len:
+            return Choice(GraphMode.NONE, shape.num_tokens)
+        return Choice(GraphMode.FULL, size)
 
     def sample_size(self, num_samples: int) -> int | None:
         """The size of the sampling graph that takes so many tokens; None if there is none."""

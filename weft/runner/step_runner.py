@@ -86,6 +86,7 @@ class StepRunner:
             max_num_seqs=plan.max_num_seqs,
             chunk_sizes=spec.chunk_sizes,
             num_drafts=config.num_drafts,
+            num_drafts_at=config.num_drafts_at,
             verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
             device=device,
         )
@@ -96,7 +97,7 @@ class StepRunner:
         self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, judge)
         self._draft: StepDrafter | None = None
         if model_config.runs_mtp:
-            drafter = MtpDrafter(model, config.num_drafts, plan.max_model_len)
+            drafter = MtpDrafter(model, plan.max_model_len)
             self._draft = StepDrafter(drafter, self.builder, self.rows, context, reach=config.num_drafts - 1)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
@@ -111,7 +112,6 @@ class StepRunner:
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
             hidden=torch.zeros(shape, dtype=dtype, device=device),
-            query_len=1 + config.num_drafts,
         )
 
     def read_by_graphs(self) -> dict[str, Tensor]:

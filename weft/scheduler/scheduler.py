@@ -38,7 +38,7 @@ from weft.cache.radix_tree import Tokens, as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
-from weft.speculation.planner import DraftPlanner, refusal
+from weft.speculation.planner import DraftPlanner, Drafts, refusal
 from weft.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -217,21 +217,17 @@ class Scheduler:
 
     def _plan_drafts(self, planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
         """Drafts for the decoding requests of a plan, from what pages, slots and budget are left."""
-        with_drafts = []
-        for plan in planned:
-            running, is_decode = plan.running, plan.running.request.num_tokens_to_compute == 1
-            drafts = planner.plan(running.request, running.lease, budget) if is_decode else []
-            budget -= len(drafts)
-            with_drafts.append(Planned(running, plan.num_tokens, drafts, len(drafts)))
-        if not any(plan.drafts for plan in with_drafts):
+        decoding = [plan for plan in planned if plan.running.request.num_tokens_to_compute == 1]
+        drafts = planner.plan([(p.running.request, p.running.lease) for p in decoding], len(planned), budget)
+        if not drafts:
             return planned, budget
-        for i, (running, num_tokens, proposed, _) in enumerate(with_drafts):
-            drafts = proposed
-            if running.request.num_tokens_to_compute == 1:
-                drafts = planner.fill_up(running.request, running.lease, proposed, budget)
-            budget -= len(drafts) - len(proposed)
-            with_drafts[i] = Planned(running, num_tokens + len(drafts), drafts, len(proposed))
-        return with_drafts, budget
+        found = {plan.running.row: entry for plan, entry in zip(decoding, drafts, strict=True)}
+        nothing = Drafts(NO_DRAFTS, 0)
+        with_drafts = []
+        for running, num_tokens, _, _ in planned:
+            token_ids, num_proposed = found.get(running.row, nothing)
+            with_drafts.append(Planned(running, num_tokens + len(token_ids), token_ids, num_proposed))
+        return with_drafts, budget - sum(len(entry.token_ids) for entry in drafts)
 
     def _grow(self, running: Running, num_tokens: int) -> bool:
         """Pages for ``num_tokens`` tokens in all, if need be by preempting others."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from weft.cache.lease import Lease
 from weft.cache.manager import Manager
@@ -93,10 +94,21 @@ class AcceptanceLog:
             self._begin()
 
 
+class Drafts(NamedTuple):
+    """Of one request and step: tokens, of which the first ``num_proposed`` are meant."""
+
+    token_ids: list[int]
+    num_proposed: int
+
+
+Decoding = tuple[Request, Lease]
+
+
 class DraftPlanner:
     """Drafts for the requests of one scheduler.
 
     Args:
+        num_drafts_at: from the requests of a step to the drafts that each of them gets.
         reach: tokens past a step's last one for which the head wants pages; where there are none, it guesses worse.
 
     Attributes:
@@ -106,9 +118,15 @@ class DraftPlanner:
     """
 
     def __init__(
-        self, proposer: Proposer, manager: Manager, max_drafts: int, max_model_len: int, reach: int = 0
+        self,
+        proposer: Proposer,
+        manager: Manager,
+        max_drafts: int,
+        num_drafts_at: Callable[[int], int],
+        max_model_len: int,
+        reach: int = 0,
     ) -> None:
-        self.proposer, self.max_drafts = proposer, max_drafts
+        self.proposer, self.max_drafts, self._num_drafts_at = proposer, max_drafts, num_drafts_at
         self._manager, self._max_model_len, self._reach = manager, max_model_len, reach
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * max_drafts
@@ -117,27 +135,45 @@ class DraftPlanner:
     @classmethod
     def of(cls, config: SpeculativeConfig, manager: Manager, max_model_len: int) -> DraftPlanner:
         """As configured."""
-        count = config.num_speculative_tokens
+        count, at = config.num_speculative_tokens, config.drafts_at
         if config.method == "mtp":
-            return cls(ModelDrafts(), manager, count, max_model_len, reach=count - 1)
+            return cls(ModelDrafts(), manager, count, at, max_model_len, reach=count - 1)
         proposer: Proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
         if config.synthetic_acceptance_rate is not None:
             proposer = Synthetic(proposer)
-        return cls(proposer, manager, count, max_model_len)
+        return cls(proposer, manager, count, at, max_model_len)
 
-    def plan(self, request: Request, lease: Lease, budget: int) -> list[int]:
-        """Drafts for a request whose last known token runs in this step; at most ``budget``.
+    def plan(self, decoding: Sequence[Decoding], num_seqs: int, budget: int) -> list[Drafts]:
+        """Drafts for requests whose last known token runs in this step; empty if nobody gets any.
 
-        The lease gets pages and slots for them. What is accepted past ``max_tokens`` is dropped.
+        The leases get pages and slots for them. What is accepted past ``max_tokens`` is dropped. Where some get drafts,
+        any tokens fill up the others, so that all bring equally many, which runs faster than different numbers.
+
+        Args:
+            num_seqs: requests in the step, prefills included.
+            budget: most drafts in all.
         """
-        room = self._room(request, lease, budget)
-        drafts = self.proposer.propose(request, room) if room > 0 else []
-        return drafts[: self._manager.allocate_drafts(lease, request.num_computed_tokens, len(drafts))]
+        limit = min(self.max_drafts, self._num_drafts_at(num_seqs))
+        proposed = []
+        for request, lease in decoding:
+            self._manager.trim_drafts(lease, limit)
+            room = self._room(request, lease, min(limit, budget))
+            drafts = self.proposer.propose(request, room) if room > 0 else []
+            drafts = drafts[: self._manager.allocate_drafts(lease, request.num_computed_tokens, len(drafts))]
+            budget -= len(drafts)
+            proposed.append(drafts)
+        if not any(proposed):
+            return []
+        plan = []
+        for (request, lease), drafts in zip(decoding, proposed, strict=True):
+            token_ids = self._fill_up(request, lease, drafts, min(limit, budget + len(drafts)))
+            budget -= len(token_ids) - len(drafts)
+            plan.append(Drafts(token_ids, len(drafts)))
+        return plan
 
-    def fill_up(self, request: Request, lease: Lease, drafts: list[int], budget: int) -> list[int]:
-        """Any tokens behind ``drafts``, at most ``budget``, so that all requests of a step bring equally many tokens,
-        which runs faster than different numbers of them."""
-        room = self._room(request, lease, budget + len(drafts))
+    def _fill_up(self, request: Request, lease: Lease, drafts: list[int], limit: int) -> list[int]:
+        """``drafts`` and any tokens behind them, ``limit`` in all if there is room; pages for what the head reads."""
+        room = self._room(request, lease, limit)
         if room > len(drafts):
             filler = request.output_token_ids[-1:] * (room - len(drafts))
             drafts = (drafts + filler)[: self._manager.allocate_drafts(lease, request.num_computed_tokens, room)]
@@ -146,12 +182,12 @@ class DraftPlanner:
             self._manager.allocate(lease, min(end, self._max_model_len))
         return drafts
 
-    def _room(self, request: Request, lease: Lease, budget: int) -> int:
+    def _room(self, request: Request, lease: Lease, limit: int) -> int:
         """Most drafts. A prefill stores its states before the first one."""
         start = request.num_computed_tokens
         if start < len(lease.tokens) or request.no_drafts_because:
             return 0
-        return min(self.max_drafts, budget, self._max_model_len - start - 1)
+        return min(limit, self._max_model_len - start - 1)
 
     def stats(self) -> dict[str, Any]:
         """Fields of ``SchedulerStats``."""

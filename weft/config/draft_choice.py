@@ -1,0 +1,54 @@
+"""What drafts mean for other settings, and how many of them a step verifies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from weft.config.draft_profile import draft_profile_fits, find_draft_profile
+from weft.config.model import ModelConfig
+from weft.errors import ConfigError
+
+
+def choose_speculation(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
+    """What drafts mean for other settings. Returns the model, with its head if that drafts."""
+    config = values["speculative_config"]
+    if config is None:
+        reasons["speculative_config"] = "off: whether drafts pay depends on the text and the batch"
+        return model
+    if config.synthetic_acceptance_rate is not None and values["load_format"] != "dummy":
+        raise ConfigError(
+            f"speculative_config: synthetic_acceptance_rate={config.synthetic_acceptance_rate:g} makes drafts part of "
+            "the text whether they are right or not, to measure with load_format='dummy'; leave it out otherwise"
+        )
+    return model.with_mtp() if config.method == "mtp" else model
+
+
+def choose_drafts(
+    values: dict[str, Any], reasons: dict[str, str], plain: ModelConfig, model: ModelConfig
+) -> ModelConfig:
+    """How many drafts each batch size gets. Returns the model, without its head if drafts never pay.
+
+    Args:
+        plain, model: without and with the head that drafts.
+    """
+    name, config = "speculative_config", values["speculative_config"]
+    if config is None:
+        return model
+    reasons[name] = f"{config}: a step verifies up to {config.num_speculative_tokens} drafts"
+    if config.is_auto:
+        profile, why = find_draft_profile(draft_profile_fits(values, plain, config))
+        if profile is not None and not profile.drafts_by_batch:
+            values[name], reasons[name] = None, f"off: {why}, drafts of method {config.method} lose at every batch size"
+            return plain
+        if profile is None:
+            reasons[name] = f"{config} for every batch size: {why}"
+        else:
+            limits = profile.drafts_by_batch
+            most = max(drafts for _, drafts in limits)
+            config = dataclasses.replace(config, num_speculative_tokens=most, drafts_by_batch=limits)
+            values[name], reasons[name] = config, f"{config}; larger batches none: {why}"
+    if "enable_overlap" in reasons:
+        values["enable_overlap"] = False
+        reasons["enable_overlap"] = "drafts follow from the tokens of the step before"
+    return model

@@ -1,0 +1,114 @@
+"""Measured numbers of drafts on disk: what ``weft tune`` found for each batch size, and what it holds for.
+
+Job: the file's format, the choice that follows from its figures, and whether a stored profile fits an engine. Owns:
+where these profiles lie. Does not know: how they are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.config.cache_folder import cache_folder
+from weft.config.graph_profile import device_name, installed_versions, model_hash
+from weft.config.model import ModelConfig
+from weft.config.speculation import SpeculativeConfig
+from weft.errors import ConfigError
+
+FORMAT = 1
+
+SETTINGS = ("dtype", "backend", "mamba_ssm_dtype", "kv_cache_dtype", "tensor_parallel_size", "cuda_graph_mode")
+"""Settings that change what a step costs."""
+
+TIE = 1.02
+"""Numbers of drafts within this factor of the fastest count as equal; then the fewest are taken."""
+
+
+class DraftTiming(msgspec.Struct, frozen=True):
+    """One batch size: ``token_ms[k]``, milliseconds per new token of a sequence with k drafts in every step."""
+
+    batch_size: int
+    token_ms: list[float]
+
+    @property
+    def best(self) -> int:
+        """The number of drafts that is the fastest."""
+        limit = TIE * min(self.token_ms)
+        return next(drafts for drafts, ms in enumerate(self.token_ms) if ms <= limit)
+
+
+class DraftProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured, and of what.
+
+    Attributes:
+        fits: device, model, method, settings and versions of the measurement, as plain values by name.
+        prompts: what the batches consisted of.
+        timings: ascending batch sizes.
+    """
+
+    format: int = FORMAT
+    fits: dict[str, Any]
+    prompts: str = ""
+    date: str = ""
+    timings: list[DraftTiming] = []
+
+    @property
+    def drafts_by_batch(self) -> tuple[tuple[int, int], ...]:
+        """``(up to so many sequences, drafts)``: a batch between two measured sizes takes those of the larger one, as
+        its graph has that size; more sequences than were measured get no drafts."""
+        pairs = [(timing.batch_size, timing.best) for timing in self.timings]
+        runs = [list(run) for _, run in groupby(pairs, key=lambda pair: pair[1])]
+        limits = [run[-1] for run in runs]
+        while limits and not limits[-1][1]:
+            limits.pop()
+        return tuple(limits)
+
+
+def draft_profile_fits(values: Mapping[str, Any], model: ModelConfig, config: SpeculativeConfig) -> dict[str, Any]:
+    """What a profile must have been measured of to hold for an engine with these resolved settings."""
+    fits = {name: values[name] for name in SETTINGS} | installed_versions()
+    return fits | {"device": device_name(values["device"]), "model": model_hash(model), "method": config.method}
+
+
+def draft_profile_path(fits: Mapping[str, Any]) -> Path:
+    """Where the profile of this model and method lies."""
+    return cache_folder() / "draft-profiles" / f"{fits['model']}-{fits['method']}.json"
+
+
+def write_draft_profile(profile: DraftProfile, path: Path) -> None:
+    """Store it; a reader sees the old file or the new one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1))
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the profile {path} cannot be written: {error.strerror or error}") from error
+
+
+def find_draft_profile(fits: Mapping[str, Any]) -> tuple[DraftProfile | None, str]:
+    """The stored profile if it fits, and why it does or not."""
+    path = draft_profile_path(fits)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=DraftProfile)
+    except OSError:
+        return None, "`weft tune` has measured no drafts for this model and method"
+    except msgspec.MsgspecError as error:
+        return None, f"{path} is not a profile ({error})"
+    names = sorted(found.fits.keys() | fits.keys())
+    pairs = [(name, found.fits.get(name), fits.get(name)) for name in names]
+    misfits = [f"{name} was {then!r} and is {now!r}" for name, then, now in pairs if then != now]
+    if found.format != FORMAT or misfits:
+        return (
+            None,
+            f"the stored profile does not fit: {'; '.join(misfits) or 'another format'} (`weft tune` measures anew)",
+        )
+    return found, f"measured by `weft tune` on {found.date[:10]}"
