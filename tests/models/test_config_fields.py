@@ -11,10 +11,13 @@ import torch
 
 from tests.harness import Harness
 from tests.models.test_parity import TOLERANCE, prompt, reference_logits
-from tests.tiny import MAMBA_ARCHITECTURES, make_config, make_model
-from weft.errors import WeftError
+from tests.tiny import ARCHITECTURES, MAMBA_ARCHITECTURES, make_config, make_model
+from weft.errors import WeftError, WeightsError
 
-TOKENS = prompt(70)
+TOKENS = prompt(26)
+"""More than the shorter of both windows."""
+MULTIMODAL = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Whose text is that of others."""
 NOT_OF_A_FORWARD_PASS = frozenset(
     "initializer_range use_cache num_logits_to_keep attention_dropout hidden_dropout output_router_logits "
     "router_aux_loss_coef z_loss_coefficient rescale_prenorm_residual bos_token_id eos_token_id pad_token_id "
@@ -40,6 +43,13 @@ OTHERS: dict[str, Any] = {
     "sliding_window": lambda v: 16,
     "moe_latent_size": lambda v: 20,
     "num_hidden_layers": lambda v: v - 1,
+    "attn_logit_softcapping": lambda v: 5.0,
+    "final_logit_softcapping": lambda v: 5.0,
+    "hidden_activation": lambda v: "silu",
+    "mlp_layer_types": lambda v: v[::-1],
+    "mlp_only_layers": lambda v: [0],
+    "q_lora_rank": lambda v: 18,
+    "full_attn_idxs": lambda v: [1],
 }
 
 
@@ -63,28 +73,41 @@ def fields(arch: str) -> list[str]:
     return sorted(own - NOT_OF_A_FORWARD_PASS)
 
 
-@pytest.mark.parametrize("arch", MAMBA_ARCHITECTURES)
+def check_field(arch: str, name: str, value: Any, shapes: dict[str, Any], folder: Path) -> bool:
+    """Whether Weft computes what transformers does with the field changed; False: one of both refuses it."""
+    try:
+        model = make_model(arch, **{name: value})
+        resized = {n: p.shape for n, p in model.named_parameters()} != shapes
+        expected = None if resized else reference_logits(model, TOKENS)
+    except Exception:  # transformers itself refuses it, or cannot run it
+        return False
+    model.save_pretrained(folder, **({"save_original_format": False} if arch.startswith("Olmo") else {}))
+    try:
+        harness = Harness(folder)
+    except WeightsError as error:
+        if f"{name}=" in str(error):  # transformers ties nothing, and stores a head that differs
+            return False
+        raise AssertionError("the field is not read: the weights have other shapes") from error
+    except WeftError:
+        return False
+    if expected is not None:
+        with torch.no_grad():
+            got = harness.run([(harness.sequence(TOKENS), len(TOKENS))])[0]
+        assert got.shape == expected.shape and (got - expected).abs().max() < TOLERANCE
+    return True
+
+
+@pytest.mark.parametrize("arch", [*MAMBA_ARCHITECTURES, *(a for a in ARCHITECTURES if a not in MULTIMODAL)])
 def test_every_field_counts_or_is_refused(arch: str, tmp_path: Path) -> None:
-    compared = []
+    """Where a field changes the sizes of weights, that they load says that it is read (``test_parity.py`` has odd
+    sizes); where it does not, logits are compared."""
+    config, taken = make_config(arch), []
+    shapes = {name: parameter.shape for name, parameter in make_model(arch).named_parameters()}
     for name in fields(arch):
-        value = getattr(make_config(arch), name)
+        value = changed(name, getattr(config, name))
         try:
-            model = make_model(arch, **{name: changed(name, value)})
-            expected = reference_logits(model, TOKENS)
-        except Exception:  # transformers itself refuses it, or cannot run it
-            continue
-        folder = tmp_path / name
-        model.save_pretrained(folder)
-        try:
-            harness = Harness(folder)
-        except WeftError:
-            continue
-        try:
-            sequence = harness.sequence(TOKENS)
-            with torch.no_grad():
-                got = harness.run([(sequence, len(TOKENS))])[0]
-            assert got.shape == expected.shape and (got - expected).abs().max() < TOLERANCE
+            if check_field(arch, name, value, shapes, tmp_path / name):
+                taken.append(name)
         except AssertionError as error:
-            raise AssertionError(f"{arch}: {name} changed from {value!r} to {changed(name, value)!r}") from error
-        compared.append(name)
-    assert len(compared) >= 10, compared
+            raise AssertionError(f"{arch}: {name} changed from {getattr(config, name)!r} to {value!r}") from error
+    assert len(taken) >= 8, taken
