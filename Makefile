@@ -41,6 +41,7 @@ fuzz: $(INSTALLED)
 # Random traffic at whole engines, against transformers (two minutes).
 fuzz-engine: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.speculation.traffic
 
 # Bugs planted one at a time: do the tests notice? (Half an hour; verdicts in tests/mutation/verdicts.json.)
 mutate: $(INSTALLED)

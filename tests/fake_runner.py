@@ -46,6 +46,12 @@ def oracle(prompt: list[int], count: int, stop: frozenset[int] = frozenset()) ->
     return out
 
 
+def accepted(drafts: list[int], sampled: list[int]) -> list[int]:
+    """The tokens that count: those behind drafts that were right, and the one after them."""
+    wrong = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
+    return sampled[: wrong + 1]
+
+
 @dataclass
 class FakeRow:
     new: NewRequest
@@ -86,15 +92,17 @@ class FakeRunner:
             is_decode = order.num_tokens == 1 and order.start > 0 and not order.checkpoints
             assert not (is_decode and seen_decode_end), "decodes must come first"
             seen_decode_end |= not is_decode
-            token = self._run_one(order)
+            sampled = self._run_one(order)
             if order.samples:
-                rows.append(order.row)
-                tokens.append(token)
+                counted = accepted(order.draft_token_ids, sampled)
+                rows += [order.row] * len(counted)
+                tokens += counted
         for row, token in zip(rows, tokens, strict=True):
             self.last_token[row] = token
         return ModelOutput(orders.step, rows, tokens)
 
-    def _run_one(self, order: ScheduledRequest) -> int:
+    def _run_one(self, order: ScheduledRequest) -> list[int]:
+        """What is sampled: one token, or one after the last token and after every draft."""
         row = self.rows[order.row]
         row.pages.extend(order.new_pages)
         assert len(set(row.pages)) == len(row.pages) and 0 not in row.pages
@@ -102,10 +110,14 @@ class FakeRunner:
         if not self.hybrid:
             for token in self._cached(row, order.start):
                 state = fold(state, token)
-        checkpoints = dict(order.checkpoints)
+        checkpoints, sampled = dict(order.checkpoints), []
+        drafts_from = order.start + order.num_tokens - len(order.draft_token_ids)
         for position in range(order.start, order.start + order.num_tokens):
             known = row.new.token_ids
-            token = known[position] if position < len(known) else self.last_token[order.row]
+            if position >= drafts_from:
+                token = order.draft_token_ids[position - drafts_from]
+            else:
+                token = known[position] if position < len(known) else self.last_token[order.row]
             page, offset = self.pages[row.pages[position // self.page_size]], position % self.page_size
             if position >= order.write_start:
                 page[offset] = token
@@ -113,11 +125,13 @@ class FakeRunner:
             state = fold(state, token)
             if position + 1 in checkpoints:
                 self.states[checkpoints[position + 1]] = state
+            if position >= drafts_from - 1:
+                sampled.append(next_token(state, self._cached(row, position + 1)))
         if self.hybrid:
             assert order.state_slot > 0
             self.states[order.state_slot] = state
         self.num_tokens_run += order.num_tokens
-        return next_token(state, self._cached(row, order.start + order.num_tokens))
+        return sampled
 
     def _cached(self, row: FakeRow, count: int) -> list[int]:
         return [self.pages[row.pages[p // self.page_size]][p % self.page_size] for p in range(count)]

@@ -120,7 +120,8 @@ def test_copies_disguised_as_views_are_replayed() -> None:
 
 def test_host_synchronisation_in_a_capture_is_refused() -> None:
     x = torch.ones(3)
-    for wait in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 0]):
+    waits = (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 0], lambda: x + torch.tensor([1.0, 2.0, 3.0]))
+    for wait in waits:
         with pytest.raises(RuntimeError, match="inside a captured graph"):
             EmulatedGraphPool().capture(wait)
 

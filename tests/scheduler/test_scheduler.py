@@ -10,6 +10,7 @@ import pytest
 from tests import specs
 from tests.fake_runner import VOCAB, FakeRunner, oracle
 from tests.late_device import Owned
+from weft.cache.checkpoints import CheckpointPolicy
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
 from weft.messages import ModelOutput, RowSampling, SchedulerOutput
@@ -33,10 +34,25 @@ class Rig:
     late = 0.7
 
     def __init__(
-        self, *, pages: int, seqs: int, budget: int, policy: str = "fcfs", hybrid: bool = True, slots: int | None = None
+        self,
+        *,
+        pages: int,
+        seqs: int,
+        budget: int,
+        policy: str = "fcfs",
+        hybrid: bool = True,
+        slots: int | None = None,
+        caches: bool = False,
+        checkpoint_policy: CheckpointPolicy = "exact",
     ) -> None:
         slots = slots if slots is not None else (seqs + 1 if hybrid else 1)
-        self.manager = Manager(make_spec(hybrid), num_pages=pages, num_slots=slots)
+        self.manager = Manager(
+            make_spec(hybrid),
+            num_pages=pages,
+            num_slots=slots,
+            enable_prefix_caching=caches,
+            checkpoint_policy=checkpoint_policy,
+        )
         self.scheduler = Scheduler(self.manager, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy)
         self.runner = FakeRunner(pages, PAGE, slots, hybrid)
         self.in_flight: deque[SchedulerOutput | ModelOutput] = deque()

@@ -185,6 +185,11 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.name() == "aten::lift_fresh" and args[0].dim():
+            raise RuntimeError(
+                "a list of numbers becomes a tensor inside a captured graph: a GPU refuses to copy it from the host; "
+                "make the tensor before, or by operations on the device"
+            )
         if func.name() in self.FORBIDDEN or (func.name().startswith("aten::index") and _has_mask(args)):
             raise RuntimeError(
                 f"{func.name()} inside a captured graph: the host would have to wait for the device; "

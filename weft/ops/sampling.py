@@ -55,8 +55,8 @@ def _keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The two 32-bit keys of every row: ``[N, 1]`` int32 each, the second one odd."""
     words = torch.stack([seeds, seeds >> 32, positions]).to(torch.int32)  # keeps the low 32 bits
     low, high, position = words.unsqueeze(2)
-    start = torch.tensor([_signed(_KEY_1), _signed(_KEY_2)], dtype=torch.int32, device=seeds.device)
-    first, second = _mix_(_mix_(_mix_(low ^ start) ^ high) ^ position).split(1, dim=1)
+    start = torch.cat([low ^ _signed(_KEY_1), low ^ _signed(_KEY_2)], dim=1)
+    first, second = _mix_(_mix_(_mix_(start) ^ high) ^ position).split(1, dim=1)
     return first, second | 1
 
 
