@@ -30,7 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.measure import ON_GPU
+ON_GPU = Path("/dev/nvidiactl").exists()
+"""Without torch, which an engine loads while its ranks load theirs."""
 
 BATCHES = (1, 8, 32, 128) if ON_GPU else (1, 2)
 LENGTHS = (16, 128, 512, 1024, 2048, 8192) if ON_GPU else (16, 40)
@@ -69,12 +70,14 @@ SETTINGS: dict[str, Any] = {
 def engine(began: float, settings: dict[str, Any], wanted: list[str], path: Path) -> None:
     """A stage of an engine, in its own process. What is there is written after every part."""
     imported = time.monotonic()
-    from weft import LLM, report
-    from weft.bench import latency, prefill, throughput
+    from weft import LLM
 
     loaded = time.monotonic()
     with LLM(**settings) as llm:
         ready = time.monotonic()
+        from weft import report
+        from weft.bench import latency, prefill, throughput
+
         found: dict[str, Any] = report.provenance(llm.config.device) | {"config": report.settings(llm.config)}
         found["start"] = {"total_s": ready - began, "import_s": loaded - imported, "stages": llm.startup}
 

@@ -197,7 +197,7 @@ def compiled_engine(references: dict[str, Reference]) -> Iterator[Poisoned]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=["PIECEWISE", "FULL"])
+@pytest.fixture(scope="module", params=["NONE", "PIECEWISE", "FULL"])
 def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     """On two ranks. The second one's padding page and slot are NaN whenever a step starts."""
     with fork_ranks(poisoned=True):
@@ -353,7 +353,7 @@ def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: 
     check(compiled_engine, path, phase, length)
 
 
-@pytest.mark.parametrize("length", [1, 65, 210])
+@pytest.mark.parametrize("length", [1, 65])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, length: int) -> None:

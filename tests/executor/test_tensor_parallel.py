@@ -73,8 +73,8 @@ def prompts() -> list[list[int]]:
 
 
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=5, ignore_eos=True),
 ] * 3
 
 
@@ -104,25 +104,57 @@ def test_ranks_generate_what_one_generates(arch: str, size: int, folders: dict[s
     torch.testing.assert_close(logprobs, alone[arch][1], rtol=1e-4, atol=1e-4)
 
 
+PIECES: dict[str, Any] = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64]}
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        (HYBRID, {"enable_expert_parallel": True}),
+        (HYBRID, PIECES | {"splitting_ops": ["attention"]}),
+        ("Qwen3ForCausalLM", PIECES | {"piecewise_cuda_graph_compiler": "eager"}),
+        (HYBRID, CRAMPED | {"enable_prefix_caching": False, "num_state_slots": 4}),
+    ],
+    ids=["experts", "all-reduce-inside", "traced", "preempted"],
+)
+def test_every_way_a_step_can_run(arch: str, settings: dict[str, Any], folders: dict[str, Path], alone: Alone) -> None:
+    """Graph modes with all paths of the cache are in ``tests/test_x_matrix.py``."""
+    tokens, _ = generate(folders[arch], 2, **settings)
+    assert tokens == alone[arch][0]
+
+
+def forced(folder: Path, size: int, dtype: str, **settings: Any) -> torch.Tensor:
+    """Log probabilities of prompts and of given tokens after them: no rounding leads to other tokens."""
+    params = SamplingParams(max_tokens=3, allowed_token_ids=[7], prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    settings = {"max_num_seqs": 4, "num_kv_pages": 60, "num_state_slots": 9} | settings
+    with LLM(str(folder), skip_tokenizer_init=True, tensor_parallel_size=size, dtype=dtype, **settings) as llm:
+        outputs = llm.generate(prompts()[:3], params, use_tqdm=False)
+    places = [place for o in outputs for place in [*(o.prompt_logprobs or ()), *(o.outputs[0].logprobs or ())] if place]
+    return torch.tensor([next(iter(place.values())).logprob for place in places])
+
+
+@pytest.fixture(scope="module")
+def exact(folders: dict[str, Path]) -> tuple[torch.Tensor, float]:
+    """Of one rank in float32, and how far one rank in bfloat16 is from it."""
+    want = forced(folders[HYBRID], 1, "float32")
+    return want, (forced(folders[HYBRID], 1, "bfloat16") - want).norm().item()
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"enable_expert_parallel": True},
-        {"cuda_graph_mode": "FULL", "enable_overlap": True},
-        {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [16, 64]},
-        {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64], "splitting_ops": ["attention"]},
-        {
-            "cuda_graph_mode": "PIECEWISE",
-            "piecewise_cuda_graph_tokens": [64],
-            "piecewise_cuda_graph_compiler": "eager",
-        },
-        CRAMPED | {"enable_prefix_caching": False, "num_state_slots": 4},
+        {"cuda_graph_mode": "NONE"},
+        PIECES,
+        {"cuda_graph_mode": "FULL", "cuda_graph_bs": [4], "piecewise_cuda_graph_max_tokens": 64},
     ],
-    ids=["experts", "full", "pieces", "all-reduce-inside", "traced", "preempted"],
+    ids=["none", "pieces", "full"],
 )
-def test_every_way_a_step_can_run(settings: dict[str, Any], folders: dict[str, Path], alone: Alone) -> None:
-    tokens, _ = generate(folders[HYBRID], 2, **settings)
-    assert tokens == alone[HYBRID][0]
+def test_two_ranks_in_bfloat16_are_as_exact_as_one(
+    settings: dict[str, Any], folders: dict[str, Path], exact: tuple[torch.Tensor, float]
+) -> None:
+    want, error_of_one = exact
+    error = (forced(folders[HYBRID], 2, "bfloat16", **settings) - want).norm().item()
+    assert 0 < error < 1.5 * error_of_one, f"{error} of two ranks, {error_of_one} of one"
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -155,6 +187,23 @@ def test_the_vocabulary_is_padded_and_says_so(folders: dict[str, Path]) -> None:
     config = resolve(model=str(folders[HYBRID]), tensor_parallel_size=4)
     assert "211 is padded to 212, 53 tokens a rank" in config.reasons["tensor_parallel_size"]
     assert config.distributed_executor_backend == "mp"
+
+
+def test_ranks_load_their_libraries_meanwhile_and_end_with_a_refusal(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weft.engine import llm
+
+    resolve, counts = llm.resolve, []
+
+    def counting(**given: Any) -> Any:
+        counts.append(len(living_ranks()))
+        return resolve(**given)
+
+    monkeypatch.setattr(llm, "resolve", counting)
+    with pytest.raises(ConfigError, match="size=3"):
+        LLM(str(folders[HYBRID]), skip_tokenizer_init=True, tensor_parallel_size=3)
+    assert counts == [2] and not living_ranks()
 
 
 def test_a_rank_that_cannot_start_says_why(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from msgspec.structs import replace
@@ -36,6 +36,7 @@ from weft.engine.views import Snapshot
 from weft.errors import EngineDeadError
 from weft.executor.executor import Executor
 from weft.executor.make import make_executor
+from weft.executor.rank_process import StartedRank
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
 from weft.scheduler.scheduler import Scheduler
@@ -46,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Requests in, tokens out."""
+    """Requests in, tokens out. ``ranks``: see ``make_executor``."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._executor: Executor = make_executor(config)
+    def __init__(self, config: EngineConfig, ranks: Sequence[StartedRank] = ()) -> None:
+        self._executor: Executor = make_executor(config, ranks)
         self.plan: CachePlan = self._executor.plan
         self.startup: dict[str, float] = dict(self._executor.startup)
         for name, reason in self.plan.reasons.items():

@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from weft.collector import collector_off
 from weft.config import EngineConfig, resolve
 from weft.config.parallelism import refuse_replicas
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
-from weft.engine.core import EngineCore
 from weft.engine.inputs import InputProcessor, Prompt
 from weft.engine.outputs import OutputStream
 from weft.engine.progress import Progress
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import follow
+from weft.executor.rank_process import start_ranks
 from weft.outputs import RequestOutput
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
@@ -73,11 +74,19 @@ class LLM:
         refuse_replicas(settings)
         follow(settings)
         times = StartupTimes()
-        with times.stage("config"):
-            self.config: EngineConfig = resolve(model=model, **settings)
-        with times.stage("tokenizer"):
-            self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
-        self._core = EngineCore(self.config)
+        ranks = start_ranks(settings)
+        try:
+            with times.stage("config"):
+                self.config: EngineConfig = resolve(model=model, **settings)
+            with times.stage("tokenizer"):
+                self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
+            with times.stage("libraries"), collector_off():
+                from weft.engine.core import EngineCore
+            self._core = EngineCore(self.config, ranks)
+        except BaseException:
+            for rank in ranks:
+                rank.kill()
+            raise
         self.startup: dict[str, float] = times.seconds | self._core.startup
         self._inputs = InputProcessor(self.config, self.tokenizer, self.max_model_len)
         self._chats = ChatPrompts(self.tokenizer) if self.tokenizer is not None else None

@@ -31,6 +31,7 @@ from weft.engine.heartbeat import Heartbeat
 from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import configure_logging
 from weft.errors import EngineDeadError, WeftError
+from weft.executor.rank_process import start_ranks
 from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
 
@@ -193,6 +194,7 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
     """The real engine."""
     from weft.config import resolve
 
+    ranks = start_ranks(start.settings)
     config = resolve(**start.settings)
     channel.send(wire.Configured(config))
     began = time.monotonic()
@@ -201,7 +203,7 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
 
     channel.send(wire.Stage("libraries", time.monotonic() - began, "torch and the model code"))
     began = time.monotonic()
-    core = EngineCore(config)
+    core = EngineCore(config, ranks)
     plan = core.plan
     channel.send(
         wire.Stage("engine", time.monotonic() - began, f"{config.dtype} on {config.device}: {_stages(core.startup)}")

@@ -5,12 +5,15 @@ Job: choose. Owns: nothing. Does not know: how executors work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.config import EngineConfig
 from weft.executor.executor import Executor
+from weft.executor.rank_process import StartedRank
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """Start all ranks of the model.
+def make_executor(config: EngineConfig, ranks: Sequence[StartedRank] = ()) -> Executor:
+    """Start all ranks of the model. ``ranks``: those that ``start_ranks`` has started for it.
 
     Raises:
         WeftError: a rank cannot start, and why.
@@ -21,4 +24,4 @@ def make_executor(config: EngineConfig) -> Executor:
         return InProcessExecutor(config)
     from weft.executor.multi_process import MultiProcessExecutor
 
-    return MultiProcessExecutor(config)
+    return MultiProcessExecutor(config, ranks)

@@ -49,9 +49,10 @@ _EXPLAIN_S = 3.0
 
 
 class MultiProcessExecutor:
-    """``tensor_parallel_size`` ranks."""
+    """``tensor_parallel_size`` ranks. ``started``: the processes of the others, if they run already; they end with
+    this executor."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, started: Sequence[StartedRank] = ()) -> None:
         size = config.tensor_parallel_size
         self._pending: deque[PendingStep] = deque()
         self._profiler = StepProfiler(Path(config.profile_dir)) if config.profile_dir else None
@@ -62,7 +63,7 @@ class MultiProcessExecutor:
         spin_s = SPIN_S if (os.cpu_count() or 1) >= 2 * size else 0.0
         start = WorkerStart(size, config, self._ring.address, shared, spin_s, verbose=_is_verbose())
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        ranks, store = self._gather(start)
+        ranks, store = self._gather(start, started)
         self._workers = Workers(ranks, self._ring)
         try:
             self._workers.wait_until_loaded()
@@ -76,12 +77,14 @@ class MultiProcessExecutor:
             self._end_ranks()
             raise (cause or error) from error
 
-    def _gather(self, start: WorkerStart) -> tuple[Sequence[RankProcess], dist.Store]:
+    def _gather(self, start: WorkerStart, started: Sequence[StartedRank]) -> tuple[Sequence[RankProcess], dist.Store]:
         """The other ranks, told to start, and where they meet."""
         if start.config.distributed_executor_backend == "external_launcher":
             return external.lead(start, self._ring)
-        store = f"{self._folder.name}/store"
-        return [StartedRank(start, rank, store) for rank in range(1, start.size)], dist.FileStore(store, start.size)
+        store, ranks = f"{self._folder.name}/store", started or [StartedRank(rank) for rank in range(1, start.size)]
+        for rank in ranks:
+            rank.begin(start, store)
+        return ranks, dist.FileStore(store, start.size)
 
     def _end_ranks(self) -> None:
         self._workers.kill()
@@ -136,6 +139,7 @@ class MultiProcessExecutor:
         failed = self._workers.failure() is not None
         if not failed:
             self._ring.send(STOP, self._workers.check)
+            self._workers.may_leave()
         self._rank.close()
         self._workers.wait()
         self._folder.cleanup()

@@ -14,16 +14,22 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
+from typing import Any
 
+from weft.config.parallelism import is_launched
 from weft.executor.ring import Writer
 from weft.executor.worker import FAILED_STATUS, Report, WorkerStart, decode_report, encode_start
 
 logger = logging.getLogger(__name__)
 
 _LAST_LINES = 20
+
+_MOST_EARLY = 8
+"""Ranks that are started before anybody has looked whether there are so many GPUs."""
 
 
 class RankProcess(ABC):
@@ -73,26 +79,30 @@ class RankProcess(ABC):
 
 
 class StartedRank(RankProcess):
-    """A process of this one. Threads forward its standard error and collect its reports."""
+    """A process of this one: it loads its libraries, and waits for ``begin``. Threads forward its standard error and
+    collect its reports."""
 
-    def __init__(self, start: WorkerStart, rank: int, store: str) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        read_end, write_end = os.pipe()
+        read_end, self._reports = os.pipe()
         self._is_ready = False
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         command = [sys.executable, "-m", "weft.executor.worker"]
-        self._process = Popen(command, stdin=PIPE, stderr=PIPE, pass_fds=(write_end,))
-        os.close(write_end)
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(encode_start((start, rank, store, write_end)))
-            self._process.stdin.close()
+        self._process = Popen(command, stdin=PIPE, stderr=PIPE, pass_fds=(self._reports,))
+        os.close(self._reports)
         self._threads = [
             threading.Thread(target=target, args=args, name=f"rank {self.rank}", daemon=True)
             for target, args in ((self._forward_errors, ()), (self._read_reports, (read_end,)))
         ]
         for thread in self._threads:
             thread.start()
+
+    def begin(self, start: WorkerStart, store: str) -> None:
+        """Tell it what to be a rank of. ``store``: the file through which ranks find each other."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died, which is noticed
+            self._process.stdin.write(encode_start((start, self.rank, store, self._reports)))
+            self._process.stdin.close()
 
     def _forward_errors(self) -> None:
         assert self._process.stderr is not None
@@ -150,6 +160,18 @@ class StartedRank(RankProcess):
         if self.failed is not None:
             return self.failed.text
         return "; its last lines: " + " | ".join(self._last_lines) if self._last_lines else "; it printed nothing"
+
+
+def start_ranks(settings: Mapping[str, Any]) -> list[StartedRank]:
+    """The processes of the ranks that these settings will need, so that they load their libraries while this process
+    loads its own and resolves the settings. None where that is not certain: ``MultiProcessExecutor`` starts them then.
+
+    They end with this process; else whoever gets them sees to their end.
+    """
+    size, backend = settings.get("tensor_parallel_size"), settings.get("distributed_executor_backend")
+    if not isinstance(size, int) or not 1 < size <= _MOST_EARLY or backend not in (None, "mp") or is_launched():
+        return []
+    return [StartedRank(rank) for rank in range(1, size)]
 
 
 class SiblingRank(RankProcess):

@@ -1,7 +1,7 @@
 """A rank other than 0: ``python -m weft.executor.worker``, started by ``MultiProcessExecutor``.
 
-Job: join the group, build the rank's runner, then run every step that comes through the ring. Owns: this process's
-life. Does not know: requests, results (rank 0 reads its own copy of them).
+Job: load libraries, hear what to be a rank of, join the group, build the rank's runner, then run every step that comes
+through the ring. Owns: this process's life. Does not know: requests, results (rank 0 reads its own copy of them).
 
 It ends when it is told to (an empty message), when the process of rank 0 has gone, or with the error that broke it,
 which it reports first. It ignores the signals that a terminal sends to the whole group: rank 0 hears them too.
@@ -9,6 +9,7 @@ which it reports first. It ignores the signals that a terminal sends to the whol
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -97,19 +98,27 @@ def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], tell: Ca
     """
     reader = Reader(start.ring, rank - 1, start.spin_s)
     _keep_beating(reader)
-    began = time.monotonic()
-    with collector_off():
-        import torch
+    tell(Report("stage", "libraries", _load_libraries()))
+    import torch
 
-        from weft.executor.rank import Rank
+    from weft.executor.rank import Rank
+
     torch.set_num_threads(start.num_threads)
-    tell(Report("stage", "libraries", time.monotonic() - began))
     with Rank(start.config, rank, start.size, store()) as worker:
         for name, seconds in worker.runner.startup.seconds.items():
             tell(Report("stage", name, seconds))
         tell(Report("ready"))
         while (message := reader.receive()) != STOP:
             worker.runner.launch(decode_step(message))
+
+
+@functools.cache
+def _load_libraries() -> float:
+    """torch and the model code. Returns how many seconds that took the first time."""
+    began = time.monotonic()
+    with collector_off():
+        import weft.executor.rank  # noqa: F401
+    return time.monotonic() - began
 
 
 def _keep_beating(reader: Reader) -> None:
@@ -125,9 +134,13 @@ def _keep_beating(reader: Reader) -> None:
 
 def main() -> int:
     """Run one rank. Returns its exit status."""
-    start, rank, path, descriptor = decode_start(sys.stdin.buffer.read())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _load_libraries()
+    told = sys.stdin.buffer.read()
+    if not told:
+        return 1  # rank 0 has gone before it needed this one
+    start, rank, path, descriptor = decode_start(told)
     level = logging.INFO if start.verbose else logging.WARNING
     logging.basicConfig(level=level, format=f"rank {rank}: %(name)s: %(message)s")
     reports = os.fdopen(descriptor, "wb", buffering=0)

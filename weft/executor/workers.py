@@ -132,6 +132,10 @@ class Workers:
         for worker in self.ranks:
             worker.kill()
 
+    def may_leave(self) -> None:
+        """They were told to: their ends are no failures."""
+        self._is_stopping.set()
+
     def wait(self) -> None:
         """They were told to leave; kill those that do not."""
         self._is_stopping.set()
