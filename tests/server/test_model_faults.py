@@ -1,4 +1,4 @@
-"""Faults at the server with the bundled model, at a tenth of the recorded counts; see ``faults.py``."""
+"""Faults at the server with the bundled model, at a small part of the recorded counts; see ``faults.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mini() -> Iterator[RunningServer]:
 
 
 def test_callers_that_leave_at_every_stage(mini: RunningServer) -> None:
-    faults.aborts(mini, 200)
+    faults.aborts(mini, 100)
 
 
 def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> None:
@@ -35,7 +35,7 @@ def test_a_killed_engine_is_replaced() -> None:
 
 
 def test_five_times_too_many() -> None:
-    faults.overload(250)
+    faults.overload(150)
 
 
 def test_a_nan_fails_its_request_alone() -> None:
