@@ -1,0 +1,1 @@
+"""Images and videos of requests: the data that travels from the input processor to the encoder."""

@@ -1,0 +1,99 @@
+"""One image or video of a request, on its way from the input processor to the vision encoder.
+
+Job: the frozen, serialisable ``MediaItem``, and the ids under which the prefix cache knows its tokens. Owns: their
+fields. Does not know: files, processors, models, tensors (numpy is imported when pixels are read).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Modality = Literal["image", "video"]
+MODALITIES: tuple[Modality, ...] = ("image", "video")
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """One image or video, ready for the vision encoder.
+
+    Attributes:
+        modality: what it is.
+        content_hash: 32 bytes (SHA-256) over the pixels, the grid and the processor's settings: items with equal hashes
+            have equal embeddings.
+        placeholders: ``(offset, length)`` of its placeholder runs in the prompt's token ids, ascending: one for an
+            image, one per temporal patch for a video, whose timestamps stand between them. Together as many tokens as
+            the encoder gives embeddings.
+        grid: temporal, vertical and horizontal patches ``(t, h, w)``.
+        pixel_values: float32, ``[t * h * w, channels * temporal_patch * patch * patch]`` in C order, in the order of the
+            checkpoint's processor.
+    """
+
+    modality: Modality
+    content_hash: bytes
+    placeholders: list[tuple[int, int]]
+    grid: tuple[int, int, int]
+    pixel_values: bytes
+
+    @property
+    def num_patches(self) -> int:
+        t, h, w = self.grid
+        return t * h * w
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholder tokens of all runs."""
+        return sum(length for _, length in self.placeholders)
+
+    @property
+    def end(self) -> int:
+        """Position behind its last placeholder."""
+        offset, length = self.placeholders[-1]
+        return offset + length
+
+    @property
+    def name(self) -> str:
+        """For people: modality and the first digits of the hash."""
+        return f"{self.modality} {self.content_hash.hex()[:8]}"
+
+    @property
+    def cache_token_id(self) -> int:
+        """What stands for each of its placeholders in the keys of the prefix cache: negative, 63 bits of the hash."""
+        return -1 - (int.from_bytes(self.content_hash[:8]) >> 1)
+
+    def patches(self) -> NDArray[np.float32]:
+        """``pixel_values`` as ``[num_patches, patch_dim]`` float32, read only, without a copy."""
+        import numpy as np
+
+        return np.frombuffer(self.pixel_values, dtype=np.float32).reshape(self.num_patches, -1)
+
+
+def media_name(cache_token_id: int) -> str:
+    """The name of the item that a (negative) id in the keys of the prefix cache stands for, without its modality."""
+    return f"{(-1 - cache_token_id) >> 31:08x}"
+
+
+def content_hash(pixel_values: bytes | memoryview, grid: tuple[int, int, int], settings: str) -> bytes:
+    """The ``content_hash`` of an item: of its pixels, its grid, and a text that names the processor's settings."""
+    digest = hashlib.sha256(f"{grid}\n{settings}\n".encode())
+    digest.update(pixel_values)
+    return digest.digest()
+
+
+def cache_token_ids(token_ids: Sequence[int], items: Iterable[MediaItem]) -> list[int]:
+    """The keys of the prefix cache for a prompt: its token ids, with each item's own id for its placeholders.
+
+    Equal prefixes of keys are equal text with equal items at equal places, so that everything computed for one serves
+    the other; an item's id is negative, so it is no token's.
+    """
+    keys = list(token_ids)
+    for item in items:
+        for offset, length in item.placeholders:
+            keys[offset : offset + length] = [item.cache_token_id] * length
+    return keys
