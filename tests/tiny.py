@@ -31,6 +31,8 @@ ARCHITECTURES = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
 MAMBA_ARCHITECTURES = (
     "BambaForCausalLM",
@@ -260,12 +262,15 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _BASE | _LINEAR | _MOE | _SHARED),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5Config", _BASE | _LINEAR),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeConfig", _BASE | _LINEAR | _MOE | _SHARED),
+    "Qwen3VLForConditionalGeneration": ("Qwen3VLConfig", _BASE),
+    "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeConfig", _BASE | _MOE),
 }
 _WITHOUT_DENSE_MLP = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 
 
 def make_config(arch: str, **overrides: Any) -> Any:
-    """The transformers config of a tiny ``arch``; ``overrides`` are keys of its (text) config."""
+    """The transformers config of a tiny ``arch``; ``overrides`` are keys of its (text) config, and ``vision`` and
+    ``top`` keys of the vision config and of the whole one."""
     name, defaults = _TEXT_CONFIGS[arch]
     settings = {**defaults, **overrides}
     if arch in _WITHOUT_DENSE_MLP:
@@ -273,9 +278,12 @@ def make_config(arch: str, **overrides: Any) -> Any:
     config_class = getattr(transformers, name)
     if not arch.endswith("ForConditionalGeneration"):
         return config_class(**settings)
-    tied = settings.pop("tie_word_embeddings", False)
-    vision = _VISION | {"out_hidden_size": settings["hidden_size"]}
-    return config_class(text_config=settings, vision_config=vision, tie_word_embeddings=tied)
+    tied, own = settings.pop("tie_word_embeddings", False), settings.pop("vision", {})
+    top = settings.pop("top", {})
+    vision = _VISION | {"out_hidden_size": settings["hidden_size"]} | own
+    if "VL" in arch:
+        vision = {"deepstack_visual_indexes": [0]} | vision
+    return config_class(text_config=settings, vision_config=vision, tie_word_embeddings=tied, **top)
 
 
 def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:

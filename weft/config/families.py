@@ -16,7 +16,7 @@ from weft.config.gemma3 import GEMMA3, gemma3_layer_types, gemma3_multipliers, r
 from weft.config.json_object import JsonObject
 from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
 from weft.config.mamba_families import MAMBA_FAMILIES
-from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe
+from weft.config.moe import read_gpt_oss_moe, read_kimi_moe, read_lfm2_moe, read_moe, read_renormalised_moe
 from weft.config.short_conv import read_short_conv
 from weft.config.sliding_window import (
     all_sliding,
@@ -26,6 +26,7 @@ from weft.config.sliding_window import (
     sliding_every_other,
     sliding_from_layer,
 )
+from weft.config.vision import VisionTokens, read_vision
 
 
 def interval_layer_types(text: JsonObject, num_layers: int) -> tuple[str, ...]:
@@ -95,6 +96,14 @@ _QWEN3_5_MOE = _LINEAR | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden
                           "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
                           "norm_topk_prob": True}  # fmt: skip
 
+_QWEN3_VL = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0,
+             "max_position_embeddings": 128000}  # fmt: skip
+_QWEN3_VL_MOE = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+                 "num_attention_heads": 16, "num_key_value_heads": 16, "rope_theta": 500000.0,
+                 "max_position_embeddings": 128000, "moe_intermediate_size": 1408, "num_experts": 60,
+                 "num_experts_per_tok": 4}  # fmt: skip
+
 _LFM2 = {"vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
          "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5,
          "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True, "bos_token_id": 1,
@@ -148,6 +157,23 @@ _hybrid = partial(
 _qwen3_5 = partial(_hybrid, "weft.models.qwen3_5:Qwen3_5ForCausalLM", defaults=_QWEN3_5)
 _QWEN3_5_EXPERTS = partial(read_moe, shared_expert=True, always_renormalise=True)
 _qwen3_5_moe = partial(_qwen3_5, moe=_QWEN3_5_EXPERTS, defaults=_QWEN3_5_MOE)
+_qwen3_5_vision = partial(
+    read_vision,
+    tokens=VisionTokens(image=248056, video=248057, start=248053, end=248054),
+    mrope_section=(11, 11, 10),
+    deepstack=False,
+)
+_qwen3_vl = partial(
+    Family,
+    mixers={"full_attention": {"self_attn": partial(read_attention, qk_norm=True)}},
+    multimodal=True,
+    vision=partial(
+        read_vision,
+        tokens=VisionTokens(image=151655, video=151656, start=151652, end=151653),
+        mrope_section=(24, 20, 20),
+        deepstack=True,
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -248,8 +274,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": _qwen3_5(),
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe(),
-    "Qwen3_5ForConditionalGeneration": _qwen3_5(multimodal=True),
-    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5(multimodal=True, vision=_qwen3_5_vision),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True, vision=_qwen3_5_vision),
+    "Qwen3VLForConditionalGeneration": _qwen3_vl("weft.models.qwen3_vl:Qwen3VLForCausalLM", defaults=_QWEN3_VL),
+    "Qwen3VLMoeForConditionalGeneration": _qwen3_vl(
+        "weft.models.qwen3_vl:Qwen3VLMoeForCausalLM",
+        moe=read_renormalised_moe,
+        defaults=_QWEN3_VL_MOE,
+    ),
     **MAMBA_FAMILIES,
 }
 

@@ -10,6 +10,7 @@ from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
 from weft.config.model import Multipliers, ResidualWeights
 from weft.config.moe import MoeConfig
+from weft.config.vision import VisionConfig
 
 MixerReader = Callable[[JsonObject], MixerConfig]
 """From the (text) config to the geometry of one kind of token mixer."""
@@ -47,6 +48,7 @@ class Family:
         intermediate_size: reads the width of the dense MLP where it is not simply ``intermediate_size``.
         mtp: checkpoints come with a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
         multimodal: the language model's numbers stand under ``text_config``.
+        vision: reads the vision tower, from the whole config and the text config; None: the architecture has none.
         defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
     """
 
@@ -63,6 +65,7 @@ class Family:
     residual_weights: Callable[[JsonObject], dict[str, ResidualWeights]] | None = None
     mtp: bool = False
     multimodal: bool = False
+    vision: Callable[[JsonObject, JsonObject], VisionConfig | None] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     layer_names: Mapping[str, str] = field(default_factory=dict)
     intermediate_size: Callable[[JsonObject], int] | None = None

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from weft.config.generation import GenerationDefaults
 from weft.config.graph_modes import CudaGraphMode
+from weft.config.media_limits import MediaLimits, parse_media_limits
 from weft.config.model import ModelConfig
 from weft.config.speculation import SpeculativeConfig, parse_speculative_config
 
@@ -145,6 +146,22 @@ class EngineConfig:
         "json", None, "draft tokens and verify them in one step, for example "
         """'{"method": "mtp", "num_speculative_tokens": 2}'; default: no drafts""", parse=parse_speculative_config,
     )  # fmt: skip
+    # images
+    language_model_only: bool = _option(
+        "bool", None, "leave out the checkpoint's vision tower and refuse images; default: where it has none, on "
+        "several GPUs and with drafts",
+    )  # fmt: skip
+    limit_mm_per_prompt: MediaLimits = _option(
+        "json", MediaLimits(), """most images and videos of a prompt, for example '{"image": 4, "video": 0}'; default: """
+        "as many as fit the context", parse=parse_media_limits,
+    )  # fmt: skip
+    max_num_encoder_input_tokens: int | None = _option(
+        "int", None, "most tokens of images that the vision tower encodes in a step, and of one image or video; default: "
+        "16384 or the context", low=1,
+    )  # fmt: skip
+    encoder_cache_size: int | None = _option(
+        "int", None, "tokens of images whose embeddings are kept; default: 32768", low=1
+    )
     # prefix cache
     enable_prefix_caching: bool = _option("bool", True, "reuse KV and states")
     state_checkpoint_policy: Literal["exact", "aligned", "finish_only"] = _option(

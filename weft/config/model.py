@@ -13,6 +13,7 @@ from typing import Any, cast
 from weft.config.layer_spec import CacheDtypes, LayerSpec, MixerConfig
 from weft.config.moe import MoeConfig
 from weft.config.quantization import QuantizationConfig
+from weft.config.vision import VisionConfig
 from weft.errors import ConfigError
 
 MTP_LAYER, MTP_LAYER_TYPE = "mtp.layers.0", "full_attention"
@@ -97,6 +98,8 @@ class ModelConfig:
         quantization: how the linear layers' weights are stored; None: in ``dtype``.
         mtp_layers: layers of the multi-token-prediction head that the architecture's checkpoints come with.
         runs_mtp: that head is part of the model: it has weights and a cache, and drafts for speculative decoding.
+        vision: the vision tower that the checkpoint comes with.
+        runs_vision: that tower is part of the model, and prompts may hold images.
         eos_token_ids: from ``config.json``; ``generation_config.json`` goes first where it names some.
     """
 
@@ -126,6 +129,8 @@ class ModelConfig:
     quantization: QuantizationConfig | None = None
     mtp_layers: int = 0
     runs_mtp: bool = False
+    vision: VisionConfig | None = None
+    runs_vision: bool = False
 
     @property
     def residual_norm_eps(self) -> float:
@@ -182,6 +187,26 @@ class ModelConfig:
                 "or a checkpoint of Qwen3-Next or Qwen3.5 with its mtp.* tensors"
             )
         return replace(self, runs_mtp=True)
+
+    def with_vision(self) -> ModelConfig:
+        """The model with its vision tower.
+
+        Raises:
+            ConfigError: tower and decoder do not fit together.
+        """
+        vision = self.vision
+        assert vision is not None, "the checkpoint has a vision tower"
+        if vision.out_hidden_size != self.hidden_size:
+            raise ConfigError(
+                f"vision_config: out_hidden_size={vision.out_hidden_size} is not the decoder's "
+                f"hidden_size={self.hidden_size}; set language_model_only=True to run the text model alone"
+            )
+        if len(vision.deepstack_indexes) > self.num_hidden_layers:
+            raise ConfigError(
+                f"vision_config: deepstack_visual_indexes={list(vision.deepstack_indexes)} are more than the decoder's "
+                f"{self.num_hidden_layers} layers; set language_model_only=True to run the text model alone"
+            )
+        return replace(self, runs_vision=True)
 
 
 def layer_name(index: int) -> str:

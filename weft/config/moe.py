@@ -89,6 +89,12 @@ def read_moe(
     return MoeConfig(num_experts, top_k, text.integer("moe_intermediate_size"), renormalise, shared, sparse)
 
 
+def read_renormalised_moe(text: JsonObject, num_layers: int) -> MoeConfig:
+    """Qwen3-VL-MoE: not every layer need have experts, and the chosen experts' weights are always renormalised."""
+    moe = read_moe(text, num_layers)
+    return moe if moe.norm_topk_prob else read_moe(text, num_layers, always_renormalise=True)
+
+
 def read_lfm2_moe(text: JsonObject, num_layers: int) -> MoeConfig:
     """LFM2-MoE: the first ``num_dense_layers`` layers are dense."""
     num_experts, top_k = read_experts(text)

@@ -50,6 +50,8 @@ VERIFIED: dict[str, Verified] = {
     "Qwen3_5MoeForCausalLM": Verified(True, Ranks.ENGINE),
     "Qwen3_5ForConditionalGeneration": Verified(True, Ranks.LAYERS),
     "Qwen3_5MoeForConditionalGeneration": Verified(True, Ranks.LAYERS),
+    "Qwen3VLForConditionalGeneration": Verified(False, Ranks.LAYERS),
+    "Qwen3VLMoeForConditionalGeneration": Verified(False, Ranks.LAYERS),
     "Lfm2ForCausalLM": Verified(True, Ranks.LAYERS),
     "Lfm2MoeForCausalLM": Verified(True, Ranks.LAYERS),
     "BambaForCausalLM": Verified(False, Ranks.LAYERS),

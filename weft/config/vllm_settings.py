@@ -51,7 +51,6 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "disable_cascade_attn": _no_effect("there is no cascade attention"),
     "guided_decoding_backend": _no_effect("llguidance is used"),
     "mm_processor_cache_gb": _no_effect("there is no image input"),
-    "limit_mm_per_prompt": _no_effect("there is no image input"),
     "enable_chunked_prefill": Elsewhere((True,), "prompts are always computed in chunks; raise max_num_batched_tokens"),
     "enable_sleep_mode": Elsewhere((False,), "shut the LLM down and make a new one, which takes seconds"),
     "enable_lora": Elsewhere((False,), "LoRA is not supported; merge the adapter into the checkpoint"),

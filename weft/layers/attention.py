@@ -60,7 +60,7 @@ class Attention(PagedAttention):
         self._gated = geometry.output_gate
         self._eps, self._zero_centered = config.rms_norm_eps, config.zero_centered_norm
         self._cos_sin = context.rotary.get(
-            geometry.rope, config.max_position_embeddings, context.max_model_len, context.device
+            geometry.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
         )
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,

@@ -28,7 +28,9 @@ class ModelContext:
         layers: filled while the model is built.
         custom_all_reduce: sum few rows over ranks through peer memory, where there is any.
         expert_parallel: ranks hold whole experts, not a share of each.
-        max_model_len: longest sequence that will be run, in tokens (length of the rotary tables).
+        max_model_len: longest sequence that will be run, in tokens.
+        num_media_rows: image tokens that a step may have; each has a row of its own behind those of the embedding and
+            of the rotary table (``models/vision_language.py``). 0: the model reads no images.
         rotary: tables that layers share.
     """
 
@@ -41,3 +43,9 @@ class ModelContext:
     expert_parallel: bool = False
     rotary: RotaryTables = field(default_factory=RotaryTables)
     custom_all_reduce: bool = False
+    num_media_rows: int = 0
+
+    @property
+    def num_rotary_rows(self) -> int:
+        """Length of the rotary tables."""
+        return self.max_model_len + self.num_media_rows

@@ -21,9 +21,11 @@ def _shard(vocab_size: int, context: ModelContext) -> RowMap:
     return RowMap(vocab_size, (RowRun(start, 0, min(share, vocab_size - start)),))
 
 
-def _allocate(vocab_size: int, hidden_size: int, rows: RowMap, context: ModelContext) -> nn.Parameter:
+def _allocate(
+    vocab_size: int, hidden_size: int, rows: RowMap, context: ModelContext, num_more_rows: int = 0
+) -> nn.Parameter:
     share = -(-vocab_size // context.tp.size)
-    weight = empty_parameter(share, hidden_size, dtype=context.dtype, device=context.device)
+    weight = empty_parameter(share + num_more_rows, hidden_size, dtype=context.dtype, device=context.device)
     weight[rows.runs[0].count :].zero_()
     return weight
 
@@ -33,17 +35,22 @@ class VocabParallelEmbedding(WeightModule):
 
     Attributes:
         vocab_size: ids of all shards.
+        media_rows: ``[num_media_rows, hidden_size]``, the vectors of ids from ``vocab_size`` on, for one step.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
         self._tp, self.vocab_size = context.tp, vocab_size
         self._rows = _shard(vocab_size, context)
-        self.weight = _allocate(vocab_size, hidden_size, self._rows, context)
+        num_media_rows = context.num_media_rows
+        table = _allocate(vocab_size, hidden_size, self._rows, context, num_media_rows)
+        assert context.tp.size == 1 or not num_media_rows, "images run on one rank"
+        self.weight = nn.Parameter(table[:vocab_size], requires_grad=False) if num_media_rows else table
+        self._table, self.media_rows = table.detach(), table.detach()[vocab_size:]
 
     def forward(self, ids: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, self._table)
         run = self._rows.runs[0]
         local = ids - run.source
         foreign = (local < 0) | (local >= run.count)

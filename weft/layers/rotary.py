@@ -16,15 +16,15 @@ class RotaryTables:
         self._tables: list[tuple[RopeConfig | None, Tensor]] = []
 
     def get(
-        self, rope: RopeConfig | None, max_position_embeddings: int, max_model_len: int, device: torch.device
+        self, rope: RopeConfig | None, max_position_embeddings: int, num_rows: int, device: torch.device
     ) -> Tensor:
-        """The table for positions below ``max_model_len``; see ``rotary_table``. None: two dimensions stand still."""
+        """The table for positions below ``num_rows``; see ``rotary_table``. None: two dimensions stand still."""
         for known, table in self._tables:
             if known == rope:
                 return table
         if rope is None:
-            table = torch.tensor([1.0, 0.0], device=device).repeat(max_model_len, 1)
+            table = torch.tensor([1.0, 0.0], device=device).repeat(num_rows, 1)
         else:
-            table = rotary_table(rope, max_position_embeddings, max_model_len, device)
+            table = rotary_table(rope, max_position_embeddings, num_rows, device)
         self._tables.append((rope, table))
         return table

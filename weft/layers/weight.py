@@ -49,11 +49,17 @@ class WeightPiece:
     Attributes:
         shape: ``(1,)`` for a single number, which files also store without dimensions.
         fp8: the tensor is stored in e4m3, and no other tensor may be.
+        transposable: ``[E, rows, columns]``, which files may also store as ``[E, columns, rows]`` (Qwen3-VL-MoE).
     """
 
     shape: tuple[int, ...]
     copies: tuple[tuple[Slices, CopyTarget], ...]
     fp8: bool = False
+    transposable: bool = False
+
+    def is_transposed(self, stored: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape is the piece with its last dimensions exchanged."""
+        return self.transposable and stored != self.shape and stored == (*self.shape[:-2], *self.shape[:-3:-1])
 
 
 Layout = dict[str, WeightPiece]

@@ -213,10 +213,13 @@ class CausalLM(LoadableModel):
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.model = Decoder(config, context, self.mixers)
+        self.model = self._make_decoder(config, context)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied)
         self._multiplier = config.multipliers.logits
+
+    def _make_decoder(self, config: ModelConfig, context: ModelContext) -> Decoder:
+        return Decoder(config, context, self.mixers)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[T] int64 -> [T, hidden_size]``; rows of padding tokens are meaningless."""

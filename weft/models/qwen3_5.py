@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.5-MoE, text part: Qwen3-Next's block with a dense MLP or experts, and separate projections.
+"""Qwen3.5 and Qwen3.5-MoE: Qwen3-Next's block with a dense MLP or experts, and separate projections.
 
 Job: the weight-name table for the text-only and for the published multimodal layout, where the language model stands
 under ``model.language_model``. Does not know: anything that ``decoder.py`` and the config express.
@@ -11,15 +11,16 @@ from functools import partial
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.layers.gated_delta_net import GatedDeltaNet, InProjLayout
 from weft.layers.weight import WeightTable
-from weft.models.decoder import ATTENTION_PARTS, MLP_PARTS, CausalLM
+from weft.models.decoder import ATTENTION_PARTS, MLP_PARTS
 from weft.models.qwen3_next import ROUTER_PARTS
+from weft.models.vision_language import VisionLanguageModel
 
 
-class Qwen3_5ForCausalLM(CausalLM):
+class Qwen3_5ForCausalLM(VisionLanguageModel):
     """All Qwen3.5 models. ``mtp.*`` is the multi-token-prediction head (``models/mtp.py``), ``model.visual.*`` the
     vision tower."""
 
-    mixers = CausalLM.mixers | {GatedDeltaNetConfig: partial(GatedDeltaNet, layout=InProjLayout.SEPARATE)}
+    mixers = VisionLanguageModel.mixers | {GatedDeltaNetConfig: partial(GatedDeltaNet, layout=InProjLayout.SEPARATE)}
     weight_table = WeightTable(
         packed=ATTENTION_PARTS
         | MLP_PARTS

@@ -130,5 +130,5 @@ def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget
                 source = slice(total + run.source, total + run.source + run.count)
                 copies.append(((experts, source, columns), parameter[:, run.target : run.target + run.count]))
             total += rows.total
-        layout[name] = WeightPiece((layer.num_experts, total, shard.total_columns), tuple(copies))
+        layout[name] = WeightPiece((layer.num_experts, total, shard.total_columns), tuple(copies), transposable=True)
     return layout

@@ -113,14 +113,23 @@ def _load_safetensors(model: LoadableModel, model_config: ModelConfig, folder: P
         head = tensors.pop(_HEAD, None) if model_config.tie_word_embeddings else None
         _check(plan, tensors, checkpoint)
         for name, stored in tensors.items():
-            for source, target in plan[name].copies:
-                target.copy_(checkpoint.read(stored, source))
+            _fill(plan[name], checkpoint, stored)
         if head is not None:
             embedding = model.weight_table.checkpoint_name("model.embed_tokens", "weight")
             _check_tied_head(checkpoint, head, embedding, plan[embedding])
     for pattern, count in ignored.items():
         logger.info("%d tensors of the checkpoint match %s and are not needed", count, pattern)
     return len(tensors) + (head is not None), ignored
+
+
+def _fill(piece: WeightPiece, checkpoint: SafetensorsFolder, stored: str) -> None:
+    is_transposed = piece.is_transposed(checkpoint.shape(stored))
+    for source, target in piece.copies:
+        if is_transposed:
+            experts, rows, columns = source
+            target.copy_(checkpoint.read(stored, (experts, columns, rows)).transpose(1, 2))
+        else:
+            target.copy_(checkpoint.read(stored, source))
 
 
 def _module_names(model: LoadableModel, checkpoint: SafetensorsFolder) -> tuple[dict[str, str], dict[str, int]]:
@@ -167,7 +176,7 @@ def _check(plan: dict[str, WeightPiece], tensors: dict[str, str], checkpoint: Sa
         if name not in plan:
             continue
         shape, needed = checkpoint.shape(stored), plan[name].shape
-        if shape != needed and not (shape == () and needed == (1,)):
+        if shape != needed and not (shape == () and needed == (1,)) and not plan[name].is_transposed(shape):
             wrong.append(f"{stored} is {list(shape)}, the config needs {list(needed)}")
         dtype = checkpoint.dtype(stored)
         if (dtype == FP8) != plan[name].fp8:

@@ -1,0 +1,46 @@
+"""How many images and videos a prompt may hold, as a setting (``limit_mm_per_prompt``, as in vLLM)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weft.errors import ConfigError
+
+NAME = "limit_mm_per_prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """Most items of each modality in one prompt; None: no limit but the context."""
+
+    image: int | None = None
+    video: int | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {'any' if limit is None else limit}" for name, limit in asdict(self).items())
+
+
+def parse_media_limits(value: Any) -> MediaLimits:
+    """The setting, from a mapping or its JSON text, for example ``{"image": 4, "video": 0}``.
+
+    Raises:
+        ConfigError: an unknown modality, or a limit that is no number of items.
+    """
+    if isinstance(value, MediaLimits):
+        return value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"""{NAME}={value!r} is no JSON ({error}); give for example '{{"image": 4}}'""") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"""{NAME}={value!r} is no mapping; give for example '{{"image": 4}}'""")
+    for modality, limit in value.items():
+        if modality not in ("image", "video"):
+            raise ConfigError(f"{NAME} has the unknown modality {modality!r}; allowed: image, video")
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise ConfigError(f"{NAME}: {modality}={limit!r} is not a number of items; allowed: 0 or more")
+    return MediaLimits(**value)

@@ -1,0 +1,180 @@
+"""The vision tower of Qwen3-VL and Qwen3.5: its geometry, and how ``config.json`` names it.
+
+Job: ``VisionConfig`` from ``vision_config`` and the special tokens beside it. Owns: the keys, with the defaults of the
+reference implementation. Does not know: tensors, images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+from weft.config.json_object import JsonObject
+from weft.errors import UnsupportedModelError
+
+_DEFAULTS: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_SYNONYMS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
+_DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTokens:
+    """Token ids around images.
+
+    Attributes:
+        image, video: the placeholder of an image's and of a video's embeddings.
+        start, end: what stands before and after a run of placeholders.
+    """
+
+    image: int
+    video: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """Geometry of a vision tower.
+
+    Attributes:
+        patch_size, temporal_patch_size, in_channels: a patch is so many pixels squared, so many frames and channels.
+        spatial_merge_size: so many patches squared become one embedding.
+        out_hidden_size: of an embedding; the decoder's hidden size.
+        num_position_embeddings: a square number: sides of the learned grid of positions, which is interpolated.
+        deepstack_indexes: the blocks after which features are taken for the decoder's first layers, one layer each.
+        tokens: of the vocabulary.
+        mrope_section: rotary frequencies that turn by a token's temporal, vertical and horizontal position. They are
+            interleaved: of every three frequencies the second is vertical and the third horizontal as far as the
+            section goes, all others are temporal.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    activation: str
+    rope_theta: float
+    tokens: VisionTokens
+    mrope_section: tuple[int, int, int]
+    deepstack_indexes: tuple[int, ...] = ()
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches that become one embedding."""
+        return self.spatial_merge_size**2
+
+    @property
+    def num_features(self) -> int:
+        """Embeddings per token: the one that stands for it, and those for the decoder's first layers."""
+        return 1 + len(self.deepstack_indexes)
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Placeholder tokens of an item of ``grid`` patches."""
+        t, h, w = grid
+        return t * h * w // self.merge_unit
+
+
+def read_vision(
+    top: JsonObject, text: JsonObject, *, tokens: VisionTokens, mrope_section: tuple[int, int, int], deepstack: bool
+) -> VisionConfig | None:
+    """The tower that a checkpoint comes with; None if it has no ``vision_config``.
+
+    Args:
+        tokens, mrope_section: the architecture's, where the checkpoint is silent.
+        deepstack: the architecture takes features from inside the tower.
+
+    Raises:
+        ConfigError, UnsupportedModelError: see ``config/checkpoint.py``.
+    """
+    given = top.object("vision_config")
+    if given is None:
+        return None
+    values = {_SYNONYMS.get(key, key): value for key, value in given.values.items() if value is not None}
+    for key in ("patch_size", "temporal_patch_size"):
+        values[key] = _one_size(given, key, values.get(key, _DEFAULTS[key]))
+    vision = JsonObject(_DEFAULTS | values, given.where)
+    _check_supported(vision)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    defaults = (tokens.image, tokens.video, tokens.start, tokens.end)
+    ids = [top.integer(name, default, low=0) for name, default in zip(names, defaults, strict=True)]
+    rope = vision.object("rope_parameters") or JsonObject({}, vision.where)
+    return VisionConfig(
+        *(vision.integer(key) for key in (
+            "depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size",
+            "temporal_patch_size", "spatial_merge_size", "out_hidden_size", "num_position_embeddings",
+        )),
+        activation=vision.text("hidden_act"),
+        rope_theta=rope.number("rope_theta", _DEFAULT_THETA),
+        tokens=VisionTokens(*ids),
+        mrope_section=_mrope_section(text, mrope_section),
+        deepstack_indexes=_deepstack_indexes(vision) if deepstack else (),
+    )  # fmt: skip
+
+
+def _one_size(given: JsonObject, key: str, value: Any) -> Any:
+    """A size that may be given per dimension, where all must be equal."""
+    if isinstance(value, list) and len(set(value)) == 1:
+        return value[0]
+    if isinstance(value, list):
+        raise UnsupportedModelError(f"{given.where}: {key}={value!r} is not supported; give one number")
+    return value
+
+
+def _check_supported(vision: JsonObject) -> None:
+    activation = vision.text("hidden_act")
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{vision.where}: hidden_act={activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    size, heads = vision.integer("hidden_size"), vision.integer("num_heads")
+    if size % heads or size // heads % 4:
+        raise vision.wrong("hidden_size", f"{heads} heads (num_heads) of a multiple of 4 dimensions")
+    positions = vision.integer("num_position_embeddings")
+    if isqrt(positions) ** 2 != positions:
+        raise vision.wrong("num_position_embeddings", "a square number")
+
+
+def _deepstack_indexes(vision: JsonObject) -> tuple[int, ...]:
+    """In the order of the decoder's layers; ``[8, 16, 24]`` if not given."""
+    indexes = vision.integers("deepstack_visual_indexes") if vision.given("deepstack_visual_indexes") else (8, 16, 24)
+    if list(indexes) != sorted(set(indexes)) or (indexes and indexes[-1] >= vision.integer("depth")):
+        raise vision.wrong("deepstack_visual_indexes", "ascending numbers of blocks below depth")
+    return indexes
+
+
+def _mrope_section(text: JsonObject, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    settings = text.object("rope_scaling") or text.object("rope_parameters") or JsonObject({}, text.where)
+    if not settings.boolean("mrope_interleaved", True):
+        raise UnsupportedModelError(
+            f"{settings.where}: mrope_interleaved=false is not supported for this architecture, whose rotary sections "
+            "are always interleaved; leave it out"
+        )
+    section = settings.integers("mrope_section") or default
+    if len(section) != 3:
+        raise settings.wrong("mrope_section", "three numbers")
+    return section

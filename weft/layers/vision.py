@@ -1,0 +1,84 @@
+"""Layers of vision towers: plain linear maps and layer norms with bias, whole on every rank, in the model's dtype.
+
+Job: hold parameters under their published names. Does not know: images, towers. They call torch alone, since a tower
+meets any number of patches and a Triton kernel would be compiled while serving.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.layers.context import ModelContext
+from weft.layers.weight import Layout, WeightModule, empty_parameter, uniform_range, whole
+
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+class VisionLinear(WeightModule):
+    """``[..., in_features] -> [..., out_features]``.
+
+    Args:
+        kernel: the checkpoint's tensor has these dimensions in place of ``in_features``: a convolution whose stride is
+            its kernel, on patches laid out flat.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, context: ModelContext, *, kernel: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__()
+        self._in_features = in_features
+        shape = kernel or (in_features,)
+        self.weight = empty_parameter(out_features, *shape, dtype=context.dtype, device=context.device)
+        self.bias = empty_parameter(out_features, dtype=context.dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.view(-1, self._in_features), self.bias)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": whole(self.weight), "bias": whole(self.bias)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return uniform_range(self._in_features)
+
+
+class VisionLayerNorm(WeightModule):
+    """Layer norm over the last dimension, with scale and shift."""
+
+    EPS = 1e-6
+
+    def __init__(self, size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=context.dtype, device=context.device)
+        self.bias = empty_parameter(size, dtype=context.dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.EPS)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": whole(self.weight), "bias": whole(self.bias)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return (0.9, 1.1) if name == "weight" else (-0.1, 0.1)
+
+
+class PositionGrid(WeightModule):
+    """A square grid of learned positions, ``weight [side * side, size]``, read at fractional places."""
+
+    def __init__(self, num_positions: int, size: int, context: ModelContext) -> None:
+        super().__init__()
+        self.weight = empty_parameter(num_positions, size, dtype=context.dtype, device=context.device)
+
+    def forward(self, corners: Tensor, weights: Tensor) -> Tensor:
+        """``[N, 4]`` grid points and ``[N, 4]`` float32 shares of them -> ``[N, size]`` float32."""
+        return (F.embedding(corners, self.weight) * weights[:, :, None]).sum(1)
+
+    def layouts(self) -> tuple[Layout, ...]:
+        return ({"weight": whole(self.weight)},)
+
+    def initial_range(self, name: str) -> tuple[float, float]:
+        return -0.1, 0.1

@@ -1,0 +1,68 @@
+"""A decoder that also reads images: the vision tower, and how its embeddings enter the forward pass.
+
+Job: a causal language model with a tower where the config runs one. Owns: the static memory from which a step's tokens
+take embeddings of images. Does not know: requests, the cache of embeddings, graphs.
+
+A step's image tokens bring nothing that a graph must be captured anew for. Each has a row of its own behind the
+vocabulary's rows of the embedding matrix, and behind the rows of the rotary table, and its token id and position name
+these rows. The runner fills them before the step (``runner/media_inputs.py``); the kernels are those of text, and a
+step without images runs as it does in a text model. Features for the decoder's first layers (DeepStack) are added
+there to the tokens whose ids lie behind the vocabulary; steps of decodes, which have no such tokens, leave that out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.config.attention import AttentionConfig
+from weft.config.model import ModelConfig
+from weft.forward_context import get_forward_context
+from weft.layers.context import ModelContext
+from weft.models.decoder import CausalLM, Decoder, Mixers
+from weft.models.qwen_vision import VisionTower
+from weft.ops.media_features import add_media_features
+
+
+class VisionDecoder(Decoder):
+    """A decoder whose first layers add features of images.
+
+    Attributes:
+        visual: the tower.
+        features: ``[layers, rows, hidden_size]``: of the image token in each row, for each of the first layers.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
+        super().__init__(config, context, mixers)
+        assert config.vision is not None
+        self.visual = VisionTower(config.vision, context)
+        self._backend = context.backend
+        shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
+        self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        adds = get_forward_context().batch.may_have_media
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual)
+            if adds and index < len(self.features):
+                first_id = self.embed_tokens.vocab_size
+                x = add_media_features(x, input_ids, self.features[index], first_id, backend=self._backend)
+        return self.norm.add(x, residual)[0]
+
+
+class VisionLanguageModel(CausalLM):
+    """A text model, or with its tower if the config runs it."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(config, context)
+        self.rotary_table: Tensor | None = None
+        if config.runs_vision:
+            [attention] = [g for m in config.mixers.values() for g in m.values() if isinstance(g, AttentionConfig)]
+            self.rotary_table = context.rotary.get(
+                attention.rope, config.max_position_embeddings, context.num_rotary_rows, context.device
+            )
+
+    def _make_decoder(self, config: ModelConfig, context: ModelContext) -> Decoder:
+        make = VisionDecoder if config.runs_vision else Decoder
+        return make(config, context, self.mixers)

@@ -1,0 +1,64 @@
+"""Attention of vision towers: every patch sees all patches of its own frame, forwards and backwards.
+
+Job: rotate queries and keys by rows and columns, attend frame by frame. Owns: nothing. Does not know: towers, images
+beyond the lengths of their frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.ops.backend import Backend
+
+
+def rotate_patches_reference(qkv: Tensor, cos_sin: Tensor) -> Tensor:
+    """Torch reference of ``rotate_patches``."""
+    half = qkv.shape[-1] // 2
+    cos, sin = cos_sin[:, None, None, :half], cos_sin[:, None, None, half:]
+    first, second = qkv[:, :2].float().split(half, dim=-1)
+    qkv[:, :2] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return qkv
+
+
+def rotate_patches(qkv: Tensor, cos_sin: Tensor, *, backend: Backend) -> Tensor:
+    """Rotate queries and keys in place (2D rotary embedding: the angles say which frequency turns by row or column).
+
+    Args:
+        qkv: ``[N, 3, heads, D]``, contiguous: queries, keys, values.
+        cos_sin: ``[N, D]`` float32: ``D / 2`` cosines, then as many sines.
+
+    Returns:
+        ``qkv``, computed in float32 and rounded once.
+    """
+    if backend is Backend.TORCH:
+        return rotate_patches_reference(qkv, cos_sin)
+    from weft.ops.triton.vision_rotary import rotate_patches_triton
+
+    return rotate_patches_triton(qkv, cos_sin)
+
+
+def frame_attention(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Full attention within consecutive frames, without a mask: memory grows with the patches, not with their square.
+
+    Args:
+        qkv: ``[N, 3, heads, D]``, contiguous.
+        lengths: patches of each frame; their sum is N. Neighbours of equal length run together.
+
+    Returns:
+        ``[N, heads * D]``.
+    """
+    out = torch.empty_like(qkv[:, 0])
+    start = 0
+    for length, same in groupby(lengths):
+        count = len(list(same))
+        frames = qkv[start : start + count * length].unflatten(0, (count, length))
+        q, k, v = (frames[:, :, i].transpose(1, 2) for i in range(3))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        out[start : start + count * length] = attended.flatten(0, 1)
+        start += count * length
+    return out.flatten(1)
