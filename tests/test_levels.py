@@ -26,6 +26,7 @@ LEVELS: list[tuple[str, ...]] = [
         "assets",
         "sampling_params",
         "config",
+        "multimodal",
         "messages",
         "outputs",
         "request",

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from weft.multimodal.items import MediaItem
+
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a row with every default resolved (see ``SamplingParams`` for the meanings).
@@ -47,12 +49,22 @@ class NewRequest(msgspec.Struct, frozen=True):
         token_ids: every token known: the prompt, and after a preemption also the tokens generated so far.
         num_prompt_tokens: how many of ``token_ids`` are prompt.
         sampling: resolved parameters.
+        media_runs: ``(position, tokens, height, width)`` of each run of placeholders, ascending: a frame's, or an
+            image's, with its height and width in patches. Positions in the decoder follow from them (M-RoPE).
     """
 
     row: int
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: RowSampling
+    media_runs: list[tuple[int, int, int, int]] = []
+
+
+class Encoding(msgspec.Struct, frozen=True):
+    """An image or video to encode; its embeddings fill the rows of the encoder cache from ``row`` on."""
+
+    item: MediaItem
+    row: int
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True):
@@ -72,6 +84,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
             again for the recurrent states only, but must not be written.
         draft_token_ids: the last tokens of the step, a guess at what will be sampled. A token is sampled after each of
             them too, and they are accepted as far as they are what was sampled.
+        media: ``(position, tokens, row)``: these tokens, from this position on, take their embeddings from the encoder
+            cache, from this row on. Ascending, within the step.
     """
 
     row: int
@@ -83,6 +97,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     checkpoints: list[tuple[int, int]] = []
     write_start: int = 0
     draft_token_ids: list[int] = []
+    media: list[tuple[int, int, int]] = []
 
     @property
     def num_samples(self) -> int:
@@ -103,6 +118,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 class SchedulerOutput(msgspec.Struct, frozen=True):
     """What one step runs. ``requests`` lists decodes first.
 
+    ``encodings`` are run first, and may overwrite rows of the encoder cache that earlier steps read.
     ``token_masks[row]``: bits of the tokens that the row may sample, lowest bit first; none: any token.
     """
 
@@ -113,6 +129,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     state_forks: list[tuple[int, int]] = []
     page_copies: list[tuple[int, int]] = []
     token_masks: dict[int, bytes] = {}
+    encodings: list[Encoding] = []
 
     @property
     def num_tokens(self) -> int:
@@ -140,7 +157,8 @@ class ModelOutput(msgspec.Struct, frozen=True):
     prompt tokens whose *predecessor* ran in this step. ``failed_rows`` computed NaN: their token, if they sampled one,
     and all that the step stored for them are worthless, and the request must fail alone. ``mode`` says how the step ran
     (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody. ``draft_token_ids``: what
-    the model's own head guesses to come after the tokens of a row that sampled.
+    the model's own head guesses to come after the tokens of a row that sampled. ``encoder_seconds``: how long the
+    step's images took to encode.
     """
 
     step: int
@@ -152,3 +170,4 @@ class ModelOutput(msgspec.Struct, frozen=True):
     mode: str = "NONE"
     num_padding_tokens: int = 0
     draft_token_ids: dict[int, list[int]] = {}
+    encoder_seconds: float = 0.0

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from weft.messages import RowSampling, TokenLogprobs
+from weft.multimodal.items import MediaItem, cache_token_ids
 from weft.outputs import CacheReport
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -58,6 +59,7 @@ class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
         priority: smaller goes first under the ``priority`` policy.
         cache_salt: only cached prefixes under the same salt are reused, and what it computes is cached under it.
         checkpoint_positions: prompt positions at which later prompts may leave this one, for recurrent states.
+        media: images and videos of the prompt, in the order of their placeholders.
         caller: whose it is, for the fair order; an API key's identity or a connection.
         arrival_time: when it was accepted, ``time.monotonic()``.
     """
@@ -72,6 +74,7 @@ class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
     priority: int = 0
     cache_salt: str | None = None
     checkpoint_positions: list[int] = []
+    media: list[MediaItem] = []
     caller: str = ""
     arrival_time: float = msgspec.field(default_factory=time.monotonic)
 
@@ -152,6 +155,11 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         return self.prompt_token_ids + self.output_token_ids
 
     @property
+    def cache_token_ids(self) -> list[int]:
+        """Prompt and output known on the host as the prefix cache knows them (a copy): with images by their content."""
+        return cache_token_ids(self.prompt_token_ids, self.media) + self.output_token_ids
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -164,6 +172,10 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
     def will_be_full(self) -> bool:
         """True if the tokens out and on their way already reach ``max_tokens``: no further step may be launched."""
         return len(self.output_token_ids) + self.num_pending >= self.max_tokens
+
+    def drop_pixels(self) -> None:
+        """Nothing of it will be encoded any more; only where its images stand, and which they are, is kept."""
+        self.media = [item.without_pixels() for item in self.media]  # type: ignore[misc]  # no field of the spec alone
 
     def end(self, reason: FinishReason, stop_reason: str | None = None) -> None:
         """The request ends now, from outside."""

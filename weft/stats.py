@@ -32,12 +32,18 @@ class SchedulerStats(CacheStats, frozen=True, kw_only=True):
     ``num_stalls`` counts requests preempted again before any request had computed a new token: it must stay 0.
     ``spec_decode_*``: how often drafts of a request were verified, tokens of these, how many of them were accepted, and
     of these how many were a request's first draft ("0"), second ("1"), ….
+    ``num_encoder_*``: images and videos that a step needed embeddings of, and how many were there already;
+    ``encoder_seconds``: what encoding the others took; ``encoder_cache_tokens``: tokens whose embeddings are kept now.
     """
 
     num_waiting: int = 0
     num_running: int = 0
     num_preemptions: int = 0
     num_stalls: int = 0
+    num_encoder_queries: int = 0
+    num_encoder_hits: int = 0
+    encoder_seconds: float = 0.0
+    encoder_cache_tokens: int = 0
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0

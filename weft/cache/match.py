@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from weft.cache.radix_tree import Checkpoint, Prefix, Tokens
+from weft.multimodal.items import media_name
 from weft.outputs import CacheReport
 
 
@@ -78,7 +79,13 @@ def _why_no_kv(match: Match) -> str:
     else:
         lost = node.lost_continuations.get(int(match.tokens[kv]))
         where = f"nothing beyond {kv:,} was ever stored"
-    return where if lost is None else f"KV beyond {kv:,} evicted {_ago(lost)}"
+    return f"{where}{_at_image(match)}" if lost is None else f"KV beyond {kv:,} evicted {_ago(lost)}"
+
+
+def _at_image(match: Match) -> str:
+    """The image that is not stored, where one stands at the end of the stored KV."""
+    token = int(match.tokens[match.num_kv_tokens])
+    return f", at the image or video {media_name(token)}" if token < 0 else ""
 
 
 def _ago(moment: float) -> str:

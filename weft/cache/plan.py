@@ -30,6 +30,7 @@ class CachePlan:
         max_model_len: context length, clamped to what one request can hold.
         cache_bytes: bytes of all cache tensors; equals what they hold once allocated.
         reasons: for each value, why it is what it is.
+        encoder_bytes: bytes of kept embeddings of images, beside ``cache_bytes``.
         max_num_batched_tokens: of one step, if the device has no memory for a step as large as configured; else None.
     """
 
@@ -40,6 +41,7 @@ class CachePlan:
     cache_bytes: int
     reasons: dict[str, str]
     max_num_batched_tokens: int | None = None
+    encoder_bytes: int = 0
 
     def num_full_contexts(self, page_size: int) -> int:
         """Requests of the full context length that can run at a time."""
@@ -82,7 +84,7 @@ def plan_caches(
         drafts = working_slots(max_num_seqs, num_drafts_at) - max_num_seqs
         each = f", {drafts} of them for drafts" if drafts else ""
         reasons["max_num_seqs"] = (
-            f"clamped to {max_num_seqs}: {num_slots - 1} state slots of {_mib(spec.slot_bytes)} fit{each}"
+            f"clamped to {max_num_seqs}: {num_slots - 1} state slots of {mib(spec.slot_bytes)} fit{each}"
         )
     contexts = max_num_seqs + _kept(KEPT_CONTEXTS, max_num_seqs, keeps_prefixes)
     num_pages = _plan_pages(
@@ -128,14 +130,14 @@ def _plan_slots(
     fitting = budget // 2 // spec.slot_bytes - 1
     if fitting < 1:
         raise CapacityError(
-            f"{_mib(budget)} of cache memory is too little: half of it must hold at least two state slots of "
-            f"{_mib(spec.slot_bytes)}; raise cpu_cache_gib (or gpu_memory_utilization on a GPU)"
+            f"{mib(budget)} of cache memory is too little: half of it must hold at least two state slots of "
+            f"{mib(spec.slot_bytes)}; raise cpu_cache_gib (or gpu_memory_utilization on a GPU)"
         )
     slots = min(wanted, fitting)
     kept = f", {slots - running} for the prefix cache" if slots > running else ""
     drafts = f", {num_drafts} for drafts" if num_drafts else ""
     reasons["num_state_slots"] = (
-        f"{slots + 1}: one per running request{drafts}{kept} and the reserved one, {_mib(spec.slot_bytes)} each"
+        f"{slots + 1}: one per running request{drafts}{kept} and the reserved one, {mib(spec.slot_bytes)} each"
     )
     return slots + 1
 
@@ -150,15 +152,16 @@ def _plan_pages(
     fitting = budget // spec.page_bytes if spec.page_bytes else useful
     if fitting < 2:
         raise CapacityError(
-            f"{_mib(budget)} of cache memory is left for KV pages, but two of {_mib(spec.page_bytes)} are needed; "
+            f"{mib(budget)} of cache memory is left for KV pages, but two of {mib(spec.page_bytes)} are needed; "
             "raise cpu_cache_gib (or gpu_memory_utilization on a GPU), or lower max_num_seqs"
         )
     if fitting >= useful:
         reasons["num_kv_pages"] = f"{useful}: {contexts} contexts of {max_model_len} tokens; more is not taken"
         return useful
-    reasons["num_kv_pages"] = f"{fitting}: what fits into {_mib(budget)} at {_mib(spec.page_bytes)} a page"
+    reasons["num_kv_pages"] = f"{fitting}: what fits into {mib(budget)} at {mib(spec.page_bytes)} a page"
     return fitting
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
+    """For people."""
     return f"{num_bytes / 2**20:,.2f} MiB"

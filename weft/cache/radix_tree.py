@@ -32,17 +32,18 @@ from weft.cache.checkpoints import CheckpointKind
 from weft.cache.page_pool import PagePool
 from weft.cache.state_pool import StatePool
 
-Tokens = NDArray[np.int32]
+Tokens = NDArray[np.int64]
+"""Token ids; in the place of an image's, a negative id of the image (``weft/multimodal/items.py``)."""
 
 MAX_REMEMBERED = 256
 """Evicted continuations that one node remembers, for explanations only."""
 
 
 def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
-    """Token ids as an int32 array (the array itself if it is one)."""
+    """Token ids as an int64 array (the array itself if it is one)."""
     if isinstance(token_ids, np.ndarray):
         return token_ids
-    return np.frombuffer(array("i", token_ids), dtype=np.int32)
+    return np.frombuffer(array("q", token_ids), dtype=np.int64)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -203,7 +204,7 @@ class RadixTree:
         """The root of ``salt``, created if need be."""
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(None, 0, np.zeros(0, dtype=np.int32), [], salt=salt)
+            root = self._roots[salt] = Node(None, 0, np.zeros(0, dtype=np.int64), [], salt=salt)
         return root
 
     def split(self, node: Node, position: int) -> Node:

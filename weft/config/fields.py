@@ -152,12 +152,12 @@ class EngineConfig:
         "several GPUs and with drafts",
     )  # fmt: skip
     limit_mm_per_prompt: MediaLimits = _option(
-        "json", MediaLimits(), """most images and videos of a prompt, for example '{"image": 4, "video": 0}'; default: """
-        "as many as fit the context", parse=parse_media_limits,
+        "json", MediaLimits(), """most images and videos of a prompt, for example '{"image": 4, "video": 0}'; """
+        "default: as many as fit the context", parse=parse_media_limits,
     )  # fmt: skip
     max_num_encoder_input_tokens: int | None = _option(
-        "int", None, "most tokens of images that the vision tower encodes in a step, and of one image or video; default: "
-        "16384 or the context", low=1,
+        "int", None, "most tokens of images that the vision tower encodes in a step, and of one image or video; "
+        "default: 16384 or the context", low=1,
     )  # fmt: skip
     encoder_cache_size: int | None = _option(
         "int", None, "tokens of images whose embeddings are kept; default: 32768", low=1

@@ -35,7 +35,9 @@ def parse_media_limits(value: Any) -> MediaLimits:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"""{NAME}={value!r} is no JSON ({error}); give for example '{{"image": 4}}'""") from error
+            raise ConfigError(
+                f"""{NAME}={value!r} is no JSON ({error}); give for example '{{"image": 4}}'"""
+            ) from error
     if not isinstance(value, Mapping):
         raise ConfigError(f"""{NAME}={value!r} is no mapping; give for example '{{"image": 4}}'""")
     for modality, limit in value.items():

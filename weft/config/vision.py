@@ -124,16 +124,22 @@ def read_vision(
     ids = [top.integer(name, default, low=0) for name, default in zip(names, defaults, strict=True)]
     rope = vision.object("rope_parameters") or JsonObject({}, vision.where)
     return VisionConfig(
-        *(vision.integer(key) for key in (
-            "depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "patch_size",
-            "temporal_patch_size", "spatial_merge_size", "out_hidden_size", "num_position_embeddings",
-        )),
+        depth=vision.integer("depth"),
+        hidden_size=vision.integer("hidden_size"),
+        intermediate_size=vision.integer("intermediate_size"),
+        num_heads=vision.integer("num_heads"),
+        in_channels=vision.integer("in_channels"),
+        patch_size=vision.integer("patch_size"),
+        temporal_patch_size=vision.integer("temporal_patch_size"),
+        spatial_merge_size=vision.integer("spatial_merge_size"),
+        out_hidden_size=vision.integer("out_hidden_size"),
+        num_position_embeddings=vision.integer("num_position_embeddings"),
         activation=vision.text("hidden_act"),
         rope_theta=rope.number("rope_theta", _DEFAULT_THETA),
         tokens=VisionTokens(*ids),
         mrope_section=_mrope_section(text, mrope_section),
         deepstack_indexes=_deepstack_indexes(vision) if deepstack else (),
-    )  # fmt: skip
+    )
 
 
 def _one_size(given: JsonObject, key: str, value: Any) -> Any:

@@ -39,6 +39,7 @@ from weft.executor.make import make_executor
 from weft.executor.rank_process import StartedRank
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request
+from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.scheduler import Scheduler
 from weft.speculation.planner import DraftPlanner
 from weft.stats import EngineStats
@@ -64,6 +65,7 @@ class EngineCore:
             drafts=DraftPlanner.of(config.speculative_config, self.manager, self.plan.max_model_len)
             if config.speculative_config
             else None,
+            encoder=_make_encoder(config),
         )
         self._max_in_flight = 1 if config.enable_overlap else 0
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the moment of the launch
@@ -186,6 +188,14 @@ class EngineCore:
         self._in_flight.clear()
         self._grammars.close()
         self._executor.stop()
+
+
+def _make_encoder(config: EngineConfig) -> EncoderCache | None:
+    """The encoder cache of a model that reads images."""
+    if not config.model_config.runs_vision:
+        return None
+    assert config.encoder_cache_size is not None and config.max_num_encoder_input_tokens is not None
+    return EncoderCache(config.encoder_cache_size, config.max_num_encoder_input_tokens)
 
 
 def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:

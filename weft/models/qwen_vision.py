@@ -81,7 +81,7 @@ class PatchMerger(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """``[N, patch_dim] -> [N, hidden_size]``: the published convolution's kernel is its stride, so it is one product."""
+    """``[N, patch_dim] -> [N, hidden_size]``: a convolution whose kernel is its stride, so one product."""
 
     def __init__(self, config: VisionConfig, context: ModelContext) -> None:
         super().__init__()
@@ -128,10 +128,11 @@ class VisionTower(nn.Module):
         lengths = [h * w for t, h, w in grids for _ in range(t)]
         places = [patch_places(grid, self.config.spatial_merge_size, self._device) for grid in grids]
         x = self.patch_embed(patches.to(self._dtype))
-        corners = (grid_corners(p, g, isqrt(self.config.num_position_embeddings)) for p, g in zip(places, grids))
+        side = isqrt(self.config.num_position_embeddings)
+        corners = (grid_corners(p, g, side) for p, g in zip(places, grids, strict=True))
         x = x + torch.cat([self.pos_embed(*c).to(self._dtype) for c in corners])
         cos_sin = self._rotation(torch.cat(places))
-        features = []
+        features: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             x = block(x, cos_sin, lengths)
             if index in self.config.deepstack_indexes:

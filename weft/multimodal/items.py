@@ -31,8 +31,8 @@ class MediaItem(msgspec.Struct, frozen=True):
             image, one per temporal patch for a video, whose timestamps stand between them. Together as many tokens as
             the encoder gives embeddings.
         grid: temporal, vertical and horizontal patches ``(t, h, w)``.
-        pixel_values: float32, ``[t * h * w, channels * temporal_patch * patch * patch]`` in C order, in the order of the
-            checkpoint's processor.
+        pixel_values: float32, ``[t * h * w, channels * temporal_patch * patch * patch]`` in C order, in the order
+            of the checkpoint's processor.
     """
 
     modality: Modality
@@ -67,6 +67,14 @@ class MediaItem(msgspec.Struct, frozen=True):
         """What stands for each of its placeholders in the keys of the prefix cache: negative, 63 bits of the hash."""
         return -1 - (int.from_bytes(self.content_hash[:8]) >> 1)
 
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """``(position, tokens, height, width)`` of its runs of placeholders, as in ``NewRequest.media_runs``."""
+        return [(offset, length, *self.grid[1:]) for offset, length in self.placeholders]
+
+    def without_pixels(self) -> MediaItem:
+        """What is left to keep once nothing will be encoded any more."""
+        return msgspec.structs.replace(self, pixel_values=b"")
+
     def patches(self) -> NDArray[np.float32]:
         """``pixel_values`` as ``[num_patches, patch_dim]`` float32, read only, without a copy."""
         import numpy as np
@@ -75,7 +83,8 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 def media_name(cache_token_id: int) -> str:
-    """The name of the item that a (negative) id in the keys of the prefix cache stands for, without its modality."""
+    """The name of the item that a (negative) id in the keys of the prefix cache stands for, without its modality: the
+    first digits of its hash."""
     return f"{(-1 - cache_token_id) >> 31:08x}"
 
 

@@ -41,6 +41,7 @@ class StepShape:
         num_samples: sequences that sample a token.
         padded: True if rows beyond the real ones are present; their number is then known to the device only.
         query_len: tokens of every sequence where all of them verify as many drafts, 0 otherwise.
+        may_have_media: as in ``Batch``.
         any_mixture: True if also how many sequences decode is known to the device only.
     """
 
@@ -54,11 +55,12 @@ class StepShape:
     padded: bool = False
     any_mixture: bool = False
     query_len: int = 0
+    may_have_media: bool = False
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence brings one token and samples one."""
-        return self.num_decodes == self.num_seqs == self.num_samples
+        """Every sequence brings one token, of text, and samples one."""
+        return self.num_decodes == self.num_seqs == self.num_samples and not self.may_have_media
 
     def descriptor(self) -> BatchDescriptor:
         """What chooses the graph."""
@@ -83,13 +85,16 @@ class StepShape:
         return StepShape(tokens, size, 0, query_len, max_seq_len, (), tokens, padded=True, query_len=query_len)
 
     @staticmethod
-    def mixture(num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: Sequence[int]) -> StepShape:
+    def mixture(
+        num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: Sequence[int], may_have_media: bool = False
+    ) -> StepShape:
         """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
         num_seqs = min(num_tokens, max_num_seqs)
         chunks = tuple((size, chunk_capacity(num_tokens, size)) for size in chunk_sizes)
         return StepShape(
-            num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True
-        )
+            num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True,
+            may_have_media=may_have_media,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,8 @@ class BatchBuilder:
         num_drafts: most drafts of a request in a step.
         num_drafts_at: from the requests of a step to the drafts that each of them should have.
         verifies: steps of sequences with equally many drafts get a ``Verification``.
+        first_media_id, first_media_position: token id and position of the first token of a step, if it is one of an
+            image; the next tokens have the next ones (``models/vision_language.py``). None: the model reads no images.
         device: where the forward pass runs.
     """
 
@@ -177,7 +184,10 @@ class BatchBuilder:
         num_drafts_at: Callable[[int], int],
         verifies: bool,
         device: torch.device,
+        first_media_id: int | None = None,
+        first_media_position: int = 0,
     ) -> None:
+        self._first_media_id, self._first_media_position = first_media_id, first_media_position
         self._rows = rows
         self.page_size = page_size
         self._chunk_sizes = tuple(chunk_sizes)
@@ -239,6 +249,7 @@ class BatchBuilder:
             num_chunks=num_chunks,
             num_samples=num_samples,
             query_len=query_len,
+            may_have_media=self._first_media_id is not None and any(r.media for r in requests),
         )
 
     def _query_len(self, requests: list[ScheduledRequest]) -> int:
@@ -298,6 +309,25 @@ class BatchBuilder:
         for at, r in zip(starts.tolist(), requests, strict=True):
             if r.start < r.write_start:  # to page 0: what is stored here belongs to others
                 slots[at : at + min(r.num_tokens, r.write_start - r.start)] = 0
+        if table.rope_positions:
+            self._place_media(requests, layout)
+
+    def _place_media(self, requests: list[ScheduledRequest], layout: _Layout) -> None:
+        """Positions of sequences with images; ids and positions of the images' tokens."""
+        table, ids, positions = self._rows, self._host["input_ids"], self._host["positions"]
+        positions[: layout.bounds[-1]] += np.repeat(table.rope_delta[layout.rows], layout.counts)
+        for i in (layout.first < table.num_prompt_tokens[layout.rows]).nonzero()[0].tolist():
+            r, at = requests[i], int(layout.bounds[i])
+            if r.row not in table.rope_positions:
+                continue
+            prompt = table.rope_positions[r.row][0, r.start : r.start + r.num_tokens]
+            positions[at : at + len(prompt)] = prompt
+            for position, count, _ in r.media:
+                assert self._first_media_id is not None, "an image came to a model without a vision tower"
+                first = at + position - r.start
+                numbers = np.arange(first, first + count)
+                ids[first : first + count] = self._first_media_id + numbers
+                positions[first : first + count] = self._first_media_position + numbers
 
     def _fill_sequences(self, requests: list[ScheduledRequest], layout: _Layout) -> None:
         count = len(requests)
@@ -418,7 +448,8 @@ class BatchBuilder:
 
     def mixture_shape(self, num_tokens: int, max_seq_len: int) -> StepShape:
         """Sizes of a graph of ``num_tokens`` tokens of any sequences."""
-        return StepShape.mixture(num_tokens, self._max_num_seqs, max_seq_len, self._chunk_sizes)
+        has_media = self._first_media_id is not None
+        return StepShape.mixture(num_tokens, self._max_num_seqs, max_seq_len, self._chunk_sizes, has_media)
 
     # -- device --------------------------------------------------------------------------------------------------
 
@@ -442,6 +473,7 @@ class BatchBuilder:
             chunks={size: self._chunk_table(shape, size, count) for size, count in shape.num_chunks},
             token_count=device("counts", 1) if shape.padded else None,
             verification=self._verification(shape) if shape.query_len else None,
+            may_have_media=shape.may_have_media,
             mixture=Mixture(device("counts", 3), device("decode_slots", shape.num_seqs), MAX_PREFILLS)
             if shape.any_mixture
             else None,

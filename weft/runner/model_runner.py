@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.cache.plan import CachePlan, plan_caches
+from weft.cache.plan import CachePlan, mib, plan_caches
 from weft.cache.spec import CacheSpec
 from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode
@@ -36,9 +36,11 @@ from weft.layers.table import LayerTable
 from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
+from weft.models.vision_language import VisionLanguageModel
 from weft.ops.backend import Backend, resolve_backend
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
 from weft.runner.compilation import ModelCompiler
+from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import (
     GRAPH_BYTES,
     explained_out_of_memory,
@@ -49,7 +51,14 @@ from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
 from weft.runner.step_runner import StepRunner
-from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, one_layer_of_each_kind, powers_of_two
+from weft.runner.warmup import (
+    StepLimits,
+    compiled_meanwhile,
+    covering_steps,
+    image_step,
+    one_layer_of_each_kind,
+    powers_of_two,
+)
 from weft.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -98,6 +107,9 @@ class ModelRunner:
         with explained_out_of_memory("loading the weights", config):
             with stage("model"):
                 self.model = self._make_model()
+                self.media: MediaInputs | None = None
+                if isinstance(self.model, VisionLanguageModel) and config.model_config.runs_vision:
+                    self.media = MediaInputs(self.model, config)
                 self.compiler = ModelCompiler(config, self.model)
                 assert self.spec.layers.keys() <= self._layers.keys(), "the model's layers are not those of its specs"
             with stage("kernels"), self._kernels_compiled_meanwhile(), stage("weights"):
@@ -128,6 +140,7 @@ class ModelRunner:
             backend=self._backend,
             layers=self._layers,
             max_model_len=config.max_model_len,
+            num_media_rows=config.max_num_batched_tokens if config.model_config.runs_vision else 0,
         )
         model = create_model(config.model_config, context)
         model.eval()
@@ -148,6 +161,9 @@ class ModelRunner:
             for scheduler_output in covering_steps(limits, state_slot=1 if self.spec.has_states else 0):
                 self.launch(scheduler_output)
                 self.steps.rows.last_token.zero_()  # what was sampled may be no token
+            if self.media is not None:
+                self.media.run_smallest()
+                self.launch(image_step(1 if self.spec.has_states else 0))
             self._walk_captured_steps()
         del self.steps
 
@@ -189,7 +205,7 @@ class ModelRunner:
         self.config = config = replace(
             self.config, max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs
         )
-        return plan_caches(
+        plan = plan_caches(
             self.spec,
             budget_bytes=self._tp.least(self._cache_budget()),
             max_num_seqs=config.max_num_seqs,
@@ -199,6 +215,13 @@ class ModelRunner:
             keeps_prefixes=config.enable_prefix_caching,
             num_drafts_at=config.num_drafts_at,
         )
+        return plan if self.media is None else self._with_encoder_cache(plan, self.media.embeddings)
+
+    def _with_encoder_cache(self, plan: CachePlan, embeddings: torch.Tensor) -> CachePlan:
+        """The plan with the embeddings of images, which have their memory already."""
+        tokens, features, size = embeddings.shape
+        reason = f"embeddings of {tokens} tokens of images, {features} of {size} numbers each: {mib(embeddings.nbytes)}"
+        return replace(plan, encoder_bytes=embeddings.nbytes, reasons=plan.reasons | {"encoder_cache_size": reason})
 
     def _forget_steps(self) -> None:
         """Give back what an attempt to run a step left behind."""
@@ -252,6 +275,9 @@ class ModelRunner:
         self.run(SchedulerOutput(0, prefills, new))
         if config.max_model_len > length:
             self.run(SchedulerOutput(1, decodes))
+        if self.media is not None:
+            with torch.inference_mode():
+                self.media.run_largest()
         peak = torch.cuda.max_memory_allocated(self.device)
         self._forget_steps()
         return peak - before
@@ -259,7 +285,9 @@ class ModelRunner:
     def _attach(self, plan: CachePlan) -> None:
         """Make caches, rows and buffers of the planned sizes."""
         max_tokens = self._capture_sizes(plan.max_num_seqs).max_tokens
-        self.steps = StepRunner(self.model, self._layers, self.config, self.spec, plan, self._backend, max_tokens)
+        self.steps = StepRunner(
+            self.model, self._layers, self.config, self.spec, plan, self._backend, max_tokens, self.media
+        )
 
     def _capture_graphs(self) -> None:
         config, sizes = self.config, self._capture_sizes(self.plan.max_num_seqs)

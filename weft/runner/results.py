@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.layers.sampler import Logprobs, logprobs_of
 from weft.messages import ModelOutput, SchedulerOutput, TokenLogprobs
 from weft.runner.buffers import to_device
+from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable
 from weft.runner.step_sampler import SampledTokens
 
@@ -67,6 +68,7 @@ class PendingStep:
         draft_rows: whose they are.
         mode: how the step runs (NONE, PIECEWISE, FULL).
         num_padding_tokens: rows that it computes for nobody.
+        encoder_time: of its images; None if it encodes none.
     """
 
     step: int
@@ -83,6 +85,7 @@ class PendingStep:
     draft_rows: list[int] = field(default_factory=list)
     mode: str = "NONE"
     num_padding_tokens: int = 0
+    encoder_time: EncoderTime | None = None
     _done: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
@@ -114,6 +117,7 @@ class PendingStep:
             self.mode,
             self.num_padding_tokens,
             self._drafts(),
+            self.encoder_time.seconds() if self.encoder_time is not None else 0.0,
         )
 
     def _drafts(self) -> dict[int, list[int]]:

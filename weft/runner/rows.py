@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
+from weft.runner.mrope import mrope_positions
 
 
 class RowTable:
     """``num_rows`` rows and the padding row; every array below is indexed by row.
+
+    Args:
+        spatial_merge_size: side of the squares of patches that become one token of an image.
 
     Attributes:
         padding_row: index of the padding row.
@@ -28,11 +32,14 @@ class RowTable:
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
         num_known_tokens, num_prompt_tokens: tokens that the request brought along, and how many of them are its prompt.
+        rope_positions: row -> ``[3, num_prompt_tokens]`` positions of its prompt; of rows whose prompt has images.
+        rope_delta: what later tokens' positions differ by from their places in the sequence; 0 without images.
         prompt_logprobs: row -> how many alternatives it wants at every token of its prompt; rows that want none are not
             in it.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device, spatial_merge_size: int = 1) -> None:
+        self._merge = spatial_merge_size
         self.padding_row = num_rows
         self.max_pages = max_pages
         self.page_table = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
@@ -45,6 +52,8 @@ class RowTable:
         self.seed = np.zeros(num_rows + 1, dtype=np.int64)
         self.num_known_tokens = np.zeros(num_rows + 1, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(num_rows + 1, dtype=np.int64)
+        self.rope_positions: dict[int, np.ndarray] = {}
+        self.rope_delta = np.zeros(num_rows + 1, dtype=np.int64)
         self.prompt_logprobs: dict[int, int] = {}
         self._num_pages = [0] * num_rows
         self._token_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int32)] * num_rows
@@ -57,6 +66,11 @@ class RowTable:
         self._token_ids[row] = np.asarray(new.token_ids, dtype=np.int32)
         self.num_known_tokens[row], self.num_prompt_tokens[row] = len(new.token_ids), new.num_prompt_tokens
         self._sampling[row] = params
+        self.rope_positions.pop(row, None)
+        self.rope_delta[row] = 0
+        if new.media_runs:
+            positions, delta = mrope_positions(new.num_prompt_tokens, new.media_runs, self._merge)
+            self.rope_positions[row], self.rope_delta[row] = positions, delta
         self.prompt_logprobs.pop(row, None)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = params.prompt_logprobs

@@ -6,7 +6,8 @@ the model was loaded or the caches were sized.
 
 One step, in the order that ``messages.py`` promises::
 
-    forget finished rows -> fill new rows -> copy pages, fork states -> batch -> forward -> sample -> remember tokens
+    encode images -> forget finished rows -> fill new rows -> copy pages, fork states -> batch, rows of its images
+    -> forward -> sample -> remember tokens
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from weft.models.decoder import CausalLM
 from weft.models.mtp import MtpDrafter
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder, StepShape
+from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches, cache_tensors
 from weft.runner.moves import CacheMover
 from weft.runner.results import PendingStep, failed_prefills, pending_step, prompt_logprobs_of
@@ -48,6 +50,7 @@ class StepRunner:
         layers: the model's, by name.
         spec, plan: of the caches.
         max_captured_tokens: of the largest forward pass that will be captured.
+        media: of the model, if it reads images.
 
     Attributes:
         caches: by layer name.
@@ -66,7 +69,9 @@ class StepRunner:
         plan: CachePlan,
         backend: Backend,
         max_captured_tokens: int,
+        media: MediaInputs | None = None,
     ) -> None:
+        self._media = media
         device, model_config = torch.device(config.device), config.model_config
         self._model = model
         self.graphs = StepGraphs()
@@ -78,7 +83,10 @@ class StepRunner:
 
         self.context = context
         self.mover = CacheMover(spec.layers, self.caches, backend, device)
-        self.rows = RowTable(plan.max_num_seqs, spec.pages_for(plan.max_model_len), device)
+        vision = model_config.vision if media is not None else None
+        self.rows = RowTable(
+            plan.max_num_seqs, spec.pages_for(plan.max_model_len), device, vision.spatial_merge_size if vision else 1
+        )
         self.builder = BatchBuilder(
             self.rows,
             page_size=config.page_size,
@@ -89,6 +97,8 @@ class StepRunner:
             num_drafts_at=config.num_drafts_at,
             verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
             device=device,
+            first_media_id=model_config.vocab_size if media is not None else None,
+            first_media_position=config.max_model_len,
         )
         sampler = Sampler(backend)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
@@ -134,7 +144,16 @@ class StepRunner:
 
     def launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
+        encodings = scheduler_output.encodings
+        encoder_time = self._media.encode(encodings) if self._media is not None and encodings else None
         self.prepare(scheduler_output)
+        if self._media is not None:
+            self._media.load(scheduler_output.requests, self.rows)
+        pending = self._launch(scheduler_output, processors)
+        pending.encoder_time = encoder_time
+        return pending
+
+    def _launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
         self._sampling.set_processors(processors)
         requests = scheduler_output.requests
         sampled = sampled_positions(requests) if self.builder.num_drafts else [r for r in requests if r.samples]

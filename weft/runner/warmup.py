@@ -104,6 +104,12 @@ def step(sequences: list[tuple[int, int]], state_slot: int, sampling: RowSamplin
     return SchedulerOutput(0, requests, new)
 
 
+def image_step(state_slot: int) -> SchedulerOutput:
+    """A step of one token, of an image that was never encoded."""
+    new = NewRequest(0, [0], 1, GREEDY, [(0, 1, 1, 1)])
+    return SchedulerOutput(0, [ScheduledRequest(0, 0, 1, [], state_slot, True, media=[(0, 1, 0)])], [new])
+
+
 def powers_of_two(limit: int) -> list[int]:
     """1, 2, 4, … below ``limit``, and ``limit``."""
     return [2**i for i in range((limit - 1).bit_length())] + [limit]

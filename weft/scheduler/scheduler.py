@@ -37,6 +37,7 @@ from weft.cache.match import Match
 from weft.cache.radix_tree import Tokens, as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
+from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
 from weft.speculation.planner import DraftPlanner, Drafts, refusal
 from weft.stats import SchedulerStats
@@ -107,12 +108,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         policy: SchedulePolicy = "fcfs",
         drafts: DraftPlanner | None = None,
+        encoder: EncoderCache | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode in one step"
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy: SchedulePolicy = policy
         self.drafts = drafts
+        self.encoder = encoder
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._waiting = WaitingQueue(policy)
         self._running: list[Running] = []
@@ -168,6 +171,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_stalls=self._num_stalls,
             **(self.drafts.stats() if self.drafts is not None else {}),
+            **(self.encoder.stats() if self.encoder is not None else {}),
             **asdict(self.manager.stats()),
         )
 
@@ -181,6 +185,8 @@ class Scheduler:
         """The next step, or None if nothing can run now."""
         if self._leaving and not self._running:
             return None  # only ended requests are in flight: the tree gets what they have before the next turn
+        if self.encoder is not None:
+            self.encoder.begin_step()
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
         if self._num_preemptions == preempted_before:
@@ -205,6 +211,7 @@ class Scheduler:
             is_decode = wanted == 1
             # Decodes always fit; a chunk of prefill takes what they leave.
             num_tokens = 1 if is_decode else min(wanted, budget - decoding)
+            num_tokens = self._reach(request, num_tokens)
             if num_tokens <= 0:
                 continue
             end = request.num_computed_tokens + num_tokens
@@ -247,7 +254,7 @@ class Scheduler:
         self._watch_progress(request)
         assert victim.in_flight == 0 and request.num_pending == 0
         self._running.remove(victim)
-        self.manager.preempt(victim.lease, request.known_token_ids)
+        self.manager.preempt(victim.lease, request.cache_token_ids)
         self._free_row(victim)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -295,11 +302,20 @@ class Scheduler:
             self._waiting.remove(request)
             self._lookups.pop(request, None)
             running = self._admit(request, lease)
-            num_tokens = min(request.num_tokens_to_compute, budget)
+            num_tokens = self._reach(request, min(request.num_tokens_to_compute, budget))
+            if num_tokens == 0:
+                continue  # its image is encoded in a later step
             pages = self.manager.allocate(lease, request.num_computed_tokens + num_tokens)
             assert pages is not None, "the lease promised room"
             budget -= num_tokens
             planned.append(Planned(running, num_tokens))
+
+    def _reach(self, request: Request, num_tokens: int) -> int:
+        """How many of the request's next ``num_tokens`` tokens can run, up to the first image that has to wait."""
+        if not request.media or num_tokens <= 0:
+            return num_tokens
+        assert self.encoder is not None, "a request with images came to a model without a vision tower"
+        return self.encoder.reach(request.media, request.num_computed_tokens, num_tokens)
 
     def _candidates(self) -> list[Request]:
         """Waiting requests in the order in which they are tried."""
@@ -315,7 +331,7 @@ class Scheduler:
     def _match(self, request: Request) -> Match:
         lookup = self._lookups.get(request)
         if lookup is None:
-            lookup = self._lookups[request] = Lookup(as_tokens(request.known_token_ids))
+            lookup = self._lookups[request] = Lookup(as_tokens(request.cache_token_ids))
         wants_all = request.sampling.prompt_logprobs is not None
         return self.manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
 
@@ -364,12 +380,14 @@ class Scheduler:
             finished_rows,
             state_forks=[running.lease.state_fork for running in starting if running.lease.state_fork],
             page_copies=[running.lease.page_copy for running in starting if running.lease.page_copy],
+            encodings=self.encoder.take_encodings() if self.encoder is not None else [],
         )
 
     def _announce(self, running: Running) -> NewRequest:
         running.announced = True
         request = running.request
-        return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling)
+        runs = [run for item in request.media for run in item.runs()]
+        return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling, runs)
 
     def _schedule(self, plan: Planned) -> ScheduledRequest:
         running, num_tokens, drafts, _ = plan
@@ -387,9 +405,11 @@ class Scheduler:
         request.num_pending += samples + len(drafts)
         checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, len(drafts))
         self.manager.commit(lease, request.num_computed_tokens)
+        media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else []
         return ScheduledRequest(
-            running.row, start, num_tokens, new_pages, lease.state_slot, samples, checkpoints, lease.write_start, drafts
-        )
+            running.row, start, num_tokens, new_pages, lease.state_slot, samples, checkpoints, lease.write_start,
+            drafts, media,
+        )  # fmt: skip
 
     # -- a step's results come in --------------------------------------------------------------------------------
 
@@ -400,6 +420,8 @@ class Scheduler:
             The requests that got a token or ended by it. Tokens of requests that had ended meanwhile are dropped.
         """
         results = dict(zip(output.rows, output.token_ids, strict=True))  # of a row with drafts, the last token only
+        if self.encoder is not None:
+            self.encoder.seconds += output.encoder_seconds
         runs = _by_row(output) if self.drafts is not None else {}
         changed: list[Request] = []
         for launched in self._launched.pop(output.step):
@@ -448,7 +470,7 @@ class Scheduler:
     def _give_back_if_idle(self, running: Running) -> None:
         if running.in_flight == 0 and running in self._leaving:
             self._leaving.remove(running)
-            self.manager.release(running.lease, running.request.known_token_ids, keep=not running.failed)
+            self.manager.release(running.lease, running.request.cache_token_ids, keep=not running.failed)
             self._free_row(running)
 
     def _free_row(self, running: Running) -> None:
@@ -459,6 +481,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.times.finished = time.monotonic()
         del self._by_id[request.request_id]
+        request.drop_pixels()
         if self.drafts is not None:
             self.drafts.proposer.forget(request.request_id)
 
@@ -467,6 +490,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert that rows, leases and counters agree, that work goes forward, and the manager's own invariants."""
         self.manager.check()
+        if self.encoder is not None:
+            self.encoder.check()
         assert self._num_stalls == 0, "a request was preempted twice, and no token was computed in between"
         rows = [r.row for r in self._running + self._leaving]
         assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"

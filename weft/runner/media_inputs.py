@@ -1,0 +1,123 @@
+"""Images on the device: what is encoded is kept, and what a step needs is put where its graphs look for it.
+
+Job: run the vision tower, outside of any graph; keep its embeddings in the encoder cache; fill the rows of embeddings,
+features and rotary angles of a step's image tokens. Owns: the encoder cache. Does not know: which images are in it
+(``scheduler/encoder_cache.py`` gives out its rows), how a batch is laid out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.config import EngineConfig
+from weft.messages import Encoding, ScheduledRequest
+from weft.models.vision_language import VisionDecoder, VisionLanguageModel
+from weft.runner.buffers import to_device
+from weft.runner.mrope import frequency_axes, rotary_rows
+from weft.runner.rows import RowTable
+
+
+class EncoderTime:
+    """How long one run of the tower takes: on a GPU known once it is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._started, self._seconds = time.perf_counter(), 0.0
+        if self._events:
+            self._events[0].record()
+
+    def end(self) -> EncoderTime:
+        """All of the run is queued."""
+        self._seconds = time.perf_counter() - self._started
+        if self._events:
+            self._events[1].record()
+        return self
+
+    def seconds(self) -> float:
+        """Waits for the run."""
+        if not self._events:
+            return self._seconds
+        start, end = self._events
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+class MediaInputs:
+    """Images of one model's steps.
+
+    Attributes:
+        embeddings: the encoder cache, ``[encoder_cache_size, num_features, hidden_size]``.
+    """
+
+    def __init__(self, model: VisionLanguageModel, config: EngineConfig) -> None:
+        decoder, vision = model.model, config.model_config.vision
+        assert isinstance(decoder, VisionDecoder) and model.rotary_table is not None and vision is not None
+        assert config.encoder_cache_size is not None and config.max_num_encoder_input_tokens is not None
+        self._decoder, self._vision, self._table = decoder, vision, model.rotary_table
+        self._device, self._base, self._step_tokens = (
+            self._table.device, config.max_model_len, config.max_num_encoder_input_tokens,
+        )  # fmt: skip
+        self._axes = frequency_axes(self._table.shape[1], vision.mrope_section).to(self._device)
+        self.embeddings = torch.zeros(
+            config.encoder_cache_size, vision.num_features, config.model_config.hidden_size,
+            dtype=getattr(torch, config.dtype), device=self._device,
+        )  # fmt: skip
+
+    def encode(self, encodings: Sequence[Encoding]) -> EncoderTime:
+        """Queue the encoding of these images; their embeddings go to the rows that the scheduler chose."""
+        took = EncoderTime(self._device)
+        items = [encoding.item for encoding in encodings]
+        encoded = self._decoder.visual(self._patches([item.patches() for item in items]), [i.grid for i in items])
+        start = 0
+        for encoding in encodings:
+            end = start + encoding.item.num_tokens
+            self.embeddings[encoding.row : encoding.row + end - start].copy_(encoded[start:end])
+            start = end
+        return took.end()
+
+    def _patches(self, parts: list[np.ndarray]) -> Tensor:
+        """The items' patches one after the other, on the device."""
+        on_gpu = self._device.type == "cuda"
+        shape = (sum(len(part) for part in parts), self._vision.patch_dim)
+        together = torch.empty(shape, dtype=torch.float32, pin_memory=on_gpu)
+        np.concatenate(parts, out=together.numpy())
+        return together.to(self._device, non_blocking=True)
+
+    def load(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Fill the rows of this step's image tokens: those of its flat token axis."""
+        starts = [0, *accumulate(request.num_tokens for request in requests)]
+        columns: list[np.ndarray] = []
+        for request, start in zip(requests, starts, strict=False):
+            for position, count, row in request.media:
+                first, numbers = start + position - request.start, np.arange(count)
+                three = rows.rope_positions[request.row][:, position : position + count]
+                columns.append(np.vstack([first + numbers, row + numbers, three]))
+        if columns:
+            self._fill(*to_device(torch.from_numpy(np.hstack(columns)), self._device).split([1, 1, 3]))
+
+    def _fill(self, target: Tensor, source: Tensor, positions: Tensor) -> None:
+        target, source = target[0], source[0]
+        encoded = self.embeddings.index_select(0, source)
+        self._decoder.embed_tokens.media_rows.index_copy_(0, target, encoded[:, 0])
+        for layer, features in enumerate(self._decoder.features):
+            features.index_copy_(0, target, encoded[:, 1 + layer])
+        self._table.index_copy_(0, self._base + target, rotary_rows(self._table, positions, self._axes))
+
+    def run_largest(self) -> None:
+        """Encode as much as a step may, to see what memory that takes."""
+        merge = self._vision.spatial_merge_size
+        grid = (1, merge, merge * self._step_tokens)
+        patches = torch.zeros(merge * grid[2], self._vision.patch_dim, device=self._device)
+        self._decoder.visual(patches, [grid])
+
+    def run_smallest(self) -> None:
+        """Use every kernel of the tower once."""
+        merge = self._vision.spatial_merge_size
+        patches = torch.zeros(merge * merge, self._vision.patch_dim, device=self._device)
+        self._decoder.visual(patches, [(1, merge, merge)])

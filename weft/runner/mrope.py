@@ -1,0 +1,69 @@
+"""Positions of tokens in a prompt with images (M-RoPE, arXiv 2409.12191), and the rows of the rotary table for them.
+
+Job: three positions per token, temporal, vertical and horizontal; cosines and sines that turn by all three. Owns: the
+interleaving of the axes over frequencies. Does not know: batches, requests.
+
+Text moves all three positions by one. An image stands at one temporal position and spreads over rows and columns; what
+follows it goes on behind the longer side. So tokens behind an image have positions that are smaller than their places
+in the sequence, by a difference that stays the same for all that is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def mrope_positions(
+    num_tokens: int, runs: Sequence[tuple[int, int, int, int]], merge: int
+) -> tuple[NDArray[np.int64], int]:
+    """Positions of a prompt.
+
+    Args:
+        runs: ``(position, tokens, height, width)`` of each run of placeholders, in patches, ascending.
+        merge: side of the squares of patches that become one token.
+
+    Returns:
+        ``[3, num_tokens]`` temporal, vertical and horizontal positions; and what is added to the place of any later
+        token for its position on every axis (0 or negative).
+    """
+    positions = np.empty((3, num_tokens), dtype=np.int64)
+    done = current = 0
+    for offset, length, height, width in runs:
+        rows, columns = height // merge, width // merge
+        text = offset - done
+        positions[:, done:offset] = current + np.arange(text)
+        current += text
+        frames = length // (rows * columns)
+        positions[:, offset : offset + length] = current + np.indices((frames, rows, columns)).reshape(3, -1)
+        current += max(rows, columns)
+        done = offset + length
+    positions[:, done:] = current + np.arange(num_tokens - done)
+    return positions, current - done
+
+
+def frequency_axes(rotary_dim: int, sections: tuple[int, int, int]) -> Tensor:
+    """By which axis each column of the rotary table turns, ``[rotary_dim]`` int64: every third frequency is vertical
+    and the next one horizontal, as far as their sections go; the others are temporal."""
+    half = torch.zeros(rotary_dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        half[axis : 3 * sections[axis] : 3] = axis
+    return half.repeat(2)
+
+
+def rotary_rows(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """Rows for tokens with three positions.
+
+    Args:
+        table: ``[rows, rotary_dim]``.
+        positions: ``[3, N]`` int64.
+        axes: from ``frequency_axes``, on the same device.
+
+    Returns:
+        ``[N, rotary_dim]``.
+    """
+    return table.gather(0, positions.index_select(0, axes).transpose(0, 1))
