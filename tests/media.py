@@ -1,0 +1,153 @@
+"""Images by hand: tiny vision checkpoints, items of random pixels, prompts, and what transformers makes of them.
+
+Does not know: image files, processors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.tiny import make_checkpoint, make_model
+from weft.config import resolve
+from weft.engine.core import EngineCore
+from weft.messages import RowSampling
+from weft.multimodal.items import MediaItem, Modality, content_hash
+from weft.request import Request, RequestSpec
+
+IMAGE, VIDEO, START, END = 200, 201, 202, 203
+MERGE, PATCH_DIM = 2, 3 * 2 * 4 * 4
+VISION = {
+    "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
+    "spatial_merge_size": MERGE, "num_position_embeddings": 25, "initializer_range": 0.15,
+}  # fmt: skip
+TOP = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+VL, VL_MOE, HYBRID = (
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
+HYBRID_MOE = "Qwen3_5MoeForConditionalGeneration"
+
+
+def overrides(arch: str) -> dict[str, Any]:
+    """Keys for ``make_checkpoint`` and ``make_model``."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+    if "VL" in arch:
+        rope |= {"mrope_section": [4, 2, 2]}
+        return {"vision": VISION | {"deepstack_visual_indexes": [0, 2]}, "top": TOP, "rope_parameters": rope}
+    rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    return {"vision": VISION, "top": TOP, "rope_parameters": rope}
+
+
+def make_vision_checkpoint(arch: str, folder: Path) -> tuple[Path, Any]:
+    """The checkpoint and the transformers model."""
+    return make_checkpoint(arch, folder, **overrides(arch)), make_model(arch, **overrides(arch))
+
+
+def pixels(seed: int, grid: tuple[int, int, int]) -> np.ndarray:
+    t, h, w = grid
+    return np.random.default_rng(seed).standard_normal((t * h * w, PATCH_DIM)).astype(np.float32)
+
+
+@dataclass
+class Prompt:
+    """Token ids with images in them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)
+
+    def text(self, count: int, seed: int = 0) -> Prompt:
+        """Random text."""
+        ids = np.random.default_rng(1000 * seed + count).integers(0, 190, count).tolist()
+        return Prompt(self.token_ids + ids, self.media)
+
+    def image(self, height: int, width: int, seed: int = 0, *, bare: bool = False) -> Prompt:
+        """An image of so many patches; ``bare``: nothing stands around its placeholders."""
+        count = height * width // MERGE**2
+        before = self.token_ids + ([] if bare else [START])
+        item = _item("image", (1, height, width), seed, [(len(before), count)])
+        return Prompt(before + [IMAGE] * count + ([] if bare else [END]), [*self.media, item])
+
+    def video(self, frames: int, height: int, width: int, seed: int = 0) -> Prompt:
+        """A video: before every frame a timestamp, of one token here."""
+        ids, runs, count = list(self.token_ids), [], height * width // MERGE**2
+        for frame in range(frames):
+            ids += [100 + frame, START]
+            runs.append((len(ids), count))
+            ids += [VIDEO] * count + [END]
+        return Prompt(ids, [*self.media, _item("video", (frames, height, width), seed, runs)])
+
+
+def _item(modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[tuple[int, int]]) -> MediaItem:
+    values = pixels(seed, grid)
+    return MediaItem(modality, content_hash(values.tobytes(), grid, "tests"), runs, grid, values.tobytes())
+
+
+def reference_logits(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> Tensor:
+    """``[len(tokens), vocab_size]`` of one uncached pass."""
+    types = torch.zeros(1, len(tokens), dtype=torch.int32)
+    given: dict[str, Tensor] = {}
+    for kind, modality in enumerate(("image", "video"), 1):
+        items = [item for item in media if item.modality == modality]
+        for offset, length in itertools.chain(*(item.placeholders for item in items)):
+            types[0, offset : offset + length] = kind
+        if items:
+            values = torch.cat([torch.from_numpy(item.patches().copy()) for item in items])
+            given["pixel_values" if kind == 1 else "pixel_values_videos"] = values
+            given[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items])
+    with torch.no_grad():
+        ids = torch.tensor([list(tokens)])
+        out = reference(input_ids=ids, mm_token_type_ids=types if given else None, use_cache=False, **given)
+    logits: Tensor = out.logits[0]
+    return logits
+
+
+class Engine:
+    """An engine that takes requests made by hand."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.config = resolve(model=str(folder), skip_tokenizer_init=True, **settings)
+        self.core = EngineCore(self.config)
+        self._numbers = itertools.count()
+
+    def request(self, prompt: Prompt, max_tokens: int = 4, **sampling: Any) -> Request:
+        salt = sampling.pop("cache_salt", None)
+        spec = RequestSpec(
+            f"r{next(self._numbers)}", prompt.token_ids, RowSampling(temperature=0.0, **sampling), max_tokens,
+            arrival=next(self._numbers), media=prompt.media, cache_salt=salt,
+        )  # fmt: skip
+        return Request.of(spec)
+
+    def run(
+        self, *prompts: Prompt, max_tokens: int = 4, each_step: Callable[[], None] | None = None, **sampling: Any
+    ) -> list[Request]:
+        """Run prompts together; ``each_step`` is called after every step."""
+        requests = [self.request(prompt, max_tokens, **sampling) for prompt in prompts]
+        for request in requests:
+            self.core.add(request)
+        while not all(request.is_finished for request in requests):
+            self.core.step()
+            self.core.scheduler.check()
+            if each_step is not None:
+                each_step()
+        assert all(request.finish_reason == "length" for request in requests)
+        return requests
+
+
+def assert_reference(reference: Any, prompt: Prompt, request: Request) -> None:
+    """Log probabilities of the sampled tokens (if the request asked for all) within 1e-4, and greedy tokens equal."""
+    output = request.output_token_ids
+    logits = reference_logits(reference, prompt.token_ids + output, prompt.media)[len(prompt.token_ids) - 1 : -1]
+    assert logits.argmax(-1).tolist() == output
+    want = logits.log_softmax(-1)
+    for row, entry in zip(want, request.logprobs, strict=bool(request.logprobs)) if request.logprobs else ():
+        ids, values = torch.tensor(entry.token_ids), torch.tensor(entry.logprobs)
+        assert (row[ids] - values).abs().max().item() < 1e-4
