@@ -100,7 +100,7 @@ def reference_logits(reference: Any, tokens: Sequence[int], media: Sequence[Medi
         for offset, length in itertools.chain(*(item.placeholders for item in items)):
             types[0, offset : offset + length] = kind
         if items:
-            values = torch.cat([torch.from_numpy(item.patches().copy()) for item in items])
+            values = torch.cat([torch.from_numpy(item.patches().copy()) for item in items]).to(reference.dtype)
             given["pixel_values" if kind == 1 else "pixel_values_videos"] = values
             given[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items])
     with torch.no_grad():
