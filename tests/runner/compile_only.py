@@ -89,6 +89,9 @@ def main(folder: str, speculative_config: str | None = None) -> None:
                 runner.steps.rows.last_token.zero_()
         if config.num_drafts:
             runner._walk_captured_steps()
+        if runner.media is not None:
+            runner.media.run_smallest()
+            runner.launch(warmup.image_step(0, runner.media.merge))
     print(json.dumps({"at_start": compiled[:at_start], "later": compiled[at_start:]}))
 
 

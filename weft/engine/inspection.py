@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+import numpy as np
 from msgspec.structs import asdict
 
 from weft.cache.manager import Manager
@@ -30,6 +31,7 @@ from weft.engine.views import (
     StepView,
 )
 from weft.messages import SchedulerOutput
+from weft.multimodal.items import cache_token_ids, media_name
 from weft.request import Request
 from weft.stats import EngineStats, SchedulerStats
 
@@ -149,12 +151,26 @@ def _node_view(node: Node, number: int, parent: int, clock: int, now: float, tok
         states=sorted(node.checkpoints)[-MAX_POSITIONS:],
         lost_states=[(position, round(now - when, 3)) for position, when in lost],
         idle_ticks=clock - node.last_used,
-        token_ids=node.tokens[:tokens_per_node].tolist(),
+        token_ids=[token for token in node.tokens[:tokens_per_node].tolist() if token >= 0],
+        media=_media_spans(node),
     )
 
 
+def _media_spans(node: Node) -> list[tuple[int, int, str]]:
+    """``(start, tokens, name)`` of the images in a node's span, as far as they lie in it."""
+    keys = node.tokens
+    if not (keys < 0).any():
+        return []
+    bounds = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1, [len(keys)]])
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    places = np.flatnonzero(keys[starts] < 0)[:MAX_POSITIONS]
+    spans = zip(starts[places].tolist(), lengths[places].tolist(), strict=True)
+    return [(node.start + start, length, media_name(int(keys[start]))) for start, length in spans]
+
+
 def _path(request: Request, tree: RadixTree, index: dict[Node, int]) -> list[int]:
-    node = tree.match(as_tokens(request.prompt_token_ids), request.cache_salt).node
+    keys = cache_token_ids(request.prompt_token_ids, request.media)
+    node = tree.match(as_tokens(keys), request.cache_salt).node
     return [index[each] for each in reversed(list(node.path())) if each in index] if node is not None else []
 
 

@@ -38,7 +38,9 @@ class NodeView(msgspec.Struct, frozen=True):
         states: positions of recurrent states, ascending.
         lost_states: ``(position, age)`` of states that were evicted while the KV stayed.
         idle_ticks: lookups of the cache since it was last of use.
-        token_ids: its first tokens, as many as were asked for.
+        token_ids: its first tokens, as many as were asked for, those of images left out.
+        media: ``(start, tokens, name)`` of images and video frames in its span; the name is the first digits of the
+            content's hash.
     """
 
     number: int
@@ -51,6 +53,7 @@ class NodeView(msgspec.Struct, frozen=True):
     lost_states: list[tuple[int, float]]
     idle_ticks: int
     token_ids: list[int] = []
+    media: list[tuple[int, int, str]] = []
 
 
 class StepView(msgspec.Struct, frozen=True):

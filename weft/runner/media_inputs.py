@@ -52,6 +52,7 @@ class MediaInputs:
     """Images of one model's steps.
 
     Attributes:
+        merge: side of the squares of patches that become one token.
         embeddings: the encoder cache, ``[encoder_cache_size, num_features, hidden_size]``.
     """
 
@@ -63,6 +64,7 @@ class MediaInputs:
         self._device, self._base, self._step_tokens = (
             self._table.device, config.max_model_len, config.max_num_encoder_input_tokens,
         )  # fmt: skip
+        self.merge = vision.spatial_merge_size
         self._axes = frequency_axes(self._table.shape[1], vision.mrope_section).to(self._device)
         self.embeddings = torch.zeros(
             config.encoder_cache_size, vision.num_features, config.model_config.hidden_size,
@@ -111,13 +113,11 @@ class MediaInputs:
 
     def run_largest(self) -> None:
         """Encode as much as a step may, to see what memory that takes."""
-        merge = self._vision.spatial_merge_size
-        grid = (1, merge, merge * self._step_tokens)
-        patches = torch.zeros(merge * grid[2], self._vision.patch_dim, device=self._device)
+        grid = (1, self.merge, self.merge * self._step_tokens)
+        patches = torch.zeros(self.merge * grid[2], self._vision.patch_dim, device=self._device)
         self._decoder.visual(patches, [grid])
 
     def run_smallest(self) -> None:
         """Use every kernel of the tower once."""
-        merge = self._vision.spatial_merge_size
-        patches = torch.zeros(merge * merge, self._vision.patch_dim, device=self._device)
-        self._decoder.visual(patches, [(1, merge, merge)])
+        patches = torch.zeros(self.merge**2, self._vision.patch_dim, device=self._device)
+        self._decoder.visual(patches, [(1, self.merge, self.merge)])

@@ -163,7 +163,7 @@ class ModelRunner:
                 self.steps.rows.last_token.zero_()  # what was sampled may be no token
             if self.media is not None:
                 self.media.run_smallest()
-                self.launch(image_step(1 if self.spec.has_states else 0))
+                self.launch(image_step(1 if self.spec.has_states else 0, self.media.merge))
             self._walk_captured_steps()
         del self.steps
 

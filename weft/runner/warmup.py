@@ -104,9 +104,9 @@ def step(sequences: list[tuple[int, int]], state_slot: int, sampling: RowSamplin
     return SchedulerOutput(0, requests, new)
 
 
-def image_step(state_slot: int) -> SchedulerOutput:
-    """A step of one token, of an image that was never encoded."""
-    new = NewRequest(0, [0], 1, GREEDY, [(0, 1, 1, 1)])
+def image_step(state_slot: int, merge: int) -> SchedulerOutput:
+    """A step of one token: an image of ``merge * merge`` patches that was never encoded."""
+    new = NewRequest(0, [0], 1, GREEDY, [(0, 1, merge, merge)])
     return SchedulerOutput(0, [ScheduledRequest(0, 0, 1, [], state_slot, True, media=[(0, 1, 0)])], [new])
 
 

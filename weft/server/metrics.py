@@ -133,6 +133,8 @@ class _EngineCollector(Collector):
         yield _counter("weft:stalls", "preemptions without progress since the last", stats.num_stalls, labels)
         if service.config.speculative_config is not None:
             yield from _drafts(stats, labels)
+        if service.config.model_config.runs_vision:
+            yield from _images(stats, labels)
         yield _gauge("weft:kv_pages", "KV pages in all", pages, labels)
         yield _gauge("weft:kv_pages_free", "KV pages that hold nothing", stats.num_free_pages, labels)
         yield _gauge("weft:kv_pages_cached", "KV pages kept for reuse only", stats.num_evictable_pages, labels)
@@ -155,6 +157,15 @@ class _EngineCollector(Collector):
         graphs = {"mode": service.config.cuda_graph_mode, "profile": profile}
         yield _gauge("weft:graph_profile_info", "1; how batches are assigned to graphs", 1.0, labels | graphs)
         yield _gauge("weft:open_completions", "completions accepted and not ended", service.admission.num_open, labels)
+
+
+def _images(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:
+    """The vision tower and its cache."""
+    queries, hits = stats.num_encoder_queries, stats.num_encoder_hits
+    yield _counter("weft:encoder_queries", "images and videos whose embeddings a step needed", queries, labels)
+    yield _counter("weft:encoder_hits", "of these, those whose embeddings were kept", hits, labels)
+    yield _counter("weft:encoder_seconds", "seconds of encoding the others", stats.encoder_seconds, labels)
+    yield _gauge("weft:encoder_cache_tokens", "tokens whose embeddings are kept", stats.encoder_cache_tokens, labels)
 
 
 def _drafts(stats: EngineStats, labels: dict[str, str]) -> Iterable[Any]:

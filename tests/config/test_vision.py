@@ -1,0 +1,119 @@
+"""Images as a setting, and the vision tower in ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.media import HYBRID, VL, VL_MOE, overrides
+from tests.tiny import make_config
+from weft.config import resolve
+from weft.config.checkpoint import read_checkpoint_config
+from weft.config.fields import EngineConfig
+from weft.config.media_limits import MediaLimits
+from weft.errors import ConfigError, UnsupportedModelError
+
+
+def write(folder: Path, arch: str, vision: dict[str, Any] | None = None, **top: Any) -> Path:
+    config = json.loads(make_config(arch, **overrides(arch)).to_json_string()) | {"architectures": [arch]} | top
+    config["vision_config"] |= vision or {}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def settings(folder: Path, **given: Any) -> EngineConfig:
+    return resolve(model=str(folder), load_format="dummy", skip_tokenizer_init=True, device="cpu", **given)
+
+
+@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID])
+def test_the_tower_of_a_checkpoint(arch: str, tmp_path: Path) -> None:
+    config = read_checkpoint_config(write(tmp_path, arch))
+    assert config.vision is not None and not config.runs_vision
+    vision = config.vision
+    assert (vision.depth, vision.hidden_size, vision.num_heads, vision.patch_dim) == (3, 24, 2, 96)
+    assert (vision.tokens.image, vision.tokens.video, vision.tokens.start, vision.tokens.end) == (200, 201, 202, 203)
+    assert vision.deepstack_indexes == ((0, 2) if "VL" in arch else ())
+    assert vision.mrope_section == ((4, 2, 2) if "VL" in arch else (2, 1, 1))
+    assert config.with_vision().runs_vision
+
+
+def test_old_and_new_spellings(tmp_path: Path) -> None:
+    given = {"num_hidden_layers": 3, "num_attention_heads": 2, "depth": None, "num_heads": None, "patch_size": [4, 4]}
+    folder = write(tmp_path, VL, given)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_scaling"] = config["text_config"].pop("rope_parameters") | {"rope_type": "default"}
+    config["text_config"]["rope_theta"] = 5e6
+    del config["text_config"]["rope_scaling"]["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config))
+    vision = read_checkpoint_config(folder).vision
+    assert vision is not None
+    assert (vision.depth, vision.num_heads, vision.patch_size, vision.mrope_section) == (3, 2, 4, (4, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("vision", "error", "words"),
+    [
+        ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act='relu' is not supported; supported are gelu"),
+        ({"num_position_embeddings": 24}, ConfigError, "num_position_embeddings=24 .* a square number"),
+        ({"hidden_size": 20}, ConfigError, "hidden_size=20 .* of a multiple of 4 dimensions"),
+        ({"deepstack_visual_indexes": [2, 3]}, ConfigError, "ascending numbers of blocks below depth"),
+        ({"patch_size": [4, 8]}, UnsupportedModelError, r"patch_size=\[4, 8\] is not supported; give one number"),
+    ],
+)
+def test_refused_towers(vision: dict[str, Any], error: type[Exception], words: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=words):
+        read_checkpoint_config(write(tmp_path, VL, vision))
+
+
+def test_sections_that_are_not_interleaved_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, VL)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"]["mrope_interleaved"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="mrope_interleaved=false is not supported"):
+        read_checkpoint_config(folder)
+
+
+def test_a_tower_runs_where_there_is_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, VL)
+    config = settings(folder, max_model_len=500)
+    assert config.model_config.runs_vision and config.language_model_only is False
+    assert (config.max_num_encoder_input_tokens, config.encoder_cache_size) == (500, 32768)
+    alone = settings(folder, language_model_only=True)
+    assert not alone.model_config.runs_vision and alone.encoder_cache_size is None
+    for given in ({"tensor_parallel_size": 2}, {"speculative_config": {"method": "ngram"}}):
+        text = settings(folder, **given)
+        assert text.language_model_only and not text.model_config.runs_vision
+        assert next(iter(given)) in text.reasons["language_model_only"]
+        with pytest.raises(ConfigError, match=f"language_model_only=False: .*{next(iter(given))}"):
+            settings(folder, language_model_only=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"encoder_cache_size": 8, "max_num_encoder_input_tokens": 9}, "must fit into the cache"),
+        ({"encoder_cache_size": 8, "language_model_only": True}, "no effect without a vision tower"),
+        ({"limit_mm_per_prompt": {"sound": 1}}, "unknown modality 'sound'"),
+        ({"limit_mm_per_prompt": '{"image": -1}'}, "image=-1 is not a number of items"),
+        ({"limit_mm_per_prompt": "image=3"}, "is no JSON"),
+    ],
+)
+def test_contradictions(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings(write(tmp_path, VL), **given)
+
+
+def test_limits_and_sizes(tmp_path: Path) -> None:
+    config = settings(write(tmp_path, VL), limit_mm_per_prompt='{"image": 4}', encoder_cache_size=64)
+    assert config.limit_mm_per_prompt == MediaLimits(image=4) and config.max_num_encoder_input_tokens == 64
+
+
+def test_a_tower_that_does_not_fit_the_decoder(tmp_path: Path) -> None:
+    folder = write(tmp_path, VL, {"out_hidden_size": 40})
+    with pytest.raises(ConfigError, match=r"out_hidden_size=40 is not the decoder's hidden_size=48; .*language_model_"):
+        settings(folder)
+    assert settings(folder, language_model_only=True).language_model_only

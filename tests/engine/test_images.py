@@ -1,0 +1,166 @@
+"""Prompts with images give transformers' tokens, whatever way they take through the engine: tiny models, float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.media import (
+    HYBRID,
+    HYBRID_MOE,
+    VL,
+    VL_MOE,
+    Engine,
+    Prompt,
+    assert_reference,
+    make_vision_checkpoint,
+    reference_logits,
+)
+from weft.request import Request
+
+PROMPTS = [
+    Prompt().text(5).image(4, 6, 1).text(7),
+    Prompt().image(2, 2, 2, bare=True),
+    Prompt().text(30),
+    Prompt().text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
+    Prompt().text(3).image(4, 6, 1),
+    Prompt().text(3).image(8, 8, 9).text(2),
+]
+ALL = 211
+"""Log probabilities of the whole vocabulary."""
+
+Made = tuple[Path, Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """Architecture -> checkpoint and reference, made once."""
+    models: dict[str, Made] = {}
+
+    def get(arch: str) -> Made:
+        if arch not in models:
+            models[arch] = make_vision_checkpoint(arch, tmp_path_factory.mktemp(arch))
+        return models[arch]
+
+    return get
+
+
+def engine_of(made: Made, **settings: Any) -> Engine:
+    return Engine(made[0], **{"max_num_seqs": 4, "max_model_len": 100, "cpu_cache_gib": 0.05} | settings)
+
+
+def check(reference: Any, prompts: list[Prompt], requests: list[Request]) -> None:
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert_reference(reference, prompt, request)
+
+
+GRAPHS = {"piecewise_cuda_graph_tokens": (8, 64), "enable_torch_compile_debug_mode": True, "cuda_graph_bs": (4,)}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chunks that cut images": (VL, {"max_num_batched_tokens": 7, "max_num_seqs": 3}),
+    "one image at a time": (VL_MOE, {"encoder_cache_size": 16, "max_num_encoder_input_tokens": 16}),
+    "full graphs": (VL, {"cuda_graph_mode": "FULL", **GRAPHS}),
+    "pieces": (VL_MOE, {"cuda_graph_mode": "PIECEWISE", **GRAPHS, "cuda_graph_bs": None}),
+    "hybrid, chunks, overlap": (HYBRID, {"max_num_batched_tokens": 9, "enable_overlap": True}),
+    "hybrid, graphs": (HYBRID_MOE, {"cuda_graph_mode": "FULL_AND_PIECEWISE", **GRAPHS}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_of_text_and_images(way: str, made: Callable[[str], Made]) -> None:
+    arch, settings = WAYS[way]
+    engine = engine_of(made(arch), **settings)
+    check(made(arch)[1], PROMPTS, engine.run(*PROMPTS, logprobs=ALL))
+    again = engine.run(PROMPTS[1], PROMPTS[4], logprobs=ALL)  # their last tokens alone: for one of them, of an image
+    assert [request.num_cached_tokens for request in again] == [len(p.token_ids) - 1 for p in (PROMPTS[1], PROMPTS[4])]
+    check(made(arch)[1], [PROMPTS[1], PROMPTS[4]], again)
+    stats = engine.core.stats()
+    assert stats.num_encoder_queries > stats.num_encoder_hits == (0 if way == "one image at a time" else 1)
+    assert stats.encoder_seconds > 0
+    if "cuda_graph_mode" in settings:
+        assert sum(stats.steps_by_mode.get(mode, 0) for mode in ("FULL", "PIECEWISE")) > 2
+
+
+@pytest.mark.parametrize("arch", [VL, HYBRID])
+def test_every_prompt_position(arch: str, made: Callable[[str], Made]) -> None:
+    """Chunk borders everywhere in turn: logits within 1e-4 at every position, and far into the answer."""
+    prompt, reference = PROMPTS[3], made(arch)[1]
+    for budget in (4, 5):
+        engine = engine_of(made(arch), max_num_batched_tokens=budget, max_num_seqs=1)
+        (request,) = engine.run(prompt, max_tokens=12, logprobs=ALL, prompt_logprobs=0)
+        check(reference, [prompt], [request])
+        want = reference_logits(reference, prompt.token_ids, prompt.media).log_softmax(-1)
+        assert len(request.prompt_logprobs) == len(prompt.token_ids) - 1
+        for position, entry in enumerate(request.prompt_logprobs):
+            token = prompt.token_ids[position + 1]
+            assert abs(want[position, token].item() - entry.logprobs[entry.token_ids.index(token)]) < 1e-4
+
+
+@pytest.mark.parametrize("arch", [VL, HYBRID])
+def test_preempted_requests_go_on(arch: str, made: Callable[[str], Made]) -> None:
+    settings = {"num_kv_pages": 24, "page_size": 4, "max_num_seqs": 4, "enable_overlap": True}
+    sizes = {"encoder_cache_size": 24, "max_num_encoder_input_tokens": 16, "max_num_batched_tokens": 12}
+    engine = engine_of(made(arch), max_model_len=80, **settings, **sizes)
+    prompts = [PROMPTS[0], PROMPTS[3], PROMPTS[5]]
+    requests = engine.run(*prompts, max_tokens=30)
+    assert engine.core.stats().num_preemptions > 0
+    check(made(arch)[1], prompts, requests)
+
+
+@pytest.mark.parametrize("arch", [VL, HYBRID_MOE])
+def test_the_prefix_cache_knows_images(arch: str, made: Callable[[str], Made]) -> None:
+    """Equal text with another image of the same size never hits beyond it; the same image does, at any token."""
+    reference, engine = made(arch)[1], engine_of(made(arch))
+    head = Prompt().text(6)
+    first, swapped = (head.image(4, 6, seed).text(9) for seed in (1, 2))
+    turn = Prompt([*first.token_ids, 50, 51, 52], first.media)
+    two = Prompt(first.token_ids, first.media).image(4, 6, 2).text(3)
+    hits = []
+    for prompt in (first, swapped, turn, two, swapped):
+        (request,) = engine.run(prompt, logprobs=ALL)
+        check(reference, [prompt], [request])
+        hits.append((request.num_cached_tokens, request.cache_report))
+    assert hits[1][1] is not None and hits[1][1].num_kv_tokens == 7  # the head, and what stands before the image
+    assert f"at the image or video {swapped.media[0].content_hash.hex()[:8]}" in hits[1][1].reason
+    end = len(first.token_ids)
+    # A hybrid model keeps a state at the prompt's end less one, and at its end once a request has left it there.
+    assert [hits[2][0], hits[3][0]] == [end if arch == VL else end - 1, end]
+    assert hits[4][0] == end - 1
+    assert engine.core.stats().num_encoder_hits == 1  # the second image of ``two``
+    look = engine.core.snapshot(tokens_per_node=100)
+    spans = {span for node in look.nodes for span in node.media}
+    assert (7, 6, first.media[0].content_hash.hex()[:8]) in spans
+    assert (7, 6, swapped.media[0].content_hash.hex()[:8]) in spans
+    assert all(token >= 0 for node in look.nodes for token in node.token_ids)
+    assert all(request.path for request in look.requests)
+
+
+def test_salts_part_images_too(made: Callable[[str], Made]) -> None:
+    engine, prompt = engine_of(made(VL)), Prompt().text(6).image(4, 6, 1).text(9)
+    cached = [engine.run(prompt, cache_salt=salt)[0].num_cached_tokens for salt in ("a", "b", "a")]
+    assert cached == [0, 0, len(prompt.token_ids) - 1]
+    assert engine.core.stats().num_encoder_hits == 1  # an image's embeddings say nothing about who sent it
+
+
+def test_random_conversations_with_few_images(made: Callable[[str], Made]) -> None:
+    """Branching prompts over three images, several at a time, in small pools: cached or not, the same tokens."""
+    rng, engine = random.Random(1), engine_of(
+        made(HYBRID), num_kv_pages=40, page_size=4, num_state_slots=12, max_num_batched_tokens=24,
+        encoder_cache_size=16, max_num_encoder_input_tokens=16,
+    )  # fmt: skip
+    known, cached = [Prompt().text(4)], 0
+    for _ in range(8):
+        batch = []
+        for _ in range(2):
+            prompt = rng.choice(known)
+            grows = len(prompt.token_ids) < 50
+            prompt = prompt.image(*rng.choice([(4, 4), (2, 6)]), seed=rng.randint(0, 1)) if grows else known[0]
+            batch.append(prompt.text(rng.randint(1, 6), seed=rng.randint(0, 1)))
+        requests = engine.run(*batch, max_tokens=3)
+        check(made(HYBRID)[1], batch, requests)
+        cached += sum(request.num_cached_tokens or 0 for request in requests)
+        known += batch
+    assert cached > 100

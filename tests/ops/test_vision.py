@@ -1,0 +1,43 @@
+"""Operations of vision towers and of their features, kernels against references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.interpreter import DEVICE
+from weft.ops.backend import Backend
+from weft.ops.media_features import add_media_features
+from weft.ops.vision_attention import frame_attention, rotate_patches
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 12)])
+def test_rotation(heads: int, head_dim: int) -> None:
+    qkv = torch.randn(5, 3, heads, head_dim, device=DEVICE)
+    angles = torch.randn(5, head_dim // 2, device=DEVICE)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    turned = torch.view_as_complex(torch.stack(qkv[:, :2].chunk(2, dim=-1), dim=-1).contiguous())
+    turned = torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)[:, None, None])
+    want = torch.cat([turned.movedim(-1, -2).flatten(-2), qkv[:, 2:, :, :].flatten(3)], dim=1)
+    for backend in Backend:
+        torch.testing.assert_close(rotate_patches(qkv.clone(), cos_sin, backend=backend), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[7], [4, 4, 4], [1, 6, 6, 3]])
+def test_frames_do_not_see_each_other(lengths: list[int]) -> None:
+    qkv = torch.randn(sum(lengths), 3, 2, 8, dtype=torch.float64)
+    frame = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    scores = torch.einsum("qhd,khd->hqk", qkv[:, 0], qkv[:, 1]) * 8**-0.5
+    scores = scores.masked_fill(frame[:, None] != frame[None, :], -torch.inf)
+    want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), qkv[:, 2]).flatten(1)
+    torch.testing.assert_close(frame_attention(qkv, lengths), want)
+
+
+def test_features_are_added_to_the_tokens_that_have_some() -> None:
+    x, features = torch.randn(6, 20, device=DEVICE), torch.randn(8, 20, device=DEVICE)
+    features[5:] = torch.nan
+    ids = torch.tensor([3, 100, 99, 104, 0, 102], device=DEVICE)
+    want = x.clone()
+    want[[1, 3, 5]] += features[[0, 4, 2]]
+    for backend in Backend:
+        assert torch.equal(add_media_features(x, ids, features, 100, backend=backend), want)
