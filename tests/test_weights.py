@@ -94,7 +94,9 @@ def test_sharded_index(checkpoint: Path, tmp_path: Path) -> None:
 def test_fused_experts_of_either_orientation(tmp_path: Path) -> None:
     """Qwen3-VL-MoE is published with inputs before outputs; transformers takes both."""
     arch = "Qwen3VLMoeForConditionalGeneration"
-    published, turned = make_checkpoint(arch, tmp_path / "published"), make_checkpoint(arch, tmp_path / "turned")
+    published, turned = (make_checkpoint(arch, tmp_path / name, moe_intermediate_size=20) for name in ("one", "other"))
+    names = load_file(published / "model.safetensors")
+    assert next(t.shape[1:] for name, t in names.items() if name.endswith("gate_up_proj")) == (48, 40)
 
     def turn(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if ".experts." in name]:
