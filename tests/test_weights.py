@@ -92,18 +92,16 @@ def test_sharded_index(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_fused_experts_of_either_orientation(tmp_path: Path) -> None:
-    """Qwen3-VL-MoE is published with inputs before outputs; transformers takes both."""
+    """Qwen3-VL-MoE is published with inputs before outputs; transformers takes both, and saves the other."""
     arch = "Qwen3VLMoeForConditionalGeneration"
-    published, turned = (make_checkpoint(arch, tmp_path / name, moe_intermediate_size=20) for name in ("one", "other"))
-    names = load_file(published / "model.safetensors")
-    assert next(t.shape[1:] for name, t in names.items() if name.endswith("gate_up_proj")) == (48, 40)
+    saved, turned = (make_checkpoint(arch, tmp_path / name, moe_intermediate_size=20) for name in ("one", "other"))
 
     def turn(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if ".experts." in name]:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
     rewrite(turned, turn)
-    assert_same(load(published)[0], load(turned)[0])
+    assert_same(load(saved)[0], load(turned)[0])
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if ("Moe" in a and "VL" not in a) or "Next" in a])
