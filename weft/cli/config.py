@@ -17,6 +17,7 @@ from typing import Any
 from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.config.fields import OPTIONS, EngineConfig
+from weft.config.layer_spec import DTYPE_BYTES
 from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
 from weft.config.speculation import SpeculativeConfig
@@ -78,6 +79,8 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
     costs: dict[str, Any] = {
         "weight_bytes": weights, "kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes,
     }  # fmt: skip
+    if config.encoder_cache_size is not None:
+        costs["encoder_cache_bytes"] = encoder_cache_bytes(config)
     if config.device != "cpu":
         measured = {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}
         return costs | on_gpu(weights, config.gpu_memory_utilization, gpu_bytes()) | {"reasons": measured}
@@ -104,6 +107,14 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
         "full_contexts": plan.num_full_contexts(spec.page_size),
         "reasons": plan.reasons,
     }
+
+
+def encoder_cache_bytes(config: EngineConfig) -> int:
+    """Bytes of the embeddings of images that are kept."""
+    vision = config.model_config.vision
+    assert vision is not None and config.encoder_cache_size is not None, "a vision tower runs"
+    entry = vision.num_features * config.model_config.hidden_size * DTYPE_BYTES[config.dtype]
+    return config.encoder_cache_size * entry
 
 
 def on_gpu(weights: int, utilization: float, total: int) -> dict[str, Any]:
@@ -163,10 +174,16 @@ def _print_tables(config: EngineConfig, given: dict[str, Any]) -> None:
 def _capacity_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     reasons: dict[str, str] = found.get("reasons", {})
     rows = [
-        ("bytes of the weights", f"{found['weight_bytes']:,}", "linear layers, experts, embedding and head"),
+        (
+            "bytes of the weights",
+            f"{found['weight_bytes']:,}",
+            "linear layers, experts, vision tower, embedding and head",
+        ),
         ("bytes of a KV page", f"{found['kv_page_bytes']:,}", ""),
         ("bytes of a state slot", f"{found['state_slot_bytes']:,}", ""),
     ]
+    if "encoder_cache_bytes" in found:
+        rows.append(("bytes of images' embeddings", f"{found['encoder_cache_bytes']:,}", "encoder_cache_size"))
     if "error" in found:
         return [*rows, ("nothing fits", "", found["error"])]
     names = {

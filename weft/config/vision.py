@@ -93,6 +93,15 @@ class VisionConfig:
         """Embeddings per token: the one that stands for it, and those for the decoder's first layers."""
         return 1 + len(self.deepstack_indexes)
 
+    @property
+    def num_weights(self) -> int:
+        """Of the tower's matrices."""
+        size, merged = self.hidden_size, self.hidden_size * self.merge_unit
+        block = 4 * size**2 + 2 * size * self.intermediate_size
+        merger = merged * (merged + self.out_hidden_size)
+        tables = (self.patch_dim + self.num_position_embeddings) * size
+        return self.depth * block + self.num_features * merger + tables
+
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Placeholder tokens of an item of ``grid`` patches."""
         t, h, w = grid

@@ -26,6 +26,8 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
     plain = (tables + router_weights(model)) * DTYPE_BYTES[dtype]
     joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
+    if model.runs_vision and model.vision is not None:
+        plain += model.vision.num_weights * DTYPE_BYTES[dtype]
     return plain + (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
 
 

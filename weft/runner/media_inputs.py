@@ -23,6 +23,10 @@ from weft.runner.mrope import frequency_axes, rotary_rows
 from weft.runner.rows import RowTable
 
 
+_PART = 1024
+"""Tokens of an image where only the sum matters."""
+
+
 class EncoderTime:
     """How long one run of the tower takes: on a GPU known once it is done."""
 
@@ -112,10 +116,11 @@ class MediaInputs:
         self._table.index_copy_(0, self._base + target, rotary_rows(self._table, positions, self._axes))
 
     def run_largest(self) -> None:
-        """Encode as much as a step may, to see what memory that takes."""
-        grid = (1, self.merge, self.merge * self._step_tokens)
-        patches = torch.zeros(self.merge * grid[2], self._vision.patch_dim, device=self._device)
-        self._decoder.visual(patches, [grid])
+        """Encode as much as a step may, to see what memory that takes; in parts, since one image would take long."""
+        whole, rest = divmod(self._step_tokens, _PART)
+        grids = [(1, self.merge, self.merge * tokens) for tokens in [_PART] * whole + [rest] * (rest > 0)]
+        patches = torch.zeros(sum(h * w for _, h, w in grids), self._vision.patch_dim, device=self._device)
+        self._decoder.visual(patches, grids)
 
     def run_smallest(self) -> None:
         """Use every kernel of the tower once."""
