@@ -9,6 +9,10 @@ import json
 from pathlib import Path
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_IDS = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
+"""The same as keys of a ``config.json``."""
+
 VOCAB_SIZE = 320
 EOS_ID = 2
 
@@ -24,9 +28,19 @@ CHAT_TEMPLATE = (
     "{%- endif %}"
 )
 
+VISION_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
+    "{%- if part.type == 'text' %}{{- part.text }}"
+    "{%- else %}{{- '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' }}{%- endif %}"
+    "{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
-def save_tokenizer(folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``; the special tokens have the ids 0, 1 and 2."""
+
+def save_tokenizer(folder: Path, *, vision: bool = False) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``; the special tokens have the ids 0, 1 and 2, those of
+    images and videos, with ``vision``, the ids 3 to 6."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -34,7 +48,7 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *(VISION_TOKENS if vision else ())],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -47,7 +61,7 @@ def save_tokenizer(folder: Path) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": VISION_TEMPLATE if vision else CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 

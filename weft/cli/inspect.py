@@ -17,8 +17,8 @@ from weft.outputs import RequestOutput
 from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.engine.inputs import Prompt
     from weft.engine.llm import LLM
+    from weft.engine.prompts import Prompt
     from weft.stats import CacheStats
 
 MAX_TEXT = 90

@@ -162,6 +162,15 @@ class EngineConfig:
     encoder_cache_size: int | None = _option(
         "int", None, "tokens of images whose embeddings are kept; default: 32768", low=1
     )
+    mm_processor_cache_gb: float = _option(
+        "float", 1.0, "GiB of processed images that a process which reads requests keeps, for later turns", low=0.0
+    )
+    allowed_local_media_path: Path | None = _option(
+        "path", None, "messages may name image files under this folder (file:///…); default: none"
+    )
+    allowed_media_domains: tuple[str, ...] | None = _option(
+        "texts", None, "messages may name images at these hosts (NAME or NAME:PORT); default: nothing is fetched"
+    )
     # prefix cache
     enable_prefix_caching: bool = _option("bool", True, "reuse KV and states")
     state_checkpoint_policy: Literal["exact", "aligned", "finish_only"] = _option(

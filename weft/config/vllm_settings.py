@@ -50,7 +50,6 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "num_scheduler_steps": _no_effect("steps are overlapped, see enable_overlap"),
     "disable_cascade_attn": _no_effect("there is no cascade attention"),
     "guided_decoding_backend": _no_effect("llguidance is used"),
-    "mm_processor_cache_gb": _no_effect("there is no image input"),
     "enable_chunked_prefill": Elsewhere((True,), "prompts are always computed in chunks; raise max_num_batched_tokens"),
     "enable_sleep_mode": Elsewhere((False,), "shut the LLM down and make a new one, which takes seconds"),
     "enable_lora": Elsewhere((False,), "LoRA is not supported; merge the adapter into the checkpoint"),
@@ -84,9 +83,7 @@ VLLM_SETTINGS: Mapping[str, Elsewhere] = {
     "async_scheduling": _renamed("enable_overlap"),
     "cuda_graph_sizes": _renamed("cuda_graph_bs"),
     "cudagraph_capture_sizes": _renamed("cuda_graph_bs"),
-    "allowed_local_media_path": Elsewhere(("",), "there is no image input"),
-    "allowed_media_domains": Elsewhere((), "there is no image input"),
-    "mm_processor_kwargs": Elsewhere(({},), "there is no image input"),
+    "mm_processor_kwargs": Elsewhere(({},), "change preprocessor_config.json in a copy of the folder"),
     "pooler_config": Elsewhere((), "models generate; no embeddings, scores or classes"),
 }
 

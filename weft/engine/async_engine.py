@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from weft.engine import wire
 from weft.engine.chat_prompts import ChatPrompts
-from weft.engine.inputs import InputProcessor, PreparedPrompt
+from weft.engine.inputs import InputProcessor
 from weft.engine.outputs import CompletionDelta, OutputStream
+from weft.engine.prompts import PreparedPrompt
 from weft.errors import EngineDeadError, RequestError
 from weft.outputs import RequestOutput
 from weft.request import Request

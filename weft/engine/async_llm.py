@@ -17,8 +17,10 @@ from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, ResponseStream
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
-from weft.engine.inputs import InputProcessor, Prompt
+from weft.engine.inputs import InputProcessor
+from weft.engine.prompts import Prompt
 from weft.errors import ConfigError, EngineDeadError, RequestError
+from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
 from weft.sampling_params import SamplingParams
 from weft.tokenizer import Tokenizer
@@ -81,13 +83,14 @@ class AsyncLLM:
             if not self.config.skip_tokenizer_init:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.load, self.config.tokenizer_path)
                 self._chats = ChatPrompts(self.tokenizer)
+            media = await asyncio.to_thread(load_processor, self.config)
         except BaseException:
             await self.shutdown()
             raise
         if self._has_ended and self._failure is not None:
             raise EngineDeadError(self._failure.message)
         if self._engine is None:
-            inputs = InputProcessor(self.config, self.tokenizer, capacity.max_model_len)
+            inputs = InputProcessor(self.config, self.tokenizer, capacity.max_model_len, media=media)
             self._engine = AsyncEngine(self._process, inputs, self.tokenizer)
         return self
 
@@ -194,7 +197,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation; see ``LLM.chat`` for the arguments and ``generate`` for what comes."""
         await self.start()
-        assert self.config is not None
+        assert self.config is not None and self._engine is not None
         prompt = await asyncio.to_thread(
             chat_prompt,
             self._chats,
@@ -204,6 +207,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             turn_boundaries=self.config.keeps_states,
+            reads_media=self._engine.inputs.media is not None,
         )
         async for output in self.generate(prompt, sampling_params, request_id, priority):
             yield output

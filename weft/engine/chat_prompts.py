@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import RequestError
+from weft.multimodal.items import MediaItem
 from weft.text_pieces import SAMPLE
 from weft.tokenizer import Tokenizer
 
@@ -75,11 +76,17 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """``turn_boundaries``: positions in ``token_ids``, ascending; none if the text was longer than the limit."""
+    """A conversation as a prompt.
+
+    Attributes:
+        turn_boundaries: positions in ``token_ids``, ascending; none if the text was longer than the limit.
+        media: its images and videos, once their placeholders are in ``token_ids`` (``InputProcessor.with_media``).
+    """
 
     text: str
     token_ids: list[int]
     turn_boundaries: list[int]
+    media: list[MediaItem] = field(default_factory=list)
 
 
 class ChatPrompts:

@@ -1,8 +1,8 @@
 """Conversations: from messages to a prompt.
 
-Job: messages in the form that chat templates read (content as one text, tool arguments as objects, roles and reasoning
-under the names that templates know), and the prompt that the template makes of them. Owns: that form, for the offline
-interface and the server alike. Does not know: engines.
+Job: messages in the form that chat templates read (content as one text, or as parts where there are images; tool
+arguments as objects, roles and reasoning under the names that templates know), and the prompt that the template makes
+of them. Owns: that form, for the offline interface and the server alike. Does not know: engines, how images are read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from weft.engine.chat_prompts import ChatPrompts
 from weft.errors import RequestError
+from weft.multimodal.parts import Media, media_part
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -25,10 +26,15 @@ def chat_prompt(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    reads_media: bool = False,
     **options: bool,
 ) -> dict[str, Any]:
-    """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, and ``checkpoint_positions`` where
-    turn boundaries were asked for and found. ``options``: of ``ChatPrompts.render``.
+    """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, ``checkpoint_positions`` where turn
+    boundaries were asked for and found, and ``multi_modal_data`` where there are images or videos.
+
+    Args:
+        reads_media: the model reads images.
+        options: of ``ChatPrompts.render``.
 
     Raises:
         RequestError: no tokenizer or chat template, or something that the template refuses.
@@ -38,10 +44,11 @@ def chat_prompt(
             "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
         )
     _check_options(tools, chat_template_kwargs)
-    plain = [template_message(message, i) for i, message in enumerate(messages)]
+    plain, media = template_messages(messages, reads_media=reads_media)
     chat = chats.make(plain, tools=tools, chat_template_kwargs=chat_template_kwargs, **options)
     positions = {"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {}
-    return {"prompt": chat.text, "prompt_token_ids": chat.token_ids} | positions
+    images = {"multi_modal_data": media} if media else {}
+    return {"prompt": chat.text, "prompt_token_ids": chat.token_ids} | positions | images
 
 
 def _check_options(tools: Any, chat_template_kwargs: Any) -> None:
@@ -54,16 +61,29 @@ def _check_options(tools: Any, chat_template_kwargs: Any) -> None:
         raise RequestError(f"tools={tools!r} is not a list of function descriptions (dicts)", "tools")
 
 
-def template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def template_messages(messages: Messages, *, reads_media: bool = False) -> tuple[list[dict[str, Any]], Media]:
+    """The messages as templates expect them, and the sources of their images and videos.
+
+    Raises:
+        RequestError: as ``template_message``.
+    """
+    media: Media = {}
+    return [template_message(m, i, media if reads_media else None) for i, m in enumerate(messages)], media
+
+
+def template_message(message: Mapping[str, Any], index: int, media: Media | None = None) -> dict[str, Any]:
     """A message as templates expect it: content as one text, tool arguments as objects, reasoning under one name.
+
+    Content with images or videos stays a list of parts: ``{"type": "image"}`` and the like where they stand.
 
     Args:
         message: as in the OpenAI API; its content a text, or a list of texts and parts like
-            ``{"type": "text", "text": …}``.
+            ``{"type": "text", "text": …}`` and ``{"type": "image_url", "image_url": {"url": …}}``.
         index: its place, for errors.
+        media: gets the sources of its images and videos; None: the model reads text only.
 
     Raises:
-        RequestError: no role, a user's message without content, or content that is not text.
+        RequestError: no role, a user's message without content, or a part that the model cannot read.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
@@ -76,7 +96,7 @@ def template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise RequestError(f"messages[{index}] has no content; give a text, or a list of parts", "messages")
     result = {key: value for key, value in message.items() if value is not None and key != "reasoning"}
     result["role"] = _ROLES.get(role, role)
-    result["content"] = _text(message.get("content"), index)
+    result["content"] = _content(message.get("content"), index, media)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning is not None:
         if not isinstance(reasoning, str):
@@ -87,29 +107,42 @@ def template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     return result
 
 
-def _text(content: Any, index: int) -> str:
+def _content(content: Any, index: int, media: Media | None) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"messages[{index}].content is neither a text nor a list of parts", "messages")
-    return "".join(_part_text(part, index) for part in content)
+    parts = [_part(part, index, media) for part in content]
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
-def _part_text(part: Any, index: int) -> str:
+def _part(part: Any, index: int, media: Media | None) -> str | dict[str, Any]:
+    """A part's text, or the mark of an image or video for the template."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     name = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}.get(str(kind))
-    if name is None:
+    if name is not None:
+        text = part.get(name)
+        if not isinstance(text, str):
+            raise RequestError(f"messages[{index}].content has a part of type {kind!r} without {name}", "messages")
+        return text
+    if media is None:
         raise RequestError(
             f"messages[{index}].content has a part of type {kind!r}; this model reads text only", "messages"
         )
-    text = part.get(name)
-    if not isinstance(text, str):
-        raise RequestError(f"messages[{index}].content has a part of type {kind!r} without {name}", "messages")
-    return text
+    found = media_part(part, f"messages[{index}].content") if isinstance(part, Mapping) else None
+    if found is None:
+        raise RequestError(
+            f"messages[{index}].content has a part of type {kind!r}; known are text, image_url and video_url",
+            "messages",
+        )
+    media.setdefault(found[0], []).append(found[1])
+    return {"type": found[0]}
 
 
 def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:

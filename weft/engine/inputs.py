@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,27 +17,17 @@ from msgspec.structs import replace
 from weft.config import EngineConfig
 from weft.config.generation import GenerationDefaults
 from weft.engine.chat_prompts import ChatPrompt
+from weft.engine.prompts import PreparedPrompt, Prompt, check_mapping, check_positions
 from weft.engine.structured_outputs import check_grammar, constraint_of_params
 from weft.errors import ContextLengthError, RequestError
 from weft.messages import RowSampling
+from weft.multimodal.parts import Media, prompt_media
+from weft.multimodal.placeholders import ExpandedPrompt, check_placeholders, expand
+from weft.multimodal.processor import MediaProcessor, Processed
 from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.text_pieces import PIECE
 from weft.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "checkpoint_positions", "cache_salt")
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """A prompt as text (if it came as text) and as token ids, and what the prefix cache should know of it."""
-
-    text: str | None
-    token_ids: list[int]
-    checkpoint_positions: list[int] = field(default_factory=list)
-    cache_salt: str | None = None
 
 
 class InputProcessor:
@@ -47,6 +37,7 @@ class InputProcessor:
         config: the resolved configuration.
         tokenizer: None if the engine runs on token ids alone.
         max_model_len: context length after clamping to the cache.
+        media: reads images and videos; None: the model reads text only.
         numbers: gives each request and each prompt a number that no other one of the engine has; None: from 0 on. (One
             of several processes before an engine gets numbers of its own.)
     """
@@ -57,6 +48,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         numbers: Iterator[int] | None = None,
+        media: MediaProcessor | None = None,
     ) -> None:
         self._vocab_size = config.model_config.vocab_size
         self._generation: GenerationDefaults = config.generation
@@ -64,6 +56,7 @@ class InputProcessor:
         self._num_processes = config.tensor_parallel_size
         self._max_logprobs = config.max_logprobs
         self._tokenizer = tokenizer
+        self.media = media
         self._max_model_len = max_model_len
         self._prompts = itertools.count(1) if numbers is None else numbers
         self._arrivals = itertools.count() if numbers is None else numbers
@@ -76,10 +69,13 @@ class InputProcessor:
         ``params.truncate_prompt_tokens`` says.
 
         A dict may also have ``checkpoint_positions``, numbers of leading tokens that later prompts are likely to share
-        with this one, and ``cache_salt``: only prompts with the same salt share cached prefixes.
+        with this one, ``cache_salt``: only prompts with the same salt share cached prefixes, and ``multi_modal_data``:
+        ``{"image": [...], "video": [...]}`` with one placeholder for each in the prompt (positions count it as one
+        token). Images take a while to read: call this in a thread of its own where that matters.
 
         Raises:
-            RequestError: empty, of the wrong type, too long, or with token ids outside the vocabulary.
+            RequestError: empty, of the wrong type, too long, with token ids outside the vocabulary, or with an image
+                that cannot be read.
         """
         if isinstance(prompt, str):
             prepared = PreparedPrompt(prompt, self.encode(prompt, params))
@@ -87,7 +83,31 @@ class InputProcessor:
             prepared = self._prepare_mapping(prompt, params)
         else:
             prepared = PreparedPrompt(None, self._check_ids("prompt_token_ids", prompt))
-        return self.fitted(prepared, params)
+        sources = prompt_media(prompt.get("multi_modal_data")) if isinstance(prompt, Mapping) else {}
+        return self.fitted(self._with_sources(prepared, sources), params)
+
+    def _with_sources(self, prompt: PreparedPrompt, sources: Media) -> PreparedPrompt:
+        param = "multi_modal_data"
+        if not sources:
+            return prompt
+        if self.media is None:
+            raise RequestError(f"{param} is given, but this model reads text only; leave it out", param)
+        processed = self.media.process(sources, self._max_model_len, param)
+        expanded = self.with_media(prompt.token_ids, prompt.checkpoint_positions, processed, param)
+        return PreparedPrompt(prompt.text, expanded.token_ids, expanded.positions, prompt.cache_salt, expanded.media)
+
+    def with_media(
+        self, token_ids: Sequence[int], positions: Sequence[int], processed: Sequence[Processed], param: str
+    ) -> ExpandedPrompt:
+        """The prompt with as many placeholders as its images and videos need, for a model that reads images.
+
+        Raises:
+            RequestError: placeholders and images do not match.
+        """
+        assert self.media is not None
+        encode = self._tokenizer.encode if self._tokenizer is not None else None
+        plain = partial(encode, add_special_tokens=False) if encode is not None else None
+        return expand(token_ids, positions, processed, self.media.vision, plain, param)
 
     def encoded_chat(
         self, chat: ChatPrompt, positions: Sequence[int], cache_salt: str | None, params: SamplingParams
@@ -97,12 +117,15 @@ class InputProcessor:
         Raises:
             RequestError: too long, or a position that is none.
         """
-        own = _check_positions(positions, len(chat.token_ids))
+        own = check_positions(positions, len(chat.token_ids))
         known = sorted({*chat.turn_boundaries, *own}) if own else chat.turn_boundaries
-        return self.fitted(PreparedPrompt(chat.text, chat.token_ids, known, cache_salt), params)
+        return self.fitted(PreparedPrompt(chat.text, chat.token_ids, known, cache_salt, chat.media), params)
 
     def fitted(self, prepared: PreparedPrompt, params: SamplingParams | None) -> PreparedPrompt:
-        """The prompt, cut as ``params.truncate_prompt_tokens`` says. Raises RequestError if it does not fit."""
+        """The prompt, cut as ``params.truncate_prompt_tokens`` says. Raises RequestError if it does not fit, or has a
+        placeholder without an image."""
+        if self.media is not None and not prepared.media:
+            check_placeholders(prepared.token_ids, self.media.vision, {}, "prompt")
         if params is not None and params.truncate_prompt_tokens is not None:
             prepared = self._truncate(prepared, params.truncate_prompt_tokens, params.max_tokens or 1)
         self._check_length(prepared)
@@ -114,6 +137,12 @@ class InputProcessor:
         cut = len(prompt.token_ids) - keep
         if cut <= 0:
             return prompt
+        if prompt.media:
+            raise RequestError(
+                f"truncate_prompt_tokens would cut {cut} tokens off a prompt with images, which is not done; leave "
+                "it out, or shorten the prompt",
+                "truncate_prompt_tokens",
+            )
         text, ids = prompt.text, prompt.token_ids[cut:]
         if text is not None and self._tokenizer is not None:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -121,14 +150,9 @@ class InputProcessor:
         return PreparedPrompt(text, ids, positions, prompt.cache_salt)
 
     def _prepare_mapping(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> PreparedPrompt:
-        unknown = sorted(set(prompt) - set(PROMPT_KEYS))
-        if unknown:
-            raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
-        salt = prompt.get("cache_salt")
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(f"cache_salt={salt!r} is not a non-empty text", "cache_salt")
+        salt = check_mapping(prompt)
         text, token_ids = self._text_and_ids(prompt, params)
-        positions = _check_positions(prompt.get("checkpoint_positions"), len(token_ids))
+        positions = check_positions(prompt.get("checkpoint_positions"), len(token_ids))
         return PreparedPrompt(text, token_ids, positions, salt)
 
     def _text_and_ids(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> tuple[str | None, list[int]]:
@@ -238,6 +262,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             checkpoint_positions=prompt.checkpoint_positions,
             caller=caller,
+            media=prompt.media,
             logits_processors=tuple(params.logits_processors or ()),
         )
 
@@ -324,21 +349,6 @@ class InputProcessor:
             raise RequestError(
                 "stop strings need the tokenizer, but skip_tokenizer_init=True; use stop_token_ids", "stop"
             )
-
-
-def _check_positions(positions: Any, num_tokens: int) -> list[int]:
-    """Checkpoint positions in ascending order, each once."""
-    name = "checkpoint_positions"
-    if positions is None:
-        return []
-    if isinstance(positions, (str, bytes)) or not isinstance(positions, Sequence):
-        raise RequestError(f"{name} is a {type(positions).__name__}; it must be a list of integers", name)
-    for position in positions:
-        if type(position) is not int or not 0 < position <= num_tokens:
-            raise RequestError(
-                f"{name} holds {position!r}; a position is a number of leading tokens, here 1 to {num_tokens}", name
-            )
-    return sorted(set(positions))
 
 
 def _check_allowed(sampling: RowSampling) -> None:

@@ -17,12 +17,14 @@ from weft.config import EngineConfig, resolve
 from weft.config.parallelism import refuse_replicas
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
-from weft.engine.inputs import InputProcessor, Prompt
+from weft.engine.inputs import InputProcessor
 from weft.engine.outputs import OutputStream
 from weft.engine.progress import Progress
+from weft.engine.prompts import Prompt
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import follow
 from weft.executor.rank_process import start_ranks
+from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
@@ -80,6 +82,8 @@ class LLM:
                 self.config: EngineConfig = resolve(model=model, **settings)
             with times.stage("tokenizer"):
                 self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
+            with times.stage("images"):
+                media = load_processor(self.config)
             with times.stage("libraries"), collector_off():
                 from weft.engine.core import EngineCore
             self._core = EngineCore(self.config, ranks)
@@ -88,7 +92,7 @@ class LLM:
                 rank.kill()
             raise
         self.startup: dict[str, float] = times.seconds | self._core.startup
-        self._inputs = InputProcessor(self.config, self.tokenizer, self.max_model_len)
+        self._inputs = InputProcessor(self.config, self.tokenizer, self.max_model_len, media=media)
         self._chats = ChatPrompts(self.tokenizer) if self.tokenizer is not None else None
         self._streams: dict[str, OutputStream] = {}
         self._by_request: dict[str, OutputStream] = {}
@@ -112,7 +116,8 @@ class LLM:
         """Complete one prompt or many.
 
         Args:
-            prompts: a text, a list of token ids, a dict with ``prompt`` or ``prompt_token_ids``, or a list of those.
+            prompts: a text, a list of token ids, a dict with ``prompt`` or ``prompt_token_ids``, or a list of those. A
+                dict may have ``multi_modal_data``: ``{"image": [...], "video": [...]}``, see docs/images.md.
             sampling_params: one for all, or one per prompt; None: ``SamplingParams()``.
             use_tqdm: show a progress bar with prefill and decode tokens per second.
             priority: for the ``priority`` policy, smaller first; one for all or one per prompt.
@@ -176,7 +181,7 @@ class LLM:
 
         Args:
             messages: a list of ``{"role": …, "content": …}``, or a list of such lists; content is a text or a list of
-                parts like ``{"type": "text", "text": …}``.
+                parts like ``{"type": "text", "text": …}`` and ``{"type": "image", "image": …}``.
             tools: function descriptions (JSON schema) for the template.
             chat_template_kwargs: further arguments of the template, for example ``enable_thinking``.
             add_generation_prompt, continue_final_message: as in ``transformers``' ``apply_chat_template``.
@@ -200,7 +205,8 @@ class LLM:
     ) -> dict[str, Any]:
         """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``.
 
-        For hybrid models also ``checkpoint_positions``: where the conversation's next prompts will leave this one.
+        For hybrid models also ``checkpoint_positions``: where the conversation's next prompts will leave this one; with
+        images also ``multi_modal_data``.
         """
         return chat_prompt(
             self._chats,
@@ -210,6 +216,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             turn_boundaries=self.config.keeps_states,
+            reads_media=self._inputs.media is not None,
         )
 
     def get_tokenizer(self) -> Any:

@@ -127,7 +127,8 @@ class EngineLoop:
             return
         if isinstance(message, RequestSpec):
             self._sent[message.request_id] = (0, 0)
-            place = self._order.place(message.caller, message.max_tokens)
+            num_image_tokens = sum(item.num_tokens for item in message.media)
+            place = self._order.place(message.caller, message.max_tokens + num_image_tokens)
             self._core.add(Request.of(replace(message, arrival=place)))
             return
         for request_id in message.request_ids:

@@ -81,7 +81,7 @@ def to_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     """The same request in the OpenAI protocol. Raises RequestError."""
     messages: list[dict[str, Any]] = []
     if request.system:
-        messages.append({"role": "system", "content": _text_of(request.system, "system")})
+        messages.append({"role": "system", "content": _joined(_parts_of(request.system, "system"))})
     for index, message in enumerate(request.messages):
         messages += _messages_of(message, f"messages[{index}]")
     tool_choice, parallel = _tool_choice(request.tool_choice)
@@ -131,21 +131,27 @@ def _messages_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     for block in content:
         _add_block(result, role, block if isinstance(block, dict) else {}, where)
+    for each in result:
+        each["content"] = _joined(each["content"])
     return result or [{"role": role, "content": ""}]
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Parts as one text, unless there are images."""
+    return "".join(part["text"] for part in parts) if all("text" in part for part in parts) else parts
 
 
 def _add_block(result: list[dict[str, Any]], role: str, block: dict[str, Any], where: str) -> None:
     kind = block.get("type")
     if kind == "tool_result" and role == "user":
-        content = block.get("content") or ""
-        text = _text_of(content, where)
-        result.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        parts = _parts_of(block.get("content") or "", where)
+        result.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts})
         return
     if not result or result[-1]["role"] != role:
-        result.append({"role": role, "content": ""})
+        result.append({"role": role, "content": []})
     target = result[-1]
-    if kind == "text":
-        target["content"] += _text_of([block], where)
+    if kind in ("text", "image"):
+        target["content"] += _parts_of([block], where)
     elif kind == "thinking" and role == "assistant":
         target["reasoning_content"] = target.get("reasoning_content", "") + str(block.get("thinking") or "")
     elif kind == "redacted_thinking" and role == "assistant":
@@ -157,15 +163,34 @@ def _add_block(result: list[dict[str, Any]], role: str, block: dict[str, Any], w
         raise RequestError(f"{where}.content has a block of type {kind!r} that this model cannot read", "messages")
 
 
-def _text_of(content: str | list[Any], where: str) -> str:
+def _parts_of(content: str | list[Any], where: str) -> list[dict[str, Any]]:
+    """Text and image blocks as parts of the OpenAI protocol. Raises RequestError for others."""
     if isinstance(content, str):
-        return content
-    texts = [
-        block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None for block in content
-    ]
-    if any(not isinstance(text, str) for text in texts):
-        raise RequestError(f"{where} holds a block that is not text; this model reads text only", where.split("[")[0])
-    return "".join(str(text) for text in texts)
+        return [{"type": "text", "text": content}]
+    return [_part_of(block if isinstance(block, dict) else {}, where) for block in content]
+
+
+def _part_of(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if block.get("type") == "image":
+        return {"type": "image_url", "image_url": {"url": _image_url(block.get("source"), where)}}
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise RequestError(f"{where} holds a block that is neither text nor an image", where.split("[")[0])
+    return {"type": "text", "text": block["text"]}
+
+
+def _image_url(source: Any, where: str) -> str:
+    """The URL of an image's source. Raises RequestError."""
+    given = source if isinstance(source, dict) else {}
+    kind, data, url = given.get("type"), given.get("data"), given.get("url")
+    if kind == "base64" and isinstance(data, str):
+        return f"data:{given.get('media_type') or 'image/png'};base64,{data}"
+    if kind == "url" and isinstance(url, str):
+        return url
+    raise RequestError(
+        f"{where} has an image with a source of type {kind!r}; give {{'type': 'base64', 'media_type': …, 'data': …}} "
+        "or {'type': 'url', 'url': …}",
+        "messages",
+    )
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

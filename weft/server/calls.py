@@ -13,8 +13,8 @@ from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.async_engine import AsyncEngine, ResponseStream
-from weft.engine.inputs import PreparedPrompt
 from weft.engine.outputs import OutputStream
+from weft.engine.prompts import PreparedPrompt
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
 from weft.server.caller import Caller
@@ -94,15 +94,16 @@ class Call:
             raise ApiError(500, "the model computed NaN or its step broke", type="server_error", code="model_error")
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far. Prompt tokens count once per prompt, whatever ``n`` is."""
+        """Tokens so far. Prompt tokens count once per prompt, whatever ``n`` is, with those of images and videos."""
         prompt = sum(len(p.token_ids) for p in self.prompts)
         completion = sum(output.num_output_tokens for output in self.stream.outputs)
         cached = sum(output.requests[0].num_cached_tokens or 0 for output in self.stream.outputs)
+        image = sum(p.num_media_tokens for p in self.prompts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": cached} | ({"image_tokens": image} if image else {}),
         }
 
     def extension(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
 from weft.engine.chat_prompts import ChatPrompt
-from weft.engine.conversation import template_message
-from weft.engine.inputs import PreparedPrompt
+from weft.engine.conversation import template_messages
+from weft.engine.prompts import PreparedPrompt
 from weft.errors import RequestError
 from weft.server.answers import THINK
 from weft.server.errors import ApiError
@@ -48,20 +48,20 @@ async def chat_prompt(
     continue_final_message: bool | None = None,
     limit: int | None = None,
 ) -> ChatPrompt:
-    """Render and tokenize a conversation, off the event loop.
+    """Render and tokenize a conversation and read its images, off the event loop.
 
     Args:
         add_generation_prompt: None: unless the last message is to be continued.
         limit: more tokens than that are of no use; see ``ChatPrompts.encode``.
 
     Raises:
-        RequestError: the template refuses it or takes too long.
+        RequestError: the template refuses it or takes too long, or an image cannot be read.
         ApiError: there is no tokenizer.
     """
     need_tokenizer(engine)
     chats, continues = engine.chats, bool(continue_final_message)
     assert chats is not None
-    plain = [template_message(message, i) for i, message in enumerate(messages)]
+    plain, media = template_messages(messages, reads_media=engine.inputs.media is not None)
     render = partial(
         chats.render,
         plain,
@@ -71,8 +71,17 @@ async def chat_prompt(
         continue_final_message=continues,
         turn_boundaries=service.keeps_states,
     )
-    size = sum(len(message["content"]) for message in plain)
-    return await service.render.run_limited(render, lambda chat: chats.encode(chat, limit), size=size)
+    size = sum(_num_characters(message["content"]) for message in plain)
+    chat = await service.render.run_limited(render, lambda chat: chats.encode(chat, limit), size=size)
+    if not media or engine.inputs.media is None:
+        return chat
+    processed = await service.media.process(engine.inputs.media, media, service.capacity.max_model_len)
+    expanded = engine.inputs.with_media(chat.token_ids, chat.turn_boundaries, processed, "messages")
+    return ChatPrompt(chat.text, expanded.token_ids, expanded.positions, expanded.media)
+
+
+def _num_characters(content: str | list[dict[str, Any]]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def opens_reasoning(prompt: PreparedPrompt) -> bool:

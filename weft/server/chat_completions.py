@@ -14,8 +14,8 @@ from typing import Any
 
 from weft.engine.async_engine import AsyncEngine, PromptDelta
 from weft.engine.chat_prompts import ChatPrompt
-from weft.engine.inputs import PreparedPrompt
 from weft.engine.outputs import CompletionDelta
+from weft.engine.prompts import PreparedPrompt
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, LogprobsDict
 from weft.sampling_params import SamplingParams

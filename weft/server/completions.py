@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine, PromptDelta
-from weft.engine.inputs import PreparedPrompt
+from weft.engine.prompts import PreparedPrompt
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
 from weft.sampling_params import SamplingParams

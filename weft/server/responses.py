@@ -1,4 +1,4 @@
-"""``/v1/responses``: the newer OpenAI protocol, for text and function tools. Nothing is stored.
+"""``/v1/responses``: the newer OpenAI protocol, for text, images and function tools. Nothing is stored.
 
 Job: translate a request into a chat completion's, and the answer's blocks into this protocol's items and events.
 Owns: both translations. Does not know: generation.
@@ -94,8 +94,8 @@ _INCLUDES = {
     "web_search_call.action.sources",
     "web_search_call.results",
 }
-"""What may be asked for; all but the log probabilities is about OpenAI's own tools, images and storage, of which an
-answer has none. Reasoning comes as it is."""
+"""What may be asked for; all but the log probabilities is about OpenAI's own tools and storage, of which an answer has
+none, and about the request's own images. Reasoning comes as it is."""
 
 
 def _check(request: ResponsesRequest) -> None:
@@ -275,7 +275,7 @@ class ResponsesAnswer:
         usage = self._chat.call.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._chat.num_reasoning_tokens()},
             "total_tokens": usage["total_tokens"],

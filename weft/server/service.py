@@ -1,6 +1,7 @@
 """The served model: the engine process behind it, and whether it can take requests.
 
-Job: take up the engine when it is ready, tell its stages, drain. Owns: the tokenizer and the state of the service.
+Job: take up the engine when it is ready, tell its stages, drain. Owns: the tokenizer, the image processor and the state
+of the service.
 Does not know: routes, the shape of requests, who keeps the engine's process (an ``EngineClient``).
 
     starting ──▶ ready ──▶ draining ──▶ (exit 0)
@@ -23,10 +24,12 @@ from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
 from weft.engine.keeper import EngineClient
 from weft.engine.launcher import GRACE_S
+from weft.multimodal.processor import MediaProcessor, load_processor
 from weft.server.admission import Admission, OpenCounts
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
 from weft.server.history import History
+from weft.server.media_pool import MediaPool
 from weft.server.peers import NoPeers, Peers
 from weft.server.rendering import RenderPool
 from weft.server.settings import ServerSettings
@@ -88,6 +91,7 @@ class Service:
         self.failure: wire.Failed | None = None
         self.created = int(time.time())
         self.render = RenderPool(settings.template_timeout_s)
+        self.media = MediaPool()
         self.history = History()
         self.token_times: list[TokenTimes] = [self.history]
         self.engine_client = engine
@@ -101,7 +105,7 @@ class Service:
         self._config: EngineConfig | None = None
         self.keeps_states = False
         self._capacity: wire.Capacity | None = None
-        self._tokenizer: asyncio.Task[Tokenizer | None] | None = None
+        self._readers: asyncio.Task[tuple[Tokenizer | None, MediaProcessor | None]] | None = None
         self._admission: Admission | None = None
         self._began = time.monotonic()
         self._num_starts = 0
@@ -201,32 +205,37 @@ class Service:
             case wire.Configured():
                 self._config = message.config
                 self.keeps_states = message.config.keeps_states
-                if self._tokenizer is None:
-                    self._tokenizer = asyncio.create_task(self._load_tokenizer(message.config))
+                if self._readers is None:
+                    self._readers = asyncio.create_task(self._load_readers(message.config))
             case wire.Stage():
                 self._tell(message.name, message.seconds, message.note)
             case wire.Ready():
                 asyncio.create_task(self._become_ready(message.capacity))  # noqa: RUF006 (short, and held by the loop)
 
-    async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
-        if config.skip_tokenizer_init:
-            return None
+    async def _load_readers(self, config: EngineConfig) -> tuple[Tokenizer | None, MediaProcessor | None]:
+        """What reads texts, and what reads images."""
+        tokenizer = None
+        if not config.skip_tokenizer_init:
+            began = time.monotonic()
+            tokenizer = await asyncio.to_thread(_load, config.tokenizer_path)
+            self._tell("tokenizer", time.monotonic() - began, f"{tokenizer.vocab_size:,} tokens")
         began = time.monotonic()
-        tokenizer = await asyncio.to_thread(_load, config.tokenizer_path)
-        self._tell("tokenizer", time.monotonic() - began, f"{tokenizer.vocab_size:,} tokens")
-        return tokenizer
+        media = await asyncio.to_thread(load_processor, config)
+        if media is not None:
+            self._tell("images", time.monotonic() - began, f"at most {media.max_tokens:,} tokens each")
+        return tokenizer, media
 
     async def _become_ready(self, capacity: wire.Capacity) -> None:
         num_starts = self._num_starts
-        assert self._tokenizer is not None
+        assert self._readers is not None
         try:
-            tokenizer = await self._tokenizer
+            tokenizer, media = await self._readers
         except Exception as error:  # a WeftError from the files, or anything from the libraries
             self.engine_client.fail(wire.failure(error))
             return
         if num_starts != self._num_starts or self.state is not State.STARTING:
             return
-        inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len, self._numbers)
+        inputs = InputProcessor(self.config, tokenizer, capacity.max_model_len, self._numbers, media)
         self._capacity = capacity
         self._engine = AsyncEngine(self.engine_client, inputs, tokenizer, self.token_times, self._numbers)
         if self._admission is None:
@@ -267,6 +276,7 @@ class Service:
     async def close(self) -> None:
         """End the engine, whatever its state."""
         self.render.close()
+        self.media.close()
         if self._grammars is not None:
             await self._grammars.close()
         is_drained = self.state is State.DRAINING and self._engine is not None

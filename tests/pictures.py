@@ -1,0 +1,62 @@
+"""Pictures for tests, made on the spot, and folders of models that read them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.tiny_tokenizer import VISION_IDS, save_tokenizer
+from weft.config.vision import VisionConfig, VisionTokens
+
+PATCH, MERGE, FRAMES = 4, 2, 2
+SIZE = {"shortest_edge": 64, "longest_edge": 4096}
+"""Pixels of a picture after the processor: 1 to 64 tokens of 8 x 8 pixels."""
+
+VISION = VisionConfig(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, in_channels=3, patch_size=PATCH,
+    temporal_patch_size=FRAMES, spatial_merge_size=MERGE, out_hidden_size=16, num_position_embeddings=16,
+    activation="gelu", rope_theta=1e4, mrope_section=(1, 1, 1),
+    tokens=VisionTokens(image=5, video=6, start=3, end=4),
+)  # fmt: skip
+
+
+def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
+    """Smooth noise, so that JPEG changes it little."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def data_uri(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def image_part(data: bytes, kind: str = "png", **fields: Any) -> dict[str, Any]:
+    """A content part of the OpenAI API."""
+    return {"type": "image_url", "image_url": {"url": data_uri(data, kind)} | fields}
+
+
+def save_processor(folder: Path) -> None:
+    """Tokenizer and processor files as ``save_pretrained`` writes them."""
+    save_tokenizer(folder, vision=True)
+    shared = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": FRAMES, "size": SIZE}
+    shared |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2], "resample": 3}
+    images = shared | {"image_processor_type": "Qwen2VLImageProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    videos = shared | {"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2, "min_frames": 2, "max_frames": 6}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | {"cap_pixels_per_frame": False}))
+
+
+TOP = VISION_IDS
+"""For ``make_checkpoint(..., top=TOP)``: the ids of this module's tokenizer."""

@@ -1,0 +1,62 @@
+"""Prompts: the forms in which users give them, and the one in which the engine takes them.
+
+Job: ``PreparedPrompt``, and the checks of what a prompt given as a dict may hold. Does not know: tokenizers, models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import RequestError
+from weft.multimodal.items import MediaItem
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "checkpoint_positions", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt as text (if it came as text) and as token ids, and what the prefix cache should know of it.
+
+    ``media``: its images and videos, whose placeholders are in ``token_ids``.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    checkpoint_positions: list[int] = field(default_factory=list)
+    cache_salt: str | None = None
+    media: list[MediaItem] = field(default_factory=list)
+
+    @property
+    def num_media_tokens(self) -> int:
+        """Placeholder tokens of images and videos."""
+        return sum(item.num_tokens for item in self.media)
+
+
+def check_mapping(prompt: Mapping[str, Any]) -> str | None:
+    """The cache salt of a prompt given as a dict. Raises RequestError for keys that are not known, or no such salt."""
+    unknown = sorted(set(prompt) - set(PROMPT_KEYS))
+    if unknown:
+        raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt={salt!r} is not a non-empty text", "cache_salt")
+    return salt
+
+
+def check_positions(positions: Any, num_tokens: int) -> list[int]:
+    """Checkpoint positions in ascending order, each once."""
+    name = "checkpoint_positions"
+    if positions is None:
+        return []
+    if isinstance(positions, (str, bytes)) or not isinstance(positions, Sequence):
+        raise RequestError(f"{name} is a {type(positions).__name__}; it must be a list of integers", name)
+    for position in positions:
+        if type(position) is not int or not 0 < position <= num_tokens:
+            raise RequestError(
+                f"{name} holds {position!r}; a position is a number of leading tokens, here 1 to {num_tokens}", name
+            )
+    return sorted(set(positions))

@@ -1,0 +1,279 @@
+"""Images from wherever a request takes them: encoded bytes, data: URIs, local files, URLs, PIL images, arrays.
+
+Job: one picture in, one 8-bit RGB image out, or an error that says what was given, what is allowed and what to do.
+Owns: which formats are read, and the limits. Does not know: models, prompts.
+
+Nothing here trusts its input. The size of a picture is known before its pixels are decoded, formats are sniffed and not
+believed, and what would cost more time than its size says (progressive JPEGs of many scans) is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from weft.errors import RequestError
+from weft.multimodal.fetch import FetchPolicy, fetch
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+_MAX_SCANS = 50
+"""Of a JPEG: progressive ones have about ten; each costs a pass over all pixels."""
+
+_ALLOWED = "allowed are PNG, JPEG, WebP and GIF images of one frame and 8 bits per channel"
+_NEED_PILLOW = "images need Pillow; install it with: pip install 'weft[images]'"
+
+_KINDS = (
+    (b"%PDF", "a PDF"),
+    (b"<svg", "an SVG"),
+    (b"<?xml", "XML"),
+    (b"<!DOC", "HTML"),
+    (b"<html", "HTML"),
+    (b"II*\0", "a TIFF"),
+    (b"MM\0*", "a TIFF"),
+    (b"BM", "a BMP"),
+    (b"PK\3\4", "a ZIP archive"),
+    (b"\x1f\x8b", "gzip data"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """What a picture may cost, and where it may come from.
+
+    Attributes:
+        local_path: files under this folder may be named as ``file://`` URLs; None: none.
+        domains: see ``FetchPolicy``; empty: nothing is fetched.
+        max_bytes: of one encoded picture.
+        max_pixels: of one decoded picture.
+        fetch_timeout_s: for everything that one prompt has fetched.
+    """
+
+    local_path: Path | None = None
+    domains: tuple[str, ...] = ()
+    max_bytes: int = 32 << 20
+    max_pixels: int = 1 << 26
+    fetch_timeout_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class MediaUrl:
+    """A picture named by a URL. ``detail``: as in the OpenAI API, ``low`` for a small copy."""
+
+    url: str
+    detail: str = "auto"
+
+
+class SourceReader:
+    """Reads the pictures of one prompt.
+
+    Attributes:
+        limits: what they may cost.
+        param: the request's field that errors blame.
+    """
+
+    def __init__(self, limits: ReadLimits, param: str) -> None:
+        self.limits = limits
+        self.param = param
+        self._fetch_s = limits.fetch_timeout_s
+
+    def encoded(self, source: Any) -> bytes | None:
+        """The encoded bytes of a picture; None: it is decoded already. May block. Raises RequestError."""
+        if isinstance(source, MediaUrl):
+            return self._url(source.url)
+        if isinstance(source, Path):
+            return read_file(source, self.limits.max_bytes, self.param)
+        return bytes(source) if isinstance(source, (bytes, bytearray, memoryview)) else None
+
+    def _url(self, url: str) -> bytes:
+        """What a ``data:``, ``file:``, ``http:`` or ``https:`` URL stands for."""
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            return _data_uri(url, self.limits.max_bytes, self.param)
+        if scheme == "file":
+            return _local_file(url, self.limits, self.param)
+        if scheme in ("http", "https"):
+            return self._fetched(url)
+        raise RequestError(
+            f"the image URL begins with {url[:20]!r}; give 'data:image/png;base64,…', or an https:// or file:// URL "
+            "where the server allows them",
+            self.param,
+        )
+
+    def _fetched(self, url: str) -> bytes:
+        began = time.monotonic()
+        try:
+            return fetch(url, FetchPolicy(self.limits.domains, self.limits.max_bytes, self._fetch_s), self.param)
+        finally:
+            self._fetch_s = max(0.0, self._fetch_s - (time.monotonic() - began))
+
+
+def _too_large(limit: int, param: str) -> RequestError:
+    return RequestError(f"an image is larger than the {limit:,} bytes that are read; send a smaller one", param)
+
+
+def _data_uri(url: str, limit: int, param: str) -> bytes:
+    head, comma, data = url.partition(",")
+    kind, *parameters = head[len("data:") :].lower().split(";")
+    if not comma or "base64" not in parameters or not kind.startswith("image/"):
+        raise RequestError(
+            f"the data: URI begins with {head[:60]!r}; give data:image/png;base64,… (or jpeg, webp, gif)", param
+        )
+    return decode_base64(data, limit, param)
+
+
+def decode_base64(data: str, limit: int, param: str) -> bytes:
+    """The bytes of a base64 text. Raises RequestError: too many, or it is none."""
+    if len(data) // 4 * 3 > limit + 3:
+        raise _too_large(limit, param)
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"an image is not valid base64 ({error}); encode its bytes again", param) from error
+
+
+def _local_file(url: str, limits: ReadLimits, param: str) -> bytes:
+    """Symbolic links are followed first, and must not lead out of the allowed folder."""
+    parts = urlsplit(url)
+    given = unquote(parts.path)
+    if limits.local_path is None:
+        raise RequestError(
+            "file:// URLs are not read here unless --allowed-local-media-path names their folder; send the image as a "
+            "data: URI",
+            param,
+        )
+    if parts.netloc not in ("", "localhost") or not given.startswith("/") or "\0" in given:
+        raise RequestError(f"{url[:200]!r} is not a file:///absolute/path URL", param)
+    path = Path(os.path.realpath(given))
+    if not path.is_relative_to(os.path.realpath(limits.local_path)):
+        raise RequestError(f"{url[:200]!r} is not under the folder of --allowed-local-media-path; move it there", param)
+    return read_file(path, limits.max_bytes, param)
+
+
+def read_file(path: Path, limit: int, param: str) -> bytes:
+    """The content of a regular file. Raises RequestError."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise RequestError(f"{str(path)!r} is not a file; name an image file", param)
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise RequestError(f"{str(path)!r} cannot be read ({error.strerror}); name an image file", param) from error
+    if len(content) > limit:
+        raise _too_large(limit, param)
+    return content
+
+
+# -- decoding --------------------------------------------------------------------------------------------------------
+
+
+def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
+    """An encoded picture as an RGB image, turned as its EXIF data says, transparency over white.
+
+    Raises:
+        RequestError: not an image of the formats read, damaged, animated, 16-bit, or too large.
+    """
+    image_module = pillow()
+    if len(data) > limits.max_bytes:
+        raise _too_large(limits.max_bytes, param)
+    try:
+        image = image_module.open(io.BytesIO(data), formats=FORMATS)
+    except image_module.UnidentifiedImageError as error:
+        raise RequestError(f"{_described(data)} is not an image that is read here; {_ALLOWED}", param) from error
+    except Exception as error:  # each format has its own way to fail; also Pillow's own bound on pixels
+        raise _damaged(error, param) from error
+    _check_header(image, data, limits, param)
+    try:
+        image.load()
+        return to_rgb(_turned(image), param)
+    except RequestError:
+        raise
+    except Exception as error:
+        raise _damaged(error, param) from error
+
+
+def pillow() -> Any:
+    """``PIL.Image``. Raises RequestError if it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise RequestError(_NEED_PILLOW) from error
+    return Image
+
+
+def _damaged(error: Exception, param: str) -> RequestError:
+    reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+    return RequestError(f"an image is damaged or cut off ({reason}); send it again", param)
+
+
+def _described(data: bytes) -> str:
+    """What data seems to be, in words."""
+    if not data:
+        return "nothing (0 bytes)"
+    start = data[:64].lstrip()
+    known = next((name for magic, name in _KINDS if start.startswith(magic)), None)
+    if known is None and data[4:8] == b"ftyp":
+        known = "a video, HEIC or AVIF file"
+    return known or f"data that begins with {data[:8]!r}"
+
+
+def _check_header(image: Image, data: bytes, limits: ReadLimits, param: str) -> None:
+    """What can be known before any pixel is decoded."""
+    check_size(image.size, limits, param)
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # (MPO: a JPEG with previews behind it)
+        raise RequestError(f"an image is animated ({image.format}); send one frame, or the frames as a video", param)
+    if image.format == "PNG" and data[24] > 8:
+        raise _too_deep(f"{data[24]} bits per channel", param)
+    if image.format in ("JPEG", "MPO") and data.count(b"\xff\xda") > _MAX_SCANS:
+        raise RequestError(f"a JPEG has more than {_MAX_SCANS} scans; save it as a baseline JPEG", param)
+
+
+def check_size(size: tuple[int, int], limits: ReadLimits, param: str) -> None:
+    """Raises RequestError: no pixels, or too many. ``size``: width and height."""
+    width, height = size
+    if width < 1 or height < 1:
+        raise RequestError(f"an image has {width} x {height} pixels; it needs at least one", param)
+    if width * height > limits.max_pixels:
+        raise RequestError(
+            f"an image has {width:,} x {height:,} pixels, more than the {limits.max_pixels:,} that are decoded; send a "
+            "smaller one",
+            param,
+        )
+
+
+def _too_deep(what: str, param: str) -> RequestError:
+    return RequestError(f"an image has {what}; {_ALLOWED}: convert it to 8 bits per channel", param)
+
+
+def _turned(image: Image) -> Image:
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # broken EXIF data say nothing about the picture
+        return image
+
+
+def to_rgb(image: Image, param: str) -> Image:
+    """Any decoded image as RGB; what is transparent lies over white. Raises RequestError for more than 8 bits."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise _too_deep(f"more than 8 bits per channel (mode {image.mode})", param)
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        from PIL.Image import alpha_composite, new
+
+        layer = image.convert("RGBA")
+        return alpha_composite(new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return image.convert("RGB")

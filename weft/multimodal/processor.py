@@ -1,0 +1,316 @@
+"""A checkpoint's image and video processor: pictures in, patches for the vision encoder out.
+
+Job: decode, resize, cut into patches and normalise as transformers does for this checkpoint; remember what was done, so
+that the same picture in a later turn costs a look-up. Owns: the settings of the checkpoint's processor, the bound on
+concurrent work, the cache. Does not know: prompts (``placeholders.py``), where pictures come from (``media.py``).
+
+Images go through transformers' own processor. Its Pillow form is used everywhere, so that pixels do not depend on what
+else is installed. Its video processor needs torchvision; what it does to frames is done here with the same resampling
+(``video.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.config import EngineConfig
+from weft.config.media_limits import MediaLimits
+from weft.config.vision import VisionConfig
+from weft.errors import ConfigError, ContextLengthError, RequestError
+from weft.multimodal.items import Modality
+from weft.multimodal.media import MediaUrl, ReadLimits, SourceReader, check_size, decode_image, pillow, to_rgb
+from weft.multimodal.video import Video, VideoSettings, sample_frames, timestamps, video_patches
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_CONCURRENT = 2
+"""Pictures that are decoded and resized at a time, whoever asks; others wait."""
+
+DETAIL_LOW = 512
+"""Pixels of the longer side of an image that is sent with ``detail="low"``, as in the OpenAI API."""
+
+# What published Qwen3-VL checkpoints say, for a folder without processor files (dummy weights).
+_SIZE = {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}
+_VIDEO_SIZE = {"shortest_edge": 1 << 12, "longest_edge": 25_165_824}
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """One image or video as the encoder takes it; fields as in ``MediaItem``.
+
+    ``times``: of a video, seconds of each temporal patch; None for an image.
+    """
+
+    modality: Modality
+    content_hash: bytes
+    grid: tuple[int, int, int]
+    pixel_values: bytes
+    times: tuple[float, ...] | None = None
+
+
+def load_processor(config: EngineConfig) -> MediaProcessor | None:
+    """The processor of an engine's checkpoint; None: the model reads text only. Takes seconds. Raises ConfigError."""
+    model = config.model_config
+    if not model.runs_vision:
+        return None
+    assert model.vision is not None and config.max_num_encoder_input_tokens is not None
+    limits = ReadLimits(config.allowed_local_media_path, config.allowed_media_domains or ())
+    cache_bytes = int(config.mm_processor_cache_gb * (1 << 30))
+    return MediaProcessor(
+        config.model_path,
+        model.vision,
+        limits,
+        config.limit_mm_per_prompt,
+        config.max_num_encoder_input_tokens,
+        cache_bytes,
+    )
+
+
+class MediaProcessor:
+    """Processes the images and videos of one model's requests. May be used by several threads.
+
+    Args:
+        folder: the checkpoint's.
+        vision: its vision tower.
+        limits: of what is read.
+        limit_per_prompt: most items of each modality in a prompt.
+        max_tokens: most placeholder tokens of one item.
+        cache_bytes: for what was processed.
+
+    Attributes:
+        vision, limits, max_tokens: as given.
+
+    Raises:
+        ConfigError: the folder's processor files are not what this architecture's processor reads.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vision: VisionConfig,
+        limits: ReadLimits,
+        limit_per_prompt: MediaLimits,
+        max_tokens: int,
+        cache_bytes: int,
+    ) -> None:
+        self.vision = vision
+        self.limits = limits
+        self._limit_per_prompt = limit_per_prompt
+        self.max_tokens = max_tokens
+        self._images = _load_image_processor(folder, vision)
+        self._videos = VideoSettings.read(folder, vision, _VIDEO_SIZE)
+        self._settings = f"{sorted(self._images.to_dict().items(), key=lambda pair: pair[0])} {self._videos}"
+        self._cache = _Cache(cache_bytes)
+        self._turns = threading.BoundedSemaphore(MAX_CONCURRENT)
+
+    def check_counts(self, media: Mapping[Modality, Sequence[Any]]) -> None:
+        """Raises RequestError for more images or videos than a prompt may have."""
+        for modality, sources in media.items():
+            limit = getattr(self._limit_per_prompt, modality)
+            if limit is not None and len(sources) > limit:
+                raise RequestError(
+                    f"the prompt has {len(sources)} {modality}s; at most {limit} are allowed here "
+                    "(limit_mm_per_prompt): send fewer",
+                    "messages",
+                )
+
+    def process(self, media: Mapping[Modality, Sequence[Any]], room: int, param: str) -> list[Processed]:
+        """All images of a prompt in their order, then all videos. Blocks.
+
+        Args:
+            room: most tokens for all of them together.
+            media: by modality: images as PIL images, arrays ``[height, width, 3]`` of uint8, encoded bytes, paths or
+                ``MediaUrl``; videos as ``Video``, or the frames alone.
+            param: the request's field to blame.
+
+        Raises:
+            RequestError: too many, or one that cannot be read.
+        """
+        self.check_counts(media)
+        reader = SourceReader(self.limits, param)
+        steps = [(self.image, source) for source in media.get("image", ())]
+        steps += [(self.video, source) for source in media.get("video", ())]
+        done: list[Processed] = []
+        for read, source in steps:
+            done.append(read(source, reader))
+            room -= self.vision.num_tokens(done[-1].grid)
+            if room < 0:  # before any more of them cost time and memory
+                raise ContextLengthError(
+                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already are too long for "
+                    "this model's maximum context length; send fewer or smaller ones",
+                    param,
+                )
+        return done
+
+    # -- images --------------------------------------------------------------------------------------------------
+
+    def image(self, source: Any, reader: SourceReader) -> Processed:
+        """One image; see ``process``."""
+        is_low = isinstance(source, MediaUrl) and source.detail == "low"
+        data = reader.encoded(source)
+        with self._turns:
+            key = hashlib.sha256(data).digest() + bytes([is_low]) if data is not None else None
+            found = self._cache.get(key)
+            if found is not None:
+                return found
+            return self._new_image(source if data is None else data, is_low, key, reader.param)
+
+    def _new_image(self, source: Any, is_low: bool, key: bytes | None, param: str) -> Processed:
+        image = self._decoded(source, param)
+        if is_low:
+            image.thumbnail((DETAIL_LOW, DETAIL_LOW))
+        digest = hashlib.sha256(f"image {image.size} {self._settings}\n".encode())
+        digest.update(image.tobytes())
+        content_hash = digest.digest()
+        processed = self._cache.get(content_hash) or self._patches(image, content_hash, param)
+        self._cache.put(processed, content_hash, key)
+        return processed
+
+    def _decoded(self, source: Any, param: str) -> Image:
+        if isinstance(source, bytes):
+            return decode_image(source, self.limits, param)
+        image = _of_object(source, param)
+        check_size(image.size, self.limits, param)
+        return to_rgb(image, param)
+
+    def _patches(self, image: Image, content_hash: bytes, param: str) -> Processed:
+        try:
+            num_patches = self._images.get_number_of_image_patches(image.height, image.width, {})
+        except ValueError as error:  # such as an aspect ratio beyond 200
+            raise RequestError(
+                f"an image of {image.width} x {image.height} pixels cannot be processed ({error}); crop it", param
+            ) from error
+        self._check_tokens("an image", num_patches // self.vision.merge_unit, image.size, param)
+        found = self._images(images=[image], return_tensors="np")
+        t, h, w = (int(size) for size in found["image_grid_thw"][0])
+        return Processed("image", content_hash, (t, h, w), found["pixel_values"].tobytes())
+
+    def _check_tokens(self, name: str, num_tokens: int, size: tuple[int, int], param: str) -> None:
+        if num_tokens > self.max_tokens:
+            raise RequestError(
+                f"{name} of {size[0]} x {size[1]} pixels becomes {num_tokens:,} tokens, more than the "
+                f"{self.max_tokens:,} that are encoded in a step (max_num_encoder_input_tokens); send a smaller one",
+                param,
+            )
+
+    # -- videos --------------------------------------------------------------------------------------------------
+
+    def video(self, source: Any, reader: SourceReader) -> Processed:
+        """One video; see ``process``."""
+        param = reader.param
+        video = source if isinstance(source, Video) else Video.of(source, param)
+        indices = sample_frames(video, self._videos, param)
+        frames = self._encoded_frames([video.frames[index] for index in indices], reader)
+        with self._turns:
+            first = self._decoded(frames[0], param)
+            grid = self._videos.grid(len(frames), first.height, first.width, param)
+            self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
+            digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
+            patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self._videos, param)
+            digest.update(patches)
+        return Processed("video", digest.digest(), grid, patches, timestamps(indices, video, self._videos))
+
+    def _encoded_frames(self, frames: Sequence[Any], reader: SourceReader) -> list[Any]:
+        """Frames as encoded bytes, or as they are if they are decoded. Raises RequestError."""
+        result, left = [], self.limits.max_bytes
+        for frame in frames:
+            data = reader.encoded(frame)
+            left -= len(data or b"")
+            if left < 0:
+                raise RequestError(
+                    f"a video's frames are larger than the {self.limits.max_bytes:,} bytes that are read; send fewer "
+                    "or smaller ones",
+                    reader.param,
+                )
+            result.append(frame if data is None else data)
+        return result
+
+
+def _of_object(source: Any, param: str) -> Image:
+    """A PIL image, or one made of an array. Raises RequestError."""
+    image_module = pillow()
+    if isinstance(source, image_module.Image):
+        if source.format != "MPO" and getattr(source, "is_animated", False):
+            raise RequestError("an image is animated; give one frame, or the frames as a video", param)
+        return source
+    import numpy as np
+
+    if not isinstance(source, np.ndarray):
+        raise RequestError(
+            f"an image is given as {type(source).__name__}; give a PIL image, an array [height, width, 3] of uint8, a "
+            "path, or encoded bytes",
+            param,
+        )
+    if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3:
+        raise RequestError(
+            f"an image is an array of {source.dtype} {list(source.shape)}; give [height, width, 3] of uint8", param
+        )
+    return image_module.fromarray(np.ascontiguousarray(source))
+
+
+def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
+    """The checkpoint's, in its Pillow form; the published Qwen3-VL's where the folder has none."""
+    try:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    except ImportError as error:
+        raise ConfigError(
+            f"images need {error.name or 'Pillow'}; install it with: pip install 'weft[images]', or set "
+            "language_model_only=True"
+        ) from error
+    sizes = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
+    if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        return Qwen2VLImageProcessorPil(size=_SIZE, image_mean=[0.5] * 3, image_std=[0.5] * 3, **sizes)
+    try:
+        processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises anything
+        raise ConfigError(
+            f"the image processor's files in {folder} cannot be read ({error}); fetch them again"
+        ) from error
+    wrong = {name: getattr(processor, name) for name, size in sizes.items() if getattr(processor, name) != size}
+    if wrong:
+        raise ConfigError(f"the image processor's files in {folder} say {wrong}, config.json says {sizes}")
+    return processor
+
+
+class _Cache:
+    """What was processed, least recently used first, by keys of which several may stand for one thing."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+        self._items: OrderedDict[bytes, Processed] = OrderedDict()  # by content hash
+        self._hashes: OrderedDict[bytes, bytes] = OrderedDict()  # other key -> content hash
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes | None) -> Processed | None:
+        if key is None:
+            return None
+        with self._lock:
+            content_hash = self._hashes.get(key, key)
+            found = self._items.get(content_hash)
+            if found is not None:
+                self._items.move_to_end(content_hash)
+            return found
+
+    def put(self, processed: Processed, content_hash: bytes, key: bytes | None) -> None:
+        size = len(processed.pixel_values)
+        with self._lock:
+            if content_hash not in self._items:
+                self._items[content_hash] = processed
+                self._left -= size
+            while self._left < 0:
+                self._left += len(self._items.popitem(last=False)[1].pixel_values)
+            if key is not None:
+                self._hashes[key] = content_hash
+                while len(self._hashes) > 4 * len(self._items) + 16:
+                    self._hashes.popitem(last=False)

@@ -1,0 +1,202 @@
+"""Videos as rows of frames: which are taken, their size, their patches, their times.
+
+Job: what transformers' Qwen3-VL video processor does to frames, without torchvision. Owns: its settings, under its
+names. Does not know: containers and codecs (a video comes as frames), prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.config.json_object import JsonObject
+from weft.config.vision import VisionConfig
+from weft.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+_ASSUMED_FPS = 24.0
+_FORM = 'frames, or (frames, {"fps": 30.0})'
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Frames in their order.
+
+    Attributes:
+        frames: each an image as ``MediaProcessor.process`` takes it, all of one size.
+        fps: frames per second; None: unknown.
+        is_sampled: all frames are used; otherwise as many per second as the checkpoint's processor wants.
+    """
+
+    frames: Sequence[Any]
+    fps: float | None = None
+    is_sampled: bool = False
+
+    @classmethod
+    def of(cls, source: Any, param: str) -> Video:
+        """A video given as frames or as a pair of frames and metadata. Raises RequestError."""
+        metadata: Mapping[str, Any] = {}
+        if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping):
+            source, metadata = source
+        unknown = sorted(set(metadata) - {"fps", "do_sample_frames"})
+        if unknown:
+            raise RequestError(
+                f"a video's metadata has unknown keys {unknown}; allowed are fps and do_sample_frames", param
+            )
+        if (
+            isinstance(source, (str, bytes, Path))
+            or not hasattr(source, "__len__")
+            or not hasattr(source, "__getitem__")
+        ):
+            raise RequestError(f"a video is given as {type(source).__name__}; give {_FORM}", param)
+        fps, samples = metadata.get("fps"), metadata.get("do_sample_frames", True)
+        return cls(source, checked_fps(fps, param), is_sampled=not samples)
+
+    def known_fps(self, settings: VideoSettings) -> float:
+        """If it is unknown, sampled frames are taken for what the processor samples, and others for 24 per second, as
+        transformers does."""
+        return self.fps or (settings.fps if self.is_sampled else _ASSUMED_FPS)
+
+
+def checked_fps(fps: Any, param: str) -> float | None:
+    """Frames per second as given. Raises RequestError."""
+    if fps is None:
+        return None
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps <= 1000:
+        raise RequestError(f"a video's fps={fps!r} is not a number above 0 and at most 1000", param)
+    return float(fps)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSettings:
+    """Of the checkpoint's video processor; see transformers' ``Qwen3VLVideoProcessor``."""
+
+    shortest_edge: int
+    longest_edge: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    resample: int
+    fps: float
+    min_frames: int
+    max_frames: int
+    max_pixels_per_frame: int | None
+
+    @classmethod
+    def read(cls, folder: Path, vision: VisionConfig, size: Mapping[str, int]) -> VideoSettings:
+        """From ``video_preprocessor_config.json`` or ``processor_config.json``. Raises ConfigError.
+
+        ``size``: where neither is there.
+        """
+        given = _settings(folder)
+        sizes = given.object("size") or JsonObject(dict(size), given.where)
+        factor = vision.patch_size * vision.spatial_merge_size
+        caps = given.boolean("cap_pixels_per_frame", False)
+        return cls(
+            shortest_edge=sizes.integer("shortest_edge"),
+            longest_edge=sizes.integer("longest_edge"),
+            patch_size=vision.patch_size,
+            temporal_patch_size=vision.temporal_patch_size,
+            merge_size=vision.spatial_merge_size,
+            image_mean=given.numbers("image_mean", 3) or (0.5, 0.5, 0.5),
+            image_std=given.numbers("image_std", 3) or (0.5, 0.5, 0.5),
+            resample=given.integer("resample", 3),
+            fps=given.number("fps", 2.0),
+            min_frames=given.integer("min_frames", 4),
+            max_frames=given.integer("max_frames", 768),
+            max_pixels_per_frame=given.integer("max_video_tokens", 768) * factor**2 if caps else None,
+        )
+
+    def grid(self, num_frames: int, height: int, width: int, param: str) -> tuple[int, int, int]:
+        """Patches of so many frames of one size. Raises RequestError."""
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        max_pixels = self.longest_edge
+        if self.max_pixels_per_frame is not None:
+            share = min(self.max_pixels_per_frame, self.longest_edge // num_frames)
+            max_pixels = num_frames * max(share, int(self.shortest_edge * 1.05))
+        factor = self.patch_size * self.merge_size
+        try:
+            height, width = smart_resize(
+                num_frames, height, width, self.temporal_patch_size, factor, self.shortest_edge, max_pixels
+            )
+        except ValueError as error:
+            raise RequestError(
+                f"a video of {num_frames} frames of {width} x {height} pixels cannot be processed ({error})", param
+            ) from error
+        return -(-num_frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
+
+
+def _settings(folder: Path) -> JsonObject:
+    alone, together = folder / "video_preprocessor_config.json", folder / "processor_config.json"
+    if alone.is_file():
+        return JsonObject.load(alone)
+    nested = JsonObject.load(together).object("video_processor") if together.is_file() else None
+    return nested or JsonObject({}, str(alone))
+
+
+def sample_frames(video: Video, settings: VideoSettings, param: str) -> list[int]:
+    """Indices of the frames that are used: ``fps`` per second, within the processor's numbers. Raises RequestError."""
+    total = len(video.frames)
+    least = settings.temporal_patch_size
+    if total < least:
+        raise RequestError(f"a video has {total} frames; it needs at least {least}, or send an image", param)
+    if video.is_sampled:
+        if total > settings.max_frames:
+            raise RequestError(f"a video has {total} frames; at most {settings.max_frames} are used: send fewer", param)
+        return list(range(total))
+    wanted = int(total / video.known_fps(settings) * settings.fps)
+    count = min(max(wanted, settings.min_frames), settings.max_frames, total)
+    import numpy as np
+
+    return [int(index) for index in np.linspace(0, total - 1, count).round()]
+
+
+def timestamps(indices: Sequence[int], video: Video, settings: VideoSettings) -> tuple[float, ...]:
+    """Seconds of each temporal patch: halfway between its first and its last frame."""
+    step = settings.temporal_patch_size
+    padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
+    fps = video.known_fps(settings)
+    return tuple((padded[i] / fps + padded[i + step - 1] / fps) / 2 for i in range(0, len(padded), step))
+
+
+def video_patches(frames: Iterable[Image], grid: tuple[int, int, int], settings: VideoSettings, param: str) -> bytes:
+    """Frames, each resized as it comes, as patches in the processor's order: float32
+    ``[t * h * w, channels * temporal_patch * patch * patch]``.
+
+    Raises:
+        RequestError: frames of different sizes.
+    """
+    import numpy as np
+
+    t, h, w = grid
+    patch, step, merge = settings.patch_size, settings.temporal_patch_size, settings.merge_size
+    pixels = np.empty((t * step, 3, h * patch, w * patch), np.uint8)
+    size, count = None, 0
+    for count, frame in enumerate(frames, 1):
+        if size not in (None, frame.size):
+            raise RequestError(f"a video's frames have different sizes, {size} and {frame.size}; send one size", param)
+        size = frame.size
+        resized = frame.resize((w * patch, h * patch), resample=settings.resample)
+        pixels[count - 1] = np.asarray(resized).transpose(2, 0, 1)
+    pixels[count:] = pixels[count - 1]
+    blocks = pixels.reshape(t, step, 3, h // merge, merge, patch, w // merge, merge, patch)
+    return _normalised(blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8), settings).tobytes()
+
+
+def _normalised(blocks: NDArray[np.uint8], settings: VideoSettings) -> NDArray[np.float32]:
+    """``blocks``: ``[…, channels, temporal_patch, patch, patch]``."""
+    import numpy as np
+
+    mean, std = (
+        np.asarray(values, np.float32).reshape(3, 1, 1, 1) for values in (settings.image_mean, settings.image_std)
+    )
+    return (blocks.astype(np.float32) / np.float32(255) - mean) / std
