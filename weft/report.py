@@ -19,7 +19,6 @@ from typing import Any
 from weft import __version__
 from weft.config.cpu import cpu_name
 from weft.config.fields import OPTIONS, EngineConfig
-from weft.config.speculation import SpeculativeConfig
 from weft.errors import ConfigError
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy")
@@ -55,7 +54,7 @@ def settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, SpeculativeConfig):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value) if isinstance(value, Path) else value
 

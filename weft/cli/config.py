@@ -20,7 +20,6 @@ from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.layer_spec import DTYPE_BYTES
 from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
-from weft.config.speculation import SpeculativeConfig
 from weft.config.weights import weight_bytes
 from weft.errors import CapacityError
 
@@ -145,7 +144,7 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
-    if isinstance(value, SpeculativeConfig):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value) if isinstance(value, Path) else value
 

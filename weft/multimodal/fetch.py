@@ -61,6 +61,8 @@ def fetch(url: str, policy: FetchPolicy, param: str) -> bytes:
         parts = _checked(url, policy.domains, param)
         try:
             answer = _get(parts, policy, deadline, param)
+        except RequestError:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:  # TimeoutError and ssl's are OSErrors
             if time.monotonic() >= deadline:
                 raise _refusal(url, f"did not come within {policy.timeout_s:g} s", param) from error
@@ -151,7 +153,7 @@ def _get(parts: SplitResult, policy: FetchPolicy, deadline: float, param: str) -
     port = parts.port or _PORTS[parts.scheme]
     connection = _Connection(parts.hostname, port, is_tls=parts.scheme == "https", deadline=deadline)
     headers = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "weft"}
-    with contextlib.closing(connection):
+    with contextlib.closing(connection), connection.alarm:
         try:
             connection.request("GET", path, headers=headers)
         except PrivateAddressError as error:
@@ -181,7 +183,7 @@ def _body(response: http.client.HTTPResponse, url: str, limit: int, param: str) 
 
 
 class _Connection(http.client.HTTPConnection):
-    """Connects to a checked address, and is cut off at ``deadline`` whatever it is doing."""
+    """Connects to a checked address, and is cut off at ``deadline`` whatever it is doing, until ``alarm`` is closed."""
 
     def __init__(self, host: str, port: int, *, is_tls: bool, deadline: float) -> None:
         super().__init__(host, port)
@@ -189,7 +191,7 @@ class _Connection(http.client.HTTPConnection):
             self.default_port = _PORTS["https"]  # the Host header leaves it out
         self._is_tls = is_tls
         self._deadline = deadline
-        self._alarm: threading.Timer | None = None
+        self.alarm = contextlib.ExitStack()
 
     def connect(self) -> None:
         for address in _addresses(self.host, self.port):
@@ -203,9 +205,10 @@ class _Connection(http.client.HTTPConnection):
         if self._is_tls:
             context = ssl.create_default_context()
             self.sock = context.wrap_socket(self.sock, server_hostname=self.host, do_handshake_on_connect=False)
-        self._alarm = threading.Timer(self._left(), _cut, [self.sock])
-        self._alarm.daemon = True
-        self._alarm.start()
+        timer = threading.Timer(self._left(), _cut, [self.sock])
+        timer.daemon = True
+        timer.start()
+        self.alarm.callback(timer.cancel)
         if isinstance(self.sock, ssl.SSLSocket):
             self.sock.do_handshake()
 
@@ -214,11 +217,6 @@ class _Connection(http.client.HTTPConnection):
         if left <= 0:
             raise TimeoutError
         return left
-
-    def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        super().close()
 
 
 def _cut(connected: socket.socket) -> None:

@@ -15,7 +15,9 @@ import io
 import os
 import stat
 import time
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -34,6 +36,7 @@ _MAX_SCANS = 50
 _ALLOWED = "allowed are PNG, JPEG, WebP and GIF images of one frame and 8 bits per channel"
 _NEED_PILLOW = "images need Pillow; install it with: pip install 'weft[images]'"
 
+_MAGIC = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8")
 _KINDS = (
     (b"%PDF", "a PDF"),
     (b"<svg", "an SVG"),
@@ -190,6 +193,8 @@ def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
     try:
         image = image_module.open(io.BytesIO(data), formats=FORMATS)
     except image_module.UnidentifiedImageError as error:
+        if data.startswith(_MAGIC):
+            raise _damaged(ValueError("its header is not valid"), param) from error
         raise RequestError(f"{_described(data)} is not an image that is read here; {_ALLOWED}", param) from error
     except Exception as error:  # each format has its own way to fail; also Pillow's own bound on pixels
         raise _damaged(error, param) from error
@@ -203,12 +208,18 @@ def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
         raise _damaged(error, param) from error
 
 
+@cache
 def pillow() -> Any:
-    """``PIL.Image``. Raises RequestError if it is not installed."""
+    """``PIL.Image``, which warns of nothing: what it finds wrong with a caller's picture is not for the log.
+
+    Raises:
+        RequestError: it is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as error:
         raise RequestError(_NEED_PILLOW) from error
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     return Image
 
 
