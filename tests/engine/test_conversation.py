@@ -16,13 +16,13 @@ from weft.errors import RequestError
 def test_one_form_for_templates() -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call], "name": None}
-    assert template_message(message, 0) == {
+    assert template_message(message, 0, {}) == {
         "role": "assistant",
         "content": "",
         "reasoning_content": "hm",
         "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
     }
-    assert template_message({"role": "developer", "content": ["a", {"type": "text", "text": "b"}]}, 0) == {
+    assert template_message({"role": "developer", "content": ["a", {"type": "text", "text": "b"}]}, 0, {}) == {
         "role": "system",
         "content": "ab",
     }
@@ -43,7 +43,7 @@ def test_one_form_for_templates() -> None:
 )
 def test_what_is_refused(message: Any, error: str) -> None:
     with pytest.raises(RequestError, match=error):
-        template_message(message, 3)
+        template_message(message, 3, {}, "")
 
 
 def test_chat_reads_parts(llm: LLM) -> None:

@@ -207,7 +207,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             turn_boundaries=self.config.keeps_states,
-            reads_media=self._engine.inputs.media is not None,
+            text_only=self._engine.inputs.text_only,
         )
         async for output in self.generate(prompt, sampling_params, request_id, priority):
             yield output

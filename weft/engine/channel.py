@@ -25,6 +25,8 @@ from weft.errors import EngineDeadError
 
 _MOST_AT_ONCE = 16
 
+_LARGE = 1 << 20
+"""Bytes from which on a message, one with images, is sent from where it stands."""
 
 _AGAIN_S = 0.05
 """Seconds between two tries to send to an engine that is not connected."""
@@ -82,7 +84,8 @@ class ServerChannel:
         if not messages or self._requests.closed:
             return
         try:
-            self._requests.send(wire.encode(messages), zmq.NOBLOCK)
+            content = wire.encode(messages)
+            self._requests.send(content, zmq.NOBLOCK, copy=len(content) < _LARGE)
         except zmq.Again:
             self._unsent = messages
             self._loop.call_later(_AGAIN_S, self._flush)
@@ -154,7 +157,7 @@ class EngineChannel:
             return messages
         while True:
             try:
-                messages += wire.decode_to_engine(self._requests.recv(zmq.NOBLOCK))
+                messages += wire.decode_to_engine(self._requests.recv(zmq.NOBLOCK, copy=False).buffer)
             except zmq.Again:
                 return messages
 

@@ -26,14 +26,14 @@ def chat_prompt(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    reads_media: bool = False,
+    text_only: str | None = "",
     **options: bool,
 ) -> dict[str, Any]:
     """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``, ``checkpoint_positions`` where turn
     boundaries were asked for and found, and ``multi_modal_data`` where there are images or videos.
 
     Args:
-        reads_media: the model reads images.
+        text_only: why the model reads text only; None: it reads images.
         options: of ``ChatPrompts.render``.
 
     Raises:
@@ -44,7 +44,7 @@ def chat_prompt(
             "chat needs the tokenizer, but skip_tokenizer_init=True; give token ids to generate()", "messages"
         )
     _check_options(tools, chat_template_kwargs)
-    plain, media = template_messages(messages, reads_media=reads_media)
+    plain, media = template_messages(messages, text_only)
     chat = chats.make(plain, tools=tools, chat_template_kwargs=chat_template_kwargs, **options)
     positions = {"checkpoint_positions": chat.turn_boundaries} if chat.turn_boundaries else {}
     images = {"multi_modal_data": media} if media else {}
@@ -61,17 +61,21 @@ def _check_options(tools: Any, chat_template_kwargs: Any) -> None:
         raise RequestError(f"tools={tools!r} is not a list of function descriptions (dicts)", "tools")
 
 
-def template_messages(messages: Messages, *, reads_media: bool = False) -> tuple[list[dict[str, Any]], Media]:
+def template_messages(messages: Messages, text_only: str | None) -> tuple[list[dict[str, Any]], Media]:
     """The messages as templates expect them, and the sources of their images and videos.
+
+    ``text_only``: why the model reads text only; None: it reads images.
 
     Raises:
         RequestError: as ``template_message``.
     """
     media: Media = {}
-    return [template_message(m, i, media if reads_media else None) for i, m in enumerate(messages)], media
+    return [template_message(message, i, media, text_only) for i, message in enumerate(messages)], media
 
 
-def template_message(message: Mapping[str, Any], index: int, media: Media | None = None) -> dict[str, Any]:
+def template_message(
+    message: Mapping[str, Any], index: int, media: Media, text_only: str | None = None
+) -> dict[str, Any]:
     """A message as templates expect it: content as one text, tool arguments as objects, reasoning under one name.
 
     Content with images or videos stays a list of parts: ``{"type": "image"}`` and the like where they stand.
@@ -80,7 +84,8 @@ def template_message(message: Mapping[str, Any], index: int, media: Media | None
         message: as in the OpenAI API; its content a text, or a list of texts and parts like
             ``{"type": "text", "text": …}`` and ``{"type": "image_url", "image_url": {"url": …}}``.
         index: its place, for errors.
-        media: gets the sources of its images and videos; None: the model reads text only.
+        media: gets the sources of its images and videos.
+        text_only: why the model reads text only; None: it reads images.
 
     Raises:
         RequestError: no role, a user's message without content, or a part that the model cannot read.
@@ -96,7 +101,7 @@ def template_message(message: Mapping[str, Any], index: int, media: Media | None
         raise RequestError(f"messages[{index}] has no content; give a text, or a list of parts", "messages")
     result = {key: value for key, value in message.items() if value is not None and key != "reasoning"}
     result["role"] = _ROLES.get(role, role)
-    result["content"] = _content(message.get("content"), index, media)
+    result["content"] = _content(message.get("content"), index, media, text_only)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning is not None:
         if not isinstance(reasoning, str):
@@ -107,20 +112,20 @@ def template_message(message: Mapping[str, Any], index: int, media: Media | None
     return result
 
 
-def _content(content: Any, index: int, media: Media | None) -> str | list[dict[str, Any]]:
+def _content(content: Any, index: int, media: Media, text_only: str | None) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"messages[{index}].content is neither a text nor a list of parts", "messages")
-    parts = [_part(part, index, media) for part in content]
+    parts = [_part(part, index, media, text_only) for part in content]
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
-def _part(part: Any, index: int, media: Media | None) -> str | dict[str, Any]:
+def _part(part: Any, index: int, media: Media, text_only: str | None) -> str | dict[str, Any]:
     """A part's text, or the mark of an image or video for the template."""
     if isinstance(part, str):
         return part
@@ -131,9 +136,10 @@ def _part(part: Any, index: int, media: Media | None) -> str | dict[str, Any]:
         if not isinstance(text, str):
             raise RequestError(f"messages[{index}].content has a part of type {kind!r} without {name}", "messages")
         return text
-    if media is None:
+    if text_only is not None:
+        why = f": {text_only}" if text_only else ""
         raise RequestError(
-            f"messages[{index}].content has a part of type {kind!r}; this model reads text only", "messages"
+            f"messages[{index}].content has a part of type {kind!r}; this model reads text only{why}", "messages"
         )
     found = media_part(part, f"messages[{index}].content") if isinstance(part, Mapping) else None
     if found is None:

@@ -40,6 +40,10 @@ class InputProcessor:
         media: reads images and videos; None: the model reads text only.
         numbers: gives each request and each prompt a number that no other one of the engine has; None: from 0 on. (One
             of several processes before an engine gets numbers of its own.)
+
+    Attributes:
+        media: as given.
+        text_only: why the model reads text only; None: it reads images.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class InputProcessor:
         self._max_logprobs = config.max_logprobs
         self._tokenizer = tokenizer
         self.media = media
+        self.text_only = None if media is not None else config.reasons.get("language_model_only", "")
         self._max_model_len = max_model_len
         self._prompts = itertools.count(1) if numbers is None else numbers
         self._arrivals = itertools.count() if numbers is None else numbers
@@ -91,7 +96,7 @@ class InputProcessor:
         if not sources:
             return prompt
         if self.media is None:
-            raise RequestError(f"{param} is given, but this model reads text only; leave it out", param)
+            raise RequestError(f"{param} is given; this model reads text only: {self.text_only}; leave it out", param)
         processed = self.media.process(sources, self._max_model_len, param)
         expanded = self.with_media(prompt.token_ids, prompt.checkpoint_positions, processed, param)
         return PreparedPrompt(prompt.text, expanded.token_ids, expanded.positions, prompt.cache_salt, expanded.media)

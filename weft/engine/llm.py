@@ -216,7 +216,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             turn_boundaries=self.config.keeps_states,
-            reads_media=self._inputs.media is not None,
+            text_only=self._inputs.text_only,
         )
 
     def get_tokenizer(self) -> Any:

@@ -28,8 +28,13 @@ _powers = np.ones(1, dtype=np.uint64)
 
 
 def prefix_hashes(token_ids: list[int], salt: str | None = None) -> list[int]:
-    """``hashes[n - 1]`` is that of the first ``n * STEP`` tokens. Ids are not negative."""
-    tokens = np.frombuffer(array("I", token_ids), dtype=np.uint32)[: len(token_ids) // STEP * STEP]
+    """``hashes[n - 1]`` is that of the first ``n * STEP`` tokens. Only ids of images are negative."""
+    tokens: Tokens | NDArray[np.uint32]
+    try:
+        tokens = np.frombuffer(array("I", token_ids), dtype=np.uint32)
+    except OverflowError:
+        tokens = np.frombuffer(array("q", token_ids), dtype=np.int64)
+    tokens = tokens[: len(token_ids) // STEP * STEP]
     sums = _terms(0, tokens).reshape(-1, STEP).sum(axis=1)
     hashes: list[int] = (np.add.accumulate(sums) + np.uint64(_seed(salt))).tolist()
     return hashes

@@ -29,6 +29,7 @@ from weft.engine.launcher import ENGINE_MODULE, EngineHandle, EngineProcess
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
 from weft.engine.views import ReplicaView
+from weft.multimodal.items import cache_token_ids
 from weft.request import RequestSpec
 from weft.stats import EngineStats
 
@@ -171,7 +172,8 @@ class ReplicaSet:
 
     def _route(self, message: RequestSpec) -> None:
         try:
-            index = self._router.choose(message.prompt_token_ids, message.cache_salt)
+            keys = cache_token_ids(message.prompt_token_ids, message.media)
+            index = self._router.choose(keys, message.cache_salt)
         except NoReplicaError:
             self._tell([wire.Update(message.request_id, [], finish_reason="error")])
             return

@@ -61,7 +61,7 @@ async def chat_prompt(
     need_tokenizer(engine)
     chats, continues = engine.chats, bool(continue_final_message)
     assert chats is not None
-    plain, media = template_messages(messages, reads_media=engine.inputs.media is not None)
+    plain, media = template_messages(messages, engine.inputs.text_only)
     render = partial(
         chats.render,
         plain,
