@@ -17,6 +17,7 @@ import pytest
 from tests.media import VL, overrides
 from tests.multimodal.test_media import HOSTILE
 from tests.pictures import TOP, data_uri, encoded, image_part, picture, save_processor
+from tests.server.browser import Browser, needs_chromium
 from tests.server.running import RunningServer
 from tests.tiny import make_checkpoint
 from tests.tiny_tokenizer import VOCAB_SIZE
@@ -284,3 +285,45 @@ def test_the_flags_allow(folder: Path, tmp_path: Path) -> None:
     assert inputs.text_only is None
     _, media = template_messages(question({"type": "image_url", "image_url": f"file://{tmp_path}/x.png"}), None)
     assert processor.process(media, 500, "messages")[0].grid == (1, 10, 12)
+
+
+DROP = """
+const bytes = Uint8Array.from(atob(arguments[2]), (c) => c.charCodeAt(0));
+const transfer = new DataTransfer();
+transfer.items.add(new File([bytes], arguments[3], { type: arguments[4] }));
+const options = { bubbles: true, cancelable: true, dataTransfer: transfer, clipboardData: transfer };
+const event = arguments[1] === "paste" ? new ClipboardEvent("paste", options) : new DragEvent(arguments[1], options);
+document.querySelector(arguments[0]).dispatchEvent(event);
+"""
+
+
+@needs_chromium
+def test_the_page(seeing: RunningServer, browser: Browser) -> None:
+    """An image dropped and one pasted are shown, sent and answered, and stand in the tree of Inspect."""
+
+    def give(how: str, data: bytes, name: str, kind: str) -> None:
+        target = "#message" if how == "paste" else "#chat"
+        browser.script(DROP, target, how, base64.b64encode(data).decode(), name, kind)
+
+    browser.open(seeing.url)
+    give("drop", FILES["png"], "a.png", "image/png")
+    browser.until(lambda: len(browser.all("#attached img")) == 1)
+    give("paste", encoded(picture(2600, 30)), "wide.png", "image/png")
+    browser.until(lambda: len(browser.all("#attached img")) == 2)
+    give("drop", b"%PDF", "a.pdf", "application/pdf")
+    browser.until(lambda: "a.pdf cannot be attached: it is no PNG" in browser.text("#attach-problem"))
+    give("drop", b"nonsense", "b.png", "image/png")
+    browser.until(lambda: "b.png cannot be attached" in browser.text("#attach-problem"))
+    browser.button("✕", "#attached li:nth-child(2)").click()
+    browser.until(lambda: len(browser.all("#attached img")) == 1)
+    answer = browser.ask("what is it?")
+    assert not browser.all("#attached img") and len(browser.all(".user .pictures img")) == 1
+    assert browser.script("return document.querySelector('.user .pictures img').naturalWidth") == 48
+    assert "tok" in answer.text and "reads text only" not in answer.text
+    browser.driver.refresh()
+    browser.until(lambda: len(browser.all(".user .pictures img")) == 1)
+    browser.open(seeing.url, "inspect")
+    browser.script("document.getElementById('tab-cache').click()")
+    browser.until(lambda: "image " in str(browser.script(
+        "return [...document.querySelectorAll('[role=treeitem]')].map((e) => e.ariaLabel).join()")))  # fmt: skip
+    assert browser.all("#tree rect.image") and not browser.complaints()

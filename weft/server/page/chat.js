@@ -6,6 +6,7 @@ import { Answer } from "./answer.js";
 import { own } from "./inspect.js";
 import * as parameters from "./parameters.js";
 import { drawConversations } from "./conversations.js";
+import { contentOf, drawImages, imagesOf, startPictures, takeAttached, textOf } from "./pictures.js";
 import * as store from "./store.js";
 import { follow } from "./follow.js";
 
@@ -101,8 +102,9 @@ const button = (name, onclick) => el("button", { type: "button", class: "ghost",
 
 function drawQuestion(message, i) {
   const element = el("article", { class: "message user", "aria-label": "You" },
-    el("div", { class: "content" }, message.content),
-    el("div", { class: "actions" }, copyButton(() => message.content), button("Edit", () => element.replaceWith(editor(message, i)))));
+    drawImages(message.content),
+    textOf(message.content) ? el("div", { class: "content" }, textOf(message.content)) : null,
+    el("div", { class: "actions" }, copyButton(() => textOf(message.content)), button("Edit", () => element.replaceWith(editor(message, i)))));
   return element;
 }
 
@@ -112,15 +114,16 @@ function drawFailure(words) {
 
 /** A question that is being changed; sending it replaces what came after it. */
 function editor(message, i) {
-  const field = el("textarea", { "aria-label": "Your message", rows: Math.min(12, message.content.split("\n").length + 1) });
-  field.value = message.content;
+  const field = el("textarea", { "aria-label": "Your message", rows: Math.min(12, textOf(message.content).split("\n").length + 1) });
+  field.value = textOf(message.content);
   const form = el("form", { class: "message editor" }, field,
     el("div", { class: "row" }, el("button", { class: "primary" }, "Send"), button("Cancel", () => draw()),
       el("span", { class: "muted" }, i < current.messages.length - 1 ? "What follows is replaced." : "")));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!field.value.trim() || running.has(current.id)) return;
-    current.messages.splice(i, Infinity, { role: "user", content: field.value });
+    const images = imagesOf(message.content);
+    if (!(field.value.trim() || images.length) || running.has(current.id)) return;
+    current.messages.splice(i, Infinity, { role: "user", content: contentOf(field.value, images) });
     respond();
   });
   setTimeout(() => field.focus());
@@ -206,10 +209,12 @@ const fileName = () => `weft-${new Date(current.created).toISOString().slice(0, 
 
 function send() {
   const text = byId("message").value;
-  if (!text.trim() || running.has(current.id)) return;
+  if (running.has(current.id)) return;
+  const images = takeAttached();
+  if (!text.trim() && !images.length) return;
   byId("message").value = "";
   grow();
-  current.messages.push({ role: "user", content: text });
+  current.messages.push({ role: "user", content: contentOf(text, images) });
   respond();
 }
 
@@ -257,6 +262,7 @@ export function start(show) {
   on("export-markdown", "click", () => download(`${fileName()}.md`, "text/markdown", store.asMarkdown(current)));
   on("export-json", "click", () => download(`${fileName()}.json`, "application/json", JSON.stringify(current, null, 2)));
   on("export-all", "click", () => download("weft-conversations.json", "application/json", JSON.stringify(store.all(), null, 2)));
+  startPictures();
   store.listen(changedElsewhere);
   open(store.all()[0] ?? store.fresh({}));
 }

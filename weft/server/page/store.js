@@ -3,6 +3,8 @@
 // A conversation: {id, title, created, updated, parameters: {name: text}, messages}. Messages are those of the API;
 // answers also have `reasoning`, `figures`, `cache` and `request`, which are shown and not sent.
 
+import { imagesOf, textOf, withoutImages } from "./pictures.js";
+
 const PREFIX = "weft-chat ";
 const TITLE_LENGTH = 60;
 
@@ -27,15 +29,20 @@ const keys = () => Object.keys(localStorage).filter((key) => key.startsWith(PREF
 
 export const get = (id) => JSON.parse(localStorage.getItem(PREFIX + id) || "null");
 
-/** Keep it. If there is no room the oldest others go; false: there is none even then. */
+/** Keep it. If there is no room its images go first, then the oldest others; false: there is none even then. */
 export function save(conversation) {
   conversation.updated = Date.now();
   conversation.title ||= titleOf(conversation);
+  let kept = conversation;
   for (;;) {
     try {
-      localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+      localStorage.setItem(PREFIX + conversation.id, JSON.stringify(kept));
       return true;
     } catch {
+      if (kept === conversation && conversation.messages.some((message) => imagesOf(message.content).length)) {
+        kept = { ...conversation, messages: withoutImages(conversation.messages) };
+        continue;
+      }
       const oldest = all().filter((other) => other.id !== conversation.id).at(-1);
       if (!oldest) return false;
       remove(oldest.id);
@@ -44,7 +51,8 @@ export function save(conversation) {
 }
 
 function titleOf({ messages }) {
-  const text = messages.find((m) => m.role === "user")?.content.replace(/\s+/g, " ").trim() ?? "";
+  const first = messages.find((m) => m.role === "user")?.content;
+  const text = textOf(first).replace(/\s+/g, " ").trim() || (imagesOf(first).length ? "An image" : "");
   return text.length > TITLE_LENGTH ? `${text.slice(0, TITLE_LENGTH - 1)}…` : text;
 }
 
@@ -66,7 +74,9 @@ export function asMarkdown({ title, created, parameters, messages }) {
   for (const message of messages) {
     parts.push(`## ${{ user: "User", assistant: "Assistant", tool: "Tool" }[message.role]}`);
     if (message.reasoning) parts.push(`<details><summary>Reasoning</summary>\n\n${message.reasoning}\n\n</details>`);
-    if (message.content) parts.push(message.role === "tool" ? fenced(message.content) : message.content);
+    for (const url of imagesOf(message.content)) parts.push(`![image](${url})`);
+    const text = textOf(message.content);
+    if (text) parts.push(message.role === "tool" ? fenced(text) : text);
     for (const call of message.tool_calls ?? []) parts.push(`Call of \`${call.function.name}\`:`, fenced(call.function.arguments));
   }
   return `${parts.join("\n\n")}\n`;

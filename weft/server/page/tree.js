@@ -137,6 +137,7 @@ export class Tree {
     const box = (className, from, to, y, height) => svg("rect", { class: className, x: at(from), y, width: Math.max(2, at(to) - at(from)), height, rx: 2 });
     const kind = `span${node.num_leases ? " leased" : ""}${this.path.has(i) ? " match" : ""}`;
     picture.append(box(kind, node.start, node.end, TOP, BAR));
+    for (const [start, length] of node.media) picture.append(box("image", start, start + length, TOP, BAR));
     if (this.path.has(i) && this.report) {
       const { num_reused_tokens: reused, num_kv_tokens: kv } = this.report;
       for (const [className, from, to] of [["reused", 0, reused], ["recomputed", reused, kv]]) {
@@ -197,6 +198,7 @@ const title = (node) => (node.parent < 0 ? "root" : `${integer(node.start)}–${
 function words(node) {
   if (node.parent < 0) return "Root: what is below shares nothing with other roots.";
   const parts = [`Tokens ${integer(node.start)} to ${integer(node.end)} in ${integer(node.num_pages)} pages`];
+  for (const [start, length, name] of node.media) parts.push(`image ${name} at ${integer(start)} to ${integer(start + length)}`);
   if (node.num_leases) parts.push(`leased by ${node.num_leases} running`);
   if (node.states.length) parts.push(`states at ${node.states.map(integer).join(", ")}`);
   for (const [position, age] of node.lost_states) parts.push(`state at ${integer(position)} evicted ${seconds(age)} ago`);
