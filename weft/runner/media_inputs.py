@@ -22,7 +22,6 @@ from weft.runner.buffers import to_device
 from weft.runner.mrope import frequency_axes, rotary_rows
 from weft.runner.rows import RowTable
 
-
 _PART = 1024
 """Tokens of an image where only the sum matters."""
 
