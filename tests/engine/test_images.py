@@ -24,7 +24,7 @@ from weft.request import Request
 
 PROMPTS = [
     Prompt().text(5).image(4, 6, 1).text(7),
-    Prompt().image(2, 2, 2, bare=True),
+    Prompt().image(2, 6, 2, bare=True),
     Prompt().text(30),
     Prompt().text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5),
     Prompt().text(3).image(4, 6, 1),
