@@ -249,7 +249,7 @@ class BatchBuilder:
             num_chunks=num_chunks,
             num_samples=num_samples,
             query_len=query_len,
-            may_have_media=self._first_media_id is not None and any(r.media for r in requests),
+            may_have_media=bool(self._rows.rope_positions) and any(r.media for r in requests),
         )
 
     def _query_len(self, requests: list[ScheduledRequest]) -> int:

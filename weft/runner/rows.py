@@ -66,8 +66,7 @@ class RowTable:
         self._token_ids[row] = np.asarray(new.token_ids, dtype=np.int32)
         self.num_known_tokens[row], self.num_prompt_tokens[row] = len(new.token_ids), new.num_prompt_tokens
         self._sampling[row] = params
-        self.rope_positions.pop(row, None)
-        self.rope_delta[row] = 0
+        self.forget(row)
         if new.media_runs:
             positions, delta = mrope_positions(new.num_prompt_tokens, new.media_runs, self._merge)
             self.rope_positions[row], self.rope_delta[row] = positions, delta
@@ -77,6 +76,11 @@ class RowTable:
         self.temperature[row] = params.temperature
         self.top_p[row], self.min_p[row], self.top_k[row] = params.top_p, params.min_p, params.top_k
         self.seed[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+
+    def forget(self, row: int) -> None:
+        """The row's request is gone."""
+        self.rope_positions.pop(row, None)
+        self.rope_delta[row] = 0
 
     def append_pages(self, request: ScheduledRequest) -> int:
         """Append the request's new pages to the host's page table. Returns the index of the first in the flat table."""

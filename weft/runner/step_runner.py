@@ -136,6 +136,7 @@ class StepRunner:
         self._sampling.set_step_masks(scheduler_output.token_masks)
         for row in scheduler_output.finished_rows:
             self._sampling.forget(row)
+            self.rows.forget(row)
         for new in scheduler_output.new_requests:
             self.rows.fill(new)
             self._sampling.fill(new)
@@ -147,7 +148,7 @@ class StepRunner:
         encodings = scheduler_output.encodings
         encoder_time = self._media.encode(encodings) if self._media is not None and encodings else None
         self.prepare(scheduler_output)
-        if self._media is not None:
+        if self._media is not None and self.rows.rope_positions:
             self._media.load(scheduler_output.requests, self.rows)
         pending = self._launch(scheduler_output, processors)
         pending.encoder_time = encoder_time
