@@ -82,7 +82,6 @@ class LLM:
                 self.config: EngineConfig = resolve(model=model, **settings)
             with times.stage("tokenizer"):
                 self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
-            with times.stage("images"):
                 media = load_processor(self.config)
             with times.stage("libraries"), collector_off():
                 from weft.engine.core import EngineCore
