@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -36,16 +37,29 @@ from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.moe import Tile, Tiles
 
 ON_GPU = DEVICE == "cuda"
-# Relative error of a whole product: one rounding to the dtype, float32 sums before it.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
-ROUNDED_TWICE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Experts: hidden values are quantised between the products; one near a border may fall to either side."""
+# Relative error of a whole product: one rounding to the dtype, float32 sums before it. Matrix units for FP8 add up with
+# some 13 bits within a step of 128, which leaves 1e-4 to 2e-4 of a product (measured on an H200).
+TOLERANCE = {torch.float32: 4e-4 if ON_GPU else 2e-6, torch.float16: 6e-4 if ON_GPU else 4e-4, torch.bfloat16: 3e-3}
+# Experts: hidden values are quantised between the products. One near a border may fall to either side: with an error of
+# 2e-4 one in 300 does, by up to an eighth.
+ROUNDED_TWICE = {torch.float32: 1e-2 if ON_GPU else 1e-4, torch.float16: 1e-2 if ON_GPU else 3e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 
 
-def with_dtypes(cases: list[Any]) -> list[tuple[Any, torch.dtype]]:
-    """Each case in each dtype; interpreted, only the first case in more than float32."""
-    return [(case, dtype) for i, case in enumerate(cases) for dtype in (DTYPES if ON_GPU or i == 0 else DTYPES[:1])]
+def sampled(*lists: list[Any]) -> list[tuple[Any, ...]]:
+    """All combinations; interpreted, where a case takes a while, so many that any two entries of the longest two lists
+    meet (and those of others, whose lengths have no common divisor)."""
+    if ON_GPU:
+        return list(itertools.product(*lists))
+    first, second, *_ = sorted(map(len, lists), reverse=True)
+    return [tuple(entries[i % len(entries)] for entries in lists) for i in range(first * second)]
+
+
+def with_dtypes(cases: list[Any]) -> list[tuple[Any, ...]]:
+    """Each case in each dtype; interpreted, in float32, and the first also in another one."""
+    if ON_GPU:
+        return [(*case, dtype) for case in cases for dtype in DTYPES]
+    return [(*case, DTYPES[0]) for case in cases] + [(*case, DTYPES[1]) for case in cases[:1]]
 
 
 SCHEMES = ["block", "token", "static"]
@@ -55,6 +69,10 @@ MANY = [ManyRows(64, 128, 4, 3), ManyRows(128, 128, 8, 3), ManyRows(128, 256, 8,
 # tokens, weight rows, inner size
 FEW_SHAPES = [(1, 256, 384), (3, 200, 256), (9, 256, 210), (16, 128, 128), (33, 384, 256)]
 MANY_SHAPES = [(65, 256, 384), (130, 200, 210)]
+MANY_CASES = sampled(MANY_SHAPES, MANY, SCHEMES)
+if not ON_GPU:  # the widths of tiles matter to scales by block alone
+    MANY_CASES = [((65, 136, 256), MANY[0], "block"), *((MANY_SHAPES[1], config, "block") for config in MANY[1:])]
+    MANY_CASES += [(MANY_SHAPES[1], MANY[1], scheme) for scheme in ("token", "static")]
 
 
 def block_of(scheme: str) -> int:
@@ -84,9 +102,11 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float | None = None
     assert error < (tolerance or TOLERANCE[actual.dtype]), f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("shape", [(1, 128), (5, 384), (2, 1030), (3, 210), (514, 256)])
+@pytest.mark.parametrize(
+    ("shape", "scheme", "dtype"),
+    with_dtypes(sampled([(1, 128), (5, 384), (2, 1030), (3, 210), (514, 128)], SCHEMES)),
+    ids=str,
+)
 def test_quantised_inputs_are_those_of_the_reference(shape: tuple[int, int], scheme: str, dtype: torch.dtype) -> None:
     x, static = inputs(*shape, dtype, scheme)
     x[0] = 0.0
@@ -98,25 +118,16 @@ def test_quantised_inputs_are_those_of_the_reference(shape: tuple[int, int], sch
     assert (values[0].float() == 0).all()
 
 
-@pytest.mark.parametrize(("config", "dtype"), with_dtypes(FEW), ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("shape", FEW_SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "config", "scheme", "dtype"), with_dtypes(sampled(FEW_SHAPES, FEW, SCHEMES)), ids=str
+)
 def test_few_rows_against_float64(
     shape: tuple[int, int, int], config: FewRows, scheme: str, dtype: torch.dtype
 ) -> None:
     check_product(shape, config, scheme, dtype)
 
 
-@pytest.mark.parametrize(
-    ("shape", "config", "dtype"),
-    [
-        (shape, config, dtype)
-        for i, (config, dtype) in enumerate(with_dtypes(MANY))
-        for shape in (MANY_SHAPES if ON_GPU or i == 0 else MANY_SHAPES[1:])  # interpreted, a case takes seconds
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("shape", "config", "scheme", "dtype"), with_dtypes(MANY_CASES), ids=str)
 def test_many_rows_against_float64(
     shape: tuple[int, int, int], config: ManyRows, scheme: str, dtype: torch.dtype
 ) -> None:
@@ -139,8 +150,7 @@ def check_product(
     assert wide[:, rows:].isnan().all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("config", FEW, ids=str)
+@pytest.mark.parametrize(("config", "scheme"), sampled(FEW, SCHEMES)[:: 1 if ON_GPU else 2], ids=str)
 def test_gated_product(config: FewRows, scheme: str) -> None:
     block = block_of(scheme)
     x, static = inputs(5, 384, torch.float32, scheme)
@@ -152,13 +162,13 @@ def test_gated_product(config: FewRows, scheme: str) -> None:
     assert_near(out, torch.nn.functional.silu(gate) * up)
 
 
-@pytest.mark.parametrize("config", [*FEW, *MANY], ids=str)
+@pytest.mark.parametrize("config", [*FEW, *MANY] if ON_GPU else [FEW[0], FEW[3], MANY[0]], ids=str)
 def test_a_row_does_not_depend_on_the_others_nor_on_the_launch(config: FewRows | ManyRows) -> None:
     x, _ = inputs(7, 384, torch.float32, "block")
-    weight, scale = fp8_matrix(256, 384, 128)
+    weight, scale = fp8_matrix(128, 384, 128)
 
     def run(x: Tensor) -> Tensor:
-        out = torch.empty(7, 256, device=DEVICE)
+        out = torch.empty(7, 128, device=DEVICE)
         fp8_product_triton(x, None, weight, scale, None, out, block=128, config=config)
         return out
 
@@ -170,8 +180,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_launch(config: FewRows |
         assert torch.equal(run(x), alone)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 64, 65])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("tokens", "scheme"), sampled([0, 1, 64, 65], SCHEMES)[:: 1 if ON_GPU else 2])
 def test_dispatch(tokens: int, scheme: str) -> None:
     """Whatever the number of rows, the operations agree with their references, with plain rows and a bias."""
     block = block_of(scheme)
@@ -182,13 +191,16 @@ def test_dispatch(tokens: int, scheme: str) -> None:
     got = fp8_linear(x, weight, scale, bias, static, plain, block=block, backend=Backend.TRITON)
     want = fp8_linear(x, weight, scale, bias, static, plain, block=block, backend=Backend.TORCH)
     assert got.shape == (tokens, 280)
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    near = 5 * TOLERANCE[torch.float32]
+    if tokens:
+        assert_near(got, want.double(), near)
     got = fp8_linear_silu_mul(x, weight, scale, None, static, block=block, backend=Backend.TRITON)
     want = fp8_linear_silu_mul(x, weight, scale, None, static, block=block, backend=Backend.TORCH)
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    if tokens:
+        assert_near(got, want.double(), near)
 
 
-@pytest.mark.parametrize(("tokens", "scheme"), [(64, "block"), (64, "static"), (8, "token")])
+@pytest.mark.parametrize(("tokens", "scheme"), [(17, "block"), (64, "static"), (8, "token")])
 def test_few_rows_are_quantised_by_the_product_itself(
     tokens: int, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,10 +215,11 @@ def test_few_rows_are_quantised_by_the_product_itself(
 
 @pytest.mark.parametrize("tokens", [65, 68])
 def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scales by block: a multiple of four rows, and the scales of a group side by side."""
+    """With scales by block: a multiple of four rows, and the scales of a group side by side. No bias in float32."""
 
-    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: object, **given: Any) -> None:
+    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, **given: Any) -> None:
         rows, out = a.shape[0], given["out"]
+        assert bias is None, "not with outputs in float32"
         assert rows % 4 == 0 and scale_a.shape == (rows, 3) and scale_a.stride() == (1, rows)
         assert scale_b.shape == (3, 2) and scale_b.t().is_contiguous() and out.shape == (rows, 256)
         out.copy_(product(a, scale_a, b.t(), scale_b.t(), 128))
@@ -214,10 +227,10 @@ def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pyte
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     x, _ = inputs(tokens, 384, torch.float32, "block")
     weight, scale = fp8_matrix(256, 384, 128)
-    out = outputs(tokens, 300, x)
-    fp8_product_triton(x, None, weight, scale, None, out[:, :256], block=128, config=Library())
+    out, bias = outputs(tokens, 300, x), torch.randn(256, device=DEVICE)
+    fp8_product_triton(x, None, weight, scale, bias, out[:, :256], block=128, config=Library())
     values, scales = quantize_inputs_triton(x, None, block=128)
-    assert_near(out[:, :256], product(values, scales, weight, scale, 128))
+    assert_near(out[:, :256], product(values, scales, weight, scale, 128) + bias.double())
 
 
 @pytest.mark.parametrize("inner", [128, 2048, 4096, 5120, 8192, 28672])
@@ -316,9 +329,13 @@ def reference_moe(
     return out
 
 
-@pytest.mark.parametrize(("shape", "dtype"), with_dtypes(MOE_SHAPES), ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize(
+    ("shape", "scheme", "padding", "dtype"),
+    with_dtypes(
+        [(shape, scheme, (i + j) % 2) for i, shape in enumerate(MOE_SHAPES) for j, scheme in enumerate(SCHEMES)]
+    ),
+    ids=str,
+)
 def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int, dtype: torch.dtype) -> None:
     check_moe(shape, scheme, dtype, padding)
 
@@ -329,8 +346,7 @@ def test_experts_of_awkward_widths(shape: tuple[int, ...], scheme: str) -> None:
     check_moe(shape, scheme, torch.float32, 1)
 
 
-@pytest.mark.parametrize("pairs", [10, 1280, 10240, 20480, 81920])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("pairs", "scheme"), sampled([10, 10240, 20480], SCHEMES)[:: 1 if ON_GPU else 4])
 def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
     """Each set of tiles that any number of tokens selects."""
     tiles = fp8_moe_tiles(pairs, 512)

@@ -194,13 +194,17 @@ def _library_product(
     out: Tensor,
     block: int,
 ) -> None:
-    """By blocks, it takes a multiple of four rows: those beyond are computed from whatever is there, and left alone."""
+    """By blocks, it takes a multiple of four rows: those beyond are computed from whatever is there, and left alone. It
+    adds no bias to float32."""
     if block:
         height = padded_rows(values.shape[0])
         values, scales, out = (t.as_strided((height, t.shape[1]), t.stride()) for t in (values, scales, out))
     else:
         scales = scales.expand(values.shape[0], 1).contiguous()
-    torch._scaled_mm(values, weight.t(), scales, weight_scale.t(), bias, out_dtype=out.dtype, out=out)
+    given = None if out.dtype == torch.float32 else bias
+    torch._scaled_mm(values, weight.t(), scales, weight_scale.t(), given, out_dtype=out.dtype, out=out)
+    if given is None and bias is not None:
+        out += bias
 
 
 def outputs(num_rows: int, width: int, like: Tensor) -> Tensor:
