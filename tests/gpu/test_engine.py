@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,42 @@ def mixed_workload(count: int, seed: int, **only: Any) -> tuple[list[list[int]],
         for i in range(count)
     ]
     return prompts, params
+
+
+# -- the start -------------------------------------------------------------------------------------------------------
+
+CAPTURES_ALONE = """
+import sys
+import triton
+from weft import LLM
+from weft.runner import model_runner
+from tests.gpu.conftest import compiled_kernels
+
+capture, met = model_runner.capture_graphs, []
+
+def watched(*args):
+    triton.knobs.runtime.kernel_load_start_hook = lambda module, function, name, *rest: met.append(name)
+    try:
+        with compiled_kernels() as compiled:
+            return capture(*args)
+    finally:
+        triton.knobs.runtime.kernel_load_start_hook = None
+        met.extend(compiled)
+
+model_runner.capture_graphs = watched
+sizes = {"max_num_seqs": 72, "max_model_len": 512, "cuda_graph_mode": "FULL"}
+with LLM(sys.argv[1], device="cuda", skip_tokenizer_init=True, **sizes) as llm:
+    assert llm._core._executor._runner.graphs.forward.counters.captures > 10
+assert not met, met
+"""
+
+
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3MoeForCausalLM"])
+def test_captures_meet_no_kernel_for_the_first_time(arch: str, tmp_path: Path) -> None:
+    """Neither compile nor load one: most sizes are captured without a run before."""
+    folder = make_checkpoint(arch, tmp_path)
+    done = subprocess.run([sys.executable, "-c", CAPTURES_ALONE, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # -- the same answers ------------------------------------------------------------------------------------------------

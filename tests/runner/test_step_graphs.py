@@ -70,19 +70,25 @@ def test_graphs_overlap_and_preemption_do_not_change_the_answers(
             assert 0 < graphs.counters.padding_rows < graphs.counters.rows
 
 
-def test_every_size_warms_up_twice_before_its_capture() -> None:
-    runs: list[int] = []
+@pytest.mark.parametrize(
+    ("every", "runs"),
+    [(False, [5, 5, 5, 4, 2, 1, 1, 1]), (True, [5, 5, 5, 4, 4, 4, 2, 2, 2, 1, 1, 1])],
+    ids=["ends", "every"],
+)
+def test_sizes_run_twice_before_their_capture(every: bool, runs: list[int]) -> None:
+    """The largest and the smallest, or all."""
+    found: list[int] = []
     x = torch.zeros(5)
 
     def function(size: int) -> torch.Tensor:
-        runs.append(size)
+        found.append(size)
         return x[:size] + 1
 
-    pool = EmulatedGraphPool()
-    graphs = GraphSet("graphs", FunctionRecorder(function, pool), [1, 2, 5], QUIET)
-    assert runs == [5, 5, 5, 2, 2, 2, 1, 1, 1] and graphs.sizes == [1, 2, 5]
+    recorder = FunctionRecorder(function, EmulatedGraphPool())
+    graphs = GraphSet("graphs", recorder, [1, 2, 4, 5], QUIET, warm_every_size=every)
+    assert found == runs and graphs.sizes == [1, 2, 4, 5]
     x.fill_(3)
-    assert graphs.replay(2, 1).tolist() == [4, 4] and len(runs) == 9
+    assert graphs.replay(2, 1).tolist() == [4, 4] and found == runs
 
 
 def test_replay_repeats_device_work_and_no_python() -> None:

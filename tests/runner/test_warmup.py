@@ -18,6 +18,7 @@ from tests.tiny import make_checkpoint
 from weft import LLM
 from weft.config import resolve
 from weft.runner.model_runner import ModelRunner
+from weft.runner.step_functions import StepFunctions
 from weft.runner.warmup import StepLimits, covering_steps, powers_of_two
 
 
@@ -62,6 +63,32 @@ def test_every_step_runs(arch: str, tmp_path: Path) -> None:
     assert len(ran) == (2 if "Next" in arch else 1)
     assert list(runner.model.model.layers) == layers
     assert not torch.any(made[-1].rows.last_token)
+
+
+def test_every_captured_size_is_walked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Most sizes are captured without a run before: their kernels must be there."""
+    seen: dict[str, set[int]] = {}
+
+    def note(name: str) -> None:
+        run = getattr(StepFunctions, name)
+
+        def noted(self: StepFunctions, size: int) -> Any:
+            seen.setdefault(name, set()).add(size)
+            return run(self, size)
+
+        monkeypatch.setattr(StepFunctions, name, noted)
+
+    for name in ("decode", "forward", "sample"):
+        note(name)
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 21, "max_model_len": 130, "cuda_graph_mode": "FULL"}
+    runner = ModelRunner(resolve(model=str(folder), device="cpu", **sizes))
+    graphs, captured = runner.graphs, dict(seen)
+    seen.clear()
+    runner._walk_steps()
+    assert graphs.decode and graphs.forward and graphs.samples
+    assert [graphs.decode.sizes, graphs.forward.sizes, graphs.samples.sizes] == [sorted(seen[name]) for name in seen]
+    assert seen == captured
 
 
 def test_a_start_tells_its_stages() -> None:

@@ -25,7 +25,7 @@ from weft.graph.graph import Graph, GraphPool
 logger = logging.getLogger(__name__)
 
 NUM_WARMUPS = 2
-"""Runs before a capture: the first may compile or tune kernels and allocate workspaces, the second shows it is over."""
+"""Runs before a capture: the first may tune kernels and allocate workspaces, the second shows it is over."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -85,7 +85,7 @@ class GraphCounters:
         replays: steps that ran as a graph.
         missed: steps of the kind that fitted none of these graphs.
         rows, padding_rows: rows replayed, and how many of them were padding.
-        capture_seconds: time that capturing took, warm-ups included.
+        capture_seconds: time that capturing took, runs before it included.
         capture_bytes: device memory that the graphs hold (0 on the CPU).
     """
 
@@ -105,6 +105,8 @@ class GraphSet(Generic[T]):
         what: named on the progress bar and in messages, for example "decode graphs".
         recorder: of the function.
         sizes: to capture.
+        warm_every_size: run each size before its capture, and not only the largest and the smallest: for functions that
+            decide something at the first run of a size. Kernels are compiled and loaded before (``runner/warmup.py``).
         budget_bytes: device memory that the graphs may hold; sizes are captured largest first, and the rest is left out
             with a message when it is used up. None: no limit.
 
@@ -119,20 +121,29 @@ class GraphSet(Generic[T]):
         sizes: Sequence[int],
         options: CaptureOptions,
         budget_bytes: int | None = None,
+        *,
+        warm_every_size: bool = False,
     ) -> None:
         self.counters = GraphCounters()
         self._graphs: dict[int, tuple[Graph, T]] = {}
         self._watched = options.watched
         started = time.perf_counter()
+        warmed = set(sizes) if warm_every_size else {min(sizes), max(sizes)}
         with _frozen_gc(enabled=not options.keep_gc):
-            self._capture_all(what, recorder, sorted(sizes, reverse=True), options, budget_bytes)
+            self._capture_all(what, recorder, sorted(sizes, reverse=True), warmed, options, budget_bytes)
         self.sizes = sorted(self._graphs)
         self._captured_with = _signatures(self._watched()) if self._watched is not None else {}
         self.counters.captures = len(self.sizes)
         self.counters.capture_seconds = time.perf_counter() - started
 
     def _capture_all(
-        self, what: str, recorder: Recorder[T], sizes: list[int], options: CaptureOptions, budget: int | None
+        self,
+        what: str,
+        recorder: Recorder[T],
+        sizes: list[int],
+        warmed: set[int],
+        options: CaptureOptions,
+        budget: int | None,
     ) -> None:
         device = options.device
         with tqdm(sizes, desc=f"Capturing {what}", disable=not options.show_progress, dynamic_ncols=True) as bar:
@@ -142,7 +153,7 @@ class GraphSet(Generic[T]):
                     left = [s for s in sizes if s <= size]
                     logger.warning("%s hold %d MiB, the budget is used up: none for sizes %s", what, used >> 20, left)
                     return
-                for _ in range(NUM_WARMUPS):
+                for _ in range(NUM_WARMUPS if size in warmed else 0):
                     recorder.warm_up(size)
                 before = reserved_bytes(device)
                 self._graphs[size] = recorder.record(size)

@@ -205,7 +205,7 @@ class PiecewiseModel:
         if watched := options.watched:
             own = {"token ids": self._ids}
             options = dataclasses.replace(options, watched=lambda: {**watched(), **self._source.buffers.named(), **own})
-        self._graphs: GraphSet[Tensor] = GraphSet("pieces", self, sizes, options, budget_bytes)
+        self._graphs: GraphSet[Tensor] = GraphSet("pieces", self, sizes, options, budget_bytes, warm_every_size=True)
         self.sizes = self._graphs.sizes
 
     def warm_up(self, size: int) -> None:

@@ -51,14 +51,7 @@ from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
 from weft.runner.step_runner import StepRunner
-from weft.runner.warmup import (
-    StepLimits,
-    compiled_meanwhile,
-    covering_steps,
-    image_step,
-    one_layer_of_each_kind,
-    powers_of_two,
-)
+from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, image_step, one_layer_of_each_kind
 from weft.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -148,7 +141,7 @@ class ModelRunner:
 
     def _kernels_compiled_meanwhile(self) -> AbstractContextManager[None]:
         """Compiles the model's Triton kernels, if it has any, while the body runs."""
-        return compiled_meanwhile(self._walk_steps) if self._backend is Backend.TRITON else nullcontext()
+        return compiled_meanwhile(self._walk_steps, self.device) if self._backend is Backend.TRITON else nullcontext()
 
     @torch.inference_mode()
     def _walk_steps(self) -> None:
@@ -168,20 +161,23 @@ class ModelRunner:
         del self.steps
 
     def _walk_captured_steps(self) -> None:
+        """Every size that is captured: a capture must meet no kernel that is not compiled."""
         sizes, functions = self._capture_sizes(self.config.max_num_seqs), self.steps.functions
-        for size in powers_of_two(max(sizes.decode)) if sizes.decode else ():
+        for size in sizes.decode:
             functions.pad(functions.decode_shape(size))
             functions.decode(size)
             self.steps.rows.last_token.zero_()
-        for size in powers_of_two(max(sizes.verify)) if sizes.verify else ():
-            if functions.query_len(size) == 1:
-                continue
+        for size in sizes.verify:
             functions.pad(functions.verification_shape(size))
             functions.verify(size)
             self.steps.rows.last_token.zero_()
-        for size in powers_of_two(sizes.max_tokens) if sizes.max_tokens else ():
+        for size in {*sizes.forward, *sizes.pieces}:
             functions.pad(functions.mixture_shape(size))
             functions.forward(size)
+        for size in sizes.samples:
+            functions.pad(functions.mixture_shape(size))
+            functions.sample(size)
+            self.steps.rows.last_token.zero_()
 
     def _plan(self) -> CachePlan:
         """The plan of the caches, beside the largest step that leaves memory for them; ``config`` holds its limits."""

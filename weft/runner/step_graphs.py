@@ -103,7 +103,8 @@ def capture_graphs(
         if config.torch_compile_max_bs is not None:
             functions.compile_decodes(compiler, config.torch_compile_max_bs)
         decode = FunctionRecorder(functions.decode, pool)
-        graphs.decode = GraphSet("decode graphs", decode, sizes.decode, options, budget)
+        compiled = config.torch_compile_max_bs is not None
+        graphs.decode = GraphSet("decode graphs", decode, sizes.decode, options, budget, warm_every_size=compiled)
         budget -= graphs.decode.counters.capture_bytes
     if sizes.verify:
         functions.pad(functions.verification_shape(max(sizes.verify)))

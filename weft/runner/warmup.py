@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 from torch import nn
 
@@ -116,8 +117,9 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 @contextmanager
-def compiled_meanwhile(walk: Callable[[], None]) -> Iterator[None]:
-    """Compile in threads what ``walk`` would launch, while the body runs; wait for them at its end.
+def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterator[None]:
+    """Compile in threads what ``walk`` would launch, while the body runs; wait for them at its end, and put what they
+    made on the device, if that is a GPU, so that no launch has to: not even one in the middle of a capture.
 
     ``walk`` runs first. Its torch operations run as usual, its kernels do not: what they would have written is
     arbitrary, so it must index nothing by that.
@@ -125,27 +127,48 @@ def compiled_meanwhile(walk: Callable[[], None]) -> Iterator[None]:
     import triton
 
     remember_triton_key()
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
-        with _no_launches():
-            walk()
-        yield
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        with triton.AsyncCompileMode(threads):
+            with _no_launches() as compiled:
+                walk()
+            yield
+        if device.type == "cuda":
+            current = torch.cuda.current_device()
+            list(threads.map(lambda kernel: _load(kernel, current), compiled))
+
+
+def _load(compiled: Any, device: int) -> None:
+    """Load a kernel's binary and make its launcher, as its first launch would.
+
+    Args:
+        compiled: what Triton's ``JITFunction.run`` returned: the kernel, or its future, or None under a debugger.
+    """
+    torch.cuda.set_device(device)  # of this thread
+    kernel = compiled.result() if hasattr(compiled, "result") else compiled
+    if kernel is not None:
+        _ = kernel.run
 
 
 @contextmanager
-def _no_launches() -> Iterator[None]:
-    """Launches compile only, as Triton's own ``JITFunction.warmup`` does, each kind of launch once."""
+def _no_launches() -> Iterator[list[Any]]:
+    """Launches compile only, as Triton's own ``JITFunction.warmup`` does, each kind of launch once.
+
+    Yields:
+        What they compile, growing.
+    """
     from weft.ops.triton.launch import Kernel, launches_handled
 
     met: set[tuple[Any, ...]] = set()
+    compiled: list[Any] = []
 
     def compile_only(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         key = (id(kernel), *kernel.key(args, options))
         if key not in met:
             met.add(key)
-            kernel.run(*args, grid=grid, warmup=True, **options)
+            compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
 
     with launches_handled(compile_only):
-        yield
+        yield compiled
 
 
 @contextmanager
