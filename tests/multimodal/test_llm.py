@@ -1,0 +1,112 @@
+"""Images through the offline interface: from prompts and messages to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.media import HYBRID, overrides
+from tests.pictures import TOP, encoded, picture, save_processor
+from tests.tiny import make_checkpoint
+from tests.tiny_tokenizer import VOCAB_SIZE
+from weft import LLM, SamplingParams
+from weft.errors import ContextLengthError, RequestError
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
+PAD = "<|vision_start|><|image_pad|><|vision_end|>"
+PROMPT = f"look {PAD} and {PAD}."
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A hybrid model, whose prompts have checkpoint positions."""
+    keys: dict[str, Any] = overrides(HYBRID) | {"top": TOP, "vocab_size": VOCAB_SIZE}
+    folder = make_checkpoint(HYBRID, tmp_path_factory.mktemp("vision"), **keys)
+    save_processor(folder)
+    with LLM(str(folder), cpu_cache_gib=0.05, max_model_len=300, max_num_batched_tokens=48) as llm:
+        yield llm
+
+
+def run(llm: LLM, prompt: Any, params: SamplingParams = PARAMS) -> Any:
+    return llm.generate(prompt, params, use_tqdm=False)[0]
+
+
+def test_text_and_ids(llm: LLM, tmp_path: Path) -> None:
+    """Text or token ids, sources of any form: the same tokens. Which image stands where matters."""
+    one, other = picture(40, 24), picture(40, 24, seed=1)
+    path = tmp_path / "one.png"
+    path.write_bytes(encoded(one))
+    by_text = run(llm, {"prompt": PROMPT, "multi_modal_data": {"image": [one, other]}})
+    assert by_text.prompt == PROMPT and by_text.prompt_token_ids.count(5) == 2 * 15
+    ids = llm.get_tokenizer().encode(PROMPT)
+    assert ids.count(5) == 2
+    images = {"image": [str(path), np.asarray(other)]}
+    by_ids = run(llm, {"prompt_token_ids": ids, "multi_modal_data": images})
+    assert by_ids.prompt_token_ids == by_text.prompt_token_ids
+    assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
+    assert by_ids.num_cached_tokens == len(by_text.prompt_token_ids) - 1
+    swapped = run(llm, {"prompt": PROMPT, "multi_modal_data": {"image": [other, one]}})
+    assert swapped.num_cached_tokens < 8
+
+
+def test_chat_has_turn_boundaries_behind_its_images(llm: LLM) -> None:
+    """Checkpoint positions count the image's tokens: the second turn computes what is new, and no image."""
+    first = [{"role": "user", "content": ["what ", {"type": "image", "image": picture(48, 48)}, " is it?"]}]
+    rendered = llm.render_chat(first)
+    assert max(rendered["checkpoint_positions"]) <= len(rendered["prompt_token_ids"]) < 40
+    answer = llm.chat(first, PARAMS, use_tqdm=False)[0]
+    num_encoded = llm.stats().num_encoder_queries
+    second = [*first, {"role": "assistant", "content": "a cat"}, {"role": "user", "content": "sure?"}]
+    again = llm.chat(second, PARAMS, use_tqdm=False)[0]
+    boundary = max(rendered["checkpoint_positions"]) + 36 - 1
+    assert again.num_cached_tokens == boundary <= len(answer.prompt_token_ids)
+    assert llm.stats().num_encoder_queries == num_encoded
+
+
+def test_several_completions_of_one_image(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=4, n=2, seed=1)
+    output = run(llm, {"prompt": PAD, "multi_modal_data": {"image": picture(16, 16)}}, params)
+    single = SamplingParams(temperature=1.0, max_tokens=4, seed=1)
+    alone = run(llm, {"prompt": PAD, "multi_modal_data": {"image": picture(16, 16)}}, single)
+    assert len(output.outputs) == 2 and output.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ({"prompt": PROMPT, "multi_modal_data": {"image": picture()}}, "2 image placeholders .* and 1 images"),
+        ({"prompt": "x", "multi_modal_data": {"image": picture()}}, "0 image placeholders .* and 1 images"),
+        ({"prompt": PROMPT}, "2 image placeholders .* and 0 images"),
+        (PROMPT, "2 image placeholders .* and 0 images"),
+        ([7, 5, 7], "1 image placeholders .* and 0 images"),
+        ({"prompt": "x", "multi_modal_data": {"audio": 1}}, "must be a dict with image, video or both"),
+        ({"prompt": "x", "multi_modal_data": [picture()]}, "must be a dict with image, video or both"),
+        ({"prompt": "x", "multi_modal_uuids": {}}, "unknown keys .*allowed are .*multi_modal_data"),
+    ],
+)
+def test_refused(llm: LLM, prompt: Any, error: str) -> None:
+    with pytest.raises(RequestError, match=error):
+        run(llm, prompt)
+
+
+def test_too_long(llm: LLM) -> None:
+    image = picture(64, 64)
+    with pytest.raises(ContextLengthError, match="first 5 of the prompt's 5 images"):
+        run(llm, {"prompt": PAD * 5, "multi_modal_data": {"image": [image] * 5}})
+    with pytest.raises(ContextLengthError, match="maximum context length is 300 tokens"):
+        run(llm, {"prompt": PAD * 4 + "x" * 90, "multi_modal_data": {"image": [image] * 4}})
+    params = SamplingParams(truncate_prompt_tokens=20, max_tokens=1)
+    with pytest.raises(RequestError, match="off a prompt with images"):
+        run(llm, {"prompt": PAD, "multi_modal_data": {"image": image}}, params)
+
+
+def test_a_model_that_reads_text_only() -> None:
+    with LLM(cpu_cache_gib=0.05, max_model_len=64) as llm:
+        with pytest.raises(RequestError, match="reads text only: the checkpoint has no vision tower"):
+            run(llm, {"prompt": "x", "multi_modal_data": {"image": picture()}})
+        with pytest.raises(RequestError, match="'image'; this model reads text only: the checkpoint has no vision"):
+            llm.chat([{"role": "user", "content": [{"type": "image", "image": picture()}]}])
