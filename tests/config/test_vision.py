@@ -10,7 +10,7 @@ import pytest
 
 from tests.media import HYBRID, VL, VL_MOE, overrides
 from tests.tiny import make_config
-from weft.config import resolve
+from weft.config import resolve, vision_settings
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.fields import EngineConfig
 from weft.config.media_limits import MediaLimits
@@ -117,3 +117,13 @@ def test_a_tower_that_does_not_fit_the_decoder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out_hidden_size=40 is not the decoder's hidden_size=48; .*language_model_"):
         settings(folder)
     assert settings(folder, language_model_only=True).language_model_only
+
+
+def test_without_pillow_the_text_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A published Qwen3.5 is multimodal: whoever only wants its text need install nothing."""
+    monkeypatch.setattr(vision_settings, "find_spec", lambda name: None)
+    folder = write(tmp_path, VL)
+    config = settings(folder)
+    assert config.language_model_only and "images need Pillow" in config.reasons["language_model_only"]
+    with pytest.raises(ConfigError, match="language_model_only=False: images need Pillow"):
+        settings(folder, language_model_only=False)

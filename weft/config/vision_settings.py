@@ -5,6 +5,7 @@ Job: the settings of images that were left open, each with its reason. Does not 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from weft.config.model import ModelConfig
@@ -46,6 +47,8 @@ def _why_not(values: dict[str, Any], model: ModelConfig) -> str:
         return f"images run on one GPU, not with tensor_parallel_size={values['tensor_parallel_size']}"
     if values["speculative_config"] is not None:
         return "images do not run with speculative_config"
+    if find_spec("PIL") is None:
+        return "images need Pillow, which is not installed: pip install 'weft[images]'"
     return ""
 
 

@@ -34,7 +34,6 @@ _MAX_SCANS = 50
 """Of a JPEG: progressive ones have about ten; each costs a pass over all pixels."""
 
 _ALLOWED = "allowed are PNG, JPEG, WebP and GIF images of one frame and 8 bits per channel"
-_NEED_PILLOW = "images need Pillow; install it with: pip install 'weft[images]'"
 
 _MAGIC = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"GIF8")
 _KINDS = (
@@ -210,15 +209,9 @@ def decode_image(data: bytes, limits: ReadLimits, param: str) -> Image:
 
 @cache
 def pillow() -> Any:
-    """``PIL.Image``, which warns of nothing: what it finds wrong with a caller's picture is not for the log.
+    """``PIL.Image``, which warns of nothing: what it finds wrong with a caller's picture is not for the log."""
+    from PIL import Image
 
-    Raises:
-        RequestError: it is not installed.
-    """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise RequestError(_NEED_PILLOW) from error
     warnings.filterwarnings("ignore", module=r"PIL\.")
     return Image
 

@@ -257,13 +257,8 @@ def _of_object(source: Any, param: str) -> Image:
 
 def _load_image_processor(folder: Path, vision: VisionConfig) -> Any:
     """The checkpoint's, in its Pillow form; the published Qwen3-VL's where the folder has none."""
-    try:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    except ImportError as error:
-        raise ConfigError(
-            f"images need {error.name or 'Pillow'}; install it with: pip install 'weft[images]', or set "
-            "language_model_only=True"
-        ) from error
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     sizes = {
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
