@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-busy test-clients fuzz fuzz-engine mutate lint types docs install clean
+.PHONY: demo test test-busy test-clients fuzz fuzz-engine fuzz-drafts mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -41,6 +41,9 @@ fuzz: $(INSTALLED)
 # Random traffic at whole engines, against transformers (two minutes).
 fuzz-engine: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine
+
+# 10,000 random requests with drafts through scheduler and cache, without a model (two minutes).
+fuzz-drafts: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.speculation.traffic
 
 # Bugs planted one at a time: do the tests notice? (Half an hour; verdicts in tests/mutation/verdicts.json.)

@@ -1,7 +1,7 @@
 """What a step that verifies drafts costs beside a decode step, and what drafts gain.
 
     python benchmarks/speculation.py --json FILE [--model FOLDER] [--batch-sizes 1 8 32] [--drafts 2] [--device cuda]
-                                     [--methods ngram mtp] [--rate 0.8] [--output-len 384] [--repetition]
+                                     [--methods mtp ngram] [--rate 0.8] [--output-len 384] [--repetition]
 
 The first part runs dummy weights. ``plain`` is the engine without drafts, as it decodes by default (``weft bench
 latency``: milliseconds per step). Then an engine for each method: every request gets drafts in every step (with ``mtp``
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--output-len", type=int, default=384)
-    parser.add_argument("--methods", nargs="*", choices=("ngram", "mtp"), default=("ngram", "mtp"))
+    parser.add_argument("--methods", nargs="*", choices=("ngram", "mtp"), default=("mtp", "ngram"))
     parser.add_argument("--repetition", action="store_true", help="the second part too")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
@@ -154,6 +154,7 @@ def main() -> None:
         print(json.dumps(found["plain"]["rows"]), flush=True)
     for method in args.methods:
         found[method] = drafting(args, method, found["plain"]["rows"])
+        report.write_json(Path(args.json), found)
     report.write_json(Path(args.json), found)
 
 

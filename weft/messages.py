@@ -119,7 +119,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     """What one step runs. ``requests`` lists decodes first.
 
     ``encodings`` are run first, and may overwrite rows of the encoder cache that earlier steps read.
-    ``token_masks[row]``: bits of the tokens that the row may sample, lowest bit first; none: any token.
+    ``token_masks[row]``: for each token that the row samples, bits of those that it may be, lowest bit first; a row
+    that is not in it may sample any.
     """
 
     step: int
@@ -128,7 +129,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     finished_rows: list[int] = []
     state_forks: list[tuple[int, int]] = []
     page_copies: list[tuple[int, int]] = []
-    token_masks: dict[int, bytes] = {}
+    token_masks: dict[int, list[bytes]] = {}
     encodings: list[Encoding] = []
 
     @property

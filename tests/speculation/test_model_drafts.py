@@ -93,7 +93,7 @@ def test_tokens_are_those_without_drafts(engines: Engines, temperature: float) -
     assert [done.token_ids for done in case.run(mtp)] == expected
 
 
-def test_a_grammar_or_processor_shares_steps_without_drafts(engines: Engines) -> None:
+def test_a_logits_processor_shares_steps_without_drafts(engines: Engines) -> None:
     plain, mtp, _ = engines
 
     def favour(output: list[int], logits: Any) -> Any:

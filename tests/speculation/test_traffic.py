@@ -1,4 +1,4 @@
-"""Random requests with drafts through scheduler and cache, some of them; ``make fuzz-engine`` runs 10,000."""
+"""Random requests with drafts through scheduler and cache, some of them; ``make fuzz-drafts`` runs 10,000."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class EngineCore:
         launched = time.monotonic()
         with self._ending(scheduler_output):
             sampling = self.scheduler.sampling_requests(scheduler_output.step)
-            masks = self._grammars.masks(sampling)
+            masks = self._grammars.masks(sampling, scheduler_output.requests)
             if masks:
                 scheduler_output = replace(scheduler_output, token_masks=masks)
             self._executor.launch(scheduler_output, processors_of(sampling))

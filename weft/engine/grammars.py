@@ -1,7 +1,8 @@
 """Constrained output: which tokens each constrained request may sample next.
 
-Job: hold back a request until its grammar is compiled, follow its tokens, and give the mask of its next one.
-Owns: the matchers (llguidance) of all constrained requests. Does not know: logits, schedules, text.
+Job: hold back a request until its grammar is compiled, follow its tokens, and give the masks of its next one and of
+those after its drafts. Owns: the matchers (llguidance) of all constrained requests. Does not know: logits, schedules,
+text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.engine.grammar_compiler import GrammarCompiler
+from weft.messages import ScheduledRequest
 from weft.request import Request
 
 if TYPE_CHECKING:
@@ -91,17 +93,38 @@ class Grammars:
             matcher.consume_tokens(request.output_token_ids[consumed:])
             self._matchers[request.request_id] = (matcher, len(request.output_token_ids))
 
-    def masks(self, sampling: Iterable[tuple[int, Request]]) -> dict[int, bytes]:
-        """The masks of the constrained ones among ``(row, request)``, by row."""
-        masks = ((row, self.mask(request)) for row, request in sampling)
-        return {row: mask for row, mask in masks if mask is not None}
+    def masks(
+        self, sampling: Iterable[tuple[int, Request]], scheduled: Sequence[ScheduledRequest]
+    ) -> dict[int, list[bytes]]:
+        """The masks of the constrained ones among ``(row, request)``, by row: of the next token, and of the token after
+        each of the drafts that are scheduled with it."""
+        if not self._matchers:
+            return {}
+        drafts = {request.row: request.draft_token_ids for request in scheduled}
+        masks = ((row, self._request_masks(request, drafts.get(row, ()))) for row, request in sampling)
+        return {row: found for row, found in masks if found}
 
-    def mask(self, request: Request) -> bytes | None:
-        """Bits of the tokens that may come next, ``ceil(vocab_size / 8)`` bytes, lowest bit first; None: any token."""
+    def _request_masks(self, request: Request, drafts: Sequence[int]) -> list[bytes]:
+        """Nothing if any token may come. A draft that the grammar does not allow is never accepted, so what may follow
+        it does not matter."""
         entry = self._matchers.get(request.request_id)
         if entry is None:
-            return None
+            return []
         matcher = entry[0]
+        masks, consumed = [self._mask(matcher)], 0
+        for draft in drafts:
+            allowed = masks[-1][draft // 8] >> draft % 8 & 1 if 0 <= draft < self._vocab_size else 0
+            if draft in self._eos or not allowed or not matcher.consume_token(draft):
+                break
+            consumed += 1
+            masks.append(self._mask(matcher))
+        masks += [masks[-1]] * (1 + len(drafts) - len(masks))
+        if consumed:
+            matcher.rollback(consumed)
+        return masks
+
+    def _mask(self, matcher: LLMatcher) -> bytes:
+        """Bits of the tokens that may come next, ``ceil(vocab_size / 8)`` bytes, lowest bit first."""
         if matcher.is_stopped() or matcher.is_error():  # complete, or beyond a limit of llguidance: nothing but the end
             return self._only(self._eos)
         return matcher.compute_bitmask()[: (self._vocab_size + 7) // 8]

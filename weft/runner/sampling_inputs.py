@@ -68,7 +68,7 @@ class SamplingInputs:
         self._allowed: dict[int, Tensor] = {}
         self._editing: set[int] = set()
         self._num_logprobs: dict[int, int] = {}
-        self._step_masks: dict[int, Tensor] = {}
+        self._step_masks: dict[int, list[Tensor]] = {}
         self._processors: Mapping[int, LogitsProcessor] = {}
 
     # -- rows come and go ----------------------------------------------------------------------------------------
@@ -92,9 +92,9 @@ class SamplingInputs:
         if params.logprobs is not None:
             self._num_logprobs[new.row] = params.logprobs
 
-    def set_step_masks(self, masks: dict[int, bytes]) -> None:
+    def set_step_masks(self, masks: dict[int, list[bytes]]) -> None:
         """Masks of single rows for the coming step (see ``SchedulerOutput.token_masks``)."""
-        self._step_masks = {row: self._unpacked(bits) for row, bits in masks.items()}
+        self._step_masks = {row: [self._unpacked(bits) for bits in all_bits] for row, all_bits in masks.items()}
 
     def set_processors(self, processors: Mapping[int, LogitsProcessor]) -> None:
         """Logits processors of single rows for the coming step."""
@@ -220,7 +220,9 @@ class SamplingInputs:
         return LogitBias(self._ints(list(rows)), self._ints(list(tokens)), self._floats(list(values)))
 
     def _allowed_mask(self, sampled: Sequence[ScheduledRequest]) -> Tensor | None:
-        masks = [_both(self._allowed.get(r.row), self._step_masks.get(r.row)) for r in sampled]
+        steps = [self._step_masks.get(r.row) for r in sampled]
+        of_steps = [masks[len(r.draft_token_ids)] if masks else None for r, masks in zip(sampled, steps, strict=True)]
+        masks = [_both(self._allowed.get(r.row), mask) for r, mask in zip(sampled, of_steps, strict=True)]
         if all(mask is None for mask in masks):
             return None
         everything = torch.ones(self._vocab_size, dtype=torch.bool, device=self._device)

@@ -66,9 +66,7 @@ class ModelDrafts:
 def refusal(request: Request) -> str:
     """Why ``request`` decodes without drafts; empty if it does not."""
     if request.logits_processors:
-        return "a logits processor is called with the tokens before one position, and a step with drafts has several"
-    if request.sampling.grammar is not None:
-        return "a grammar gives the mask of one position, and a step with drafts has several"
+        return "a logits processor may count on one call per token, and drafts that are rejected take tokens back"
     return ""
 
 
