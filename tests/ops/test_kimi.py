@@ -143,11 +143,17 @@ LATENTS = [(32, 512, 64), (5, 40, 6)] if ON_GPU else [(5, 40, 6), (16, 16, 16)]
 
 @pytest.mark.parametrize("sizes", LATENTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_latent_attention_kernel(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Decodes and prefills of many lengths, over pages in random order, with padding."""
+@pytest.mark.parametrize(
+    ("query", "before", "decodes"),
+    [([1, 1, 40, 1, 5, 70, 3], [9, 0, 0, 63, 7, 5, 130], 2), ([1] * 6, [9, 0, 127, 128, 256, 330], 6)],
+    ids=["mixed", "splits"],
+)
+def test_latent_attention_kernel(
+    sizes: tuple[int, int, int], dtype: torch.dtype, query: list[int], before: list[int], decodes: int
+) -> None:
+    """Many lengths, over pages in random order, with padding; a step of decodes alone is split over the keys."""
     heads, rank, shared = sizes
-    query, before = [1, 1, 40, 1, 5, 70, 3], [9, 0, 0, 63, 7, 5, 130]
-    batch = on_device(make_batch(query, before, num_decodes=2, pad_tokens=3, pad_seqs=2, pad_chunks=0))
+    batch = on_device(make_batch(query, before, num_decodes=decodes, pad_tokens=3, pad_seqs=2, pad_chunks=0))
     pages, page_size = int(batch.page_table.max()) + 1, PAGE_SIZE
     latents = torch.full((pages, page_size, -(-(rank + shared) // 8) * 8), torch.nan, device=DEVICE).to(dtype)
     latents[..., : rank + shared] = torch.randn(pages, page_size, rank + shared, device=DEVICE)

@@ -1,7 +1,7 @@
 """Paged attention of all heads over one latent per token (MLA, absorbed).
 
-Job: ``latent_attention`` on the GPU, prefill and decode in one launch. Owns: tile shapes. Does not know: layers, or who
-filled the pages.
+Job: ``latent_attention`` on the GPU, prefill and decode in one launch; steps that only decode are split over the keys,
+and a second launch merges. Owns: tile shapes, the size of a split. Does not know: layers, or who filled the pages.
 
 All heads share the latent, so the heads of one or more tokens stand together as rows of one tile (``row = token * heads
 + head``), and a latent is read once for them, as key and as value. Its two parts are separate operands, because their
@@ -19,13 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
+from weft.ops.triton.attention_merge import merge_kernel
 from weft.ops.triton.attention_tiles import LOG2E, METADATA, precision, sequence_of_block
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _MANY_ROWS = 1024
 """From so many rows (tokens times heads) on, tiles hold several tokens."""
+
+_LEAST_SPLIT, _MOST_SPLITS = 128, 1024
+"""Tokens of a split, and splits of all sequences together: each has 64 KiB of partial results with 32 heads of 512."""
 
 
 class Fixed(NamedTuple):
@@ -37,6 +41,7 @@ class Fixed(NamedTuple):
         precision: of products of float32 operands.
         stages: of the pipeline.
         mixture: how many sequences are real is known to the device only.
+        split: tokens of a split; 0: a program takes all keys.
     """
 
     num_heads: int
@@ -52,15 +57,16 @@ class Fixed(NamedTuple):
     precision: str
     stages: int
     mixture: bool
+    split: int
 
 
-@jit(do_not_specialize=["num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
+@jit(do_not_specialize=["num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
 def _latent_attention_kernel(
-    q, latents, page_table, seq_lens, cu_seqlens_q, counts, out, scale_log2, num_seqs, stride_q, stride_head,
-    stride_table,
+    q, latents, page_table, seq_lens, cu_seqlens_q, counts, out, partial, partial_lse, scale_log2, num_seqs, max_splits,
+    stride_q, stride_head, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All heads of some tokens of one sequence."""
+    """All heads of some tokens of one sequence, over all keys or those of one split."""
     enter(EARLY)
     HEADS: tl.constexpr = FIXED.num_heads
     RANK: tl.constexpr = FIXED.rank
@@ -74,6 +80,7 @@ def _latent_attention_kernel(
     BLOCK_S: tl.constexpr = FIXED.block_s
     STAGES: tl.constexpr = FIXED.stages
     ENTRY: tl.constexpr = FIXED.entry
+    SPLIT: tl.constexpr = FIXED.split
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last blocks of a sequence see most keys: they go first
     if FIXED.mixture:
         num_seqs = tl.load(counts + 1)
@@ -94,13 +101,20 @@ def _latent_attention_kernel(
     p_q = q + rows * stride_q + (lanes % HEADS)[:, None] * stride_head
     q_rank = tl.load(p_q + o_r[None, :], mask=valid[:, None] & in_rank, other=0.0)
     q_shared = tl.load(p_q + RANK + o_s[None, :], mask=valid[:, None] & in_shared, other=0.0)
-    before = tl.load(seq_lens + seq) - query_len
+    kv_len = tl.load(seq_lens + seq)
+    before = kv_len - query_len
+    start_key = 0
+    end = before + tl.minimum(first + TOKENS, query_len)
+    if SPLIT > 0:
+        start_key = tl.program_id(1) * SPLIT
+        if start_key >= kv_len:
+            return
+        end = tl.minimum(end, start_key + SPLIT)
     table = page_table + seq.to(tl.int64) * stride_table
     acc = tl.zeros([ROWS, BLOCK_R], dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    end = before + tl.minimum(first + TOKENS, query_len)
-    for start in tl.range(0, end, KEYS, num_stages=STAGES):
+    for start in tl.range(start_key, end, KEYS, num_stages=STAGES):
         keys = start + tl.arange(0, KEYS)
         inside = keys < end
         page = tl.load(table + keys // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
@@ -117,8 +131,16 @@ def _latent_attention_kernel(
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
         row_max = new_max
+    acc = acc / row_sum[:, None]
+    mask = valid[:, None] & in_rank
+    if SPLIT > 0:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
+        if kv_len > SPLIT:
+            place = (seq.to(tl.int64) * max_splits + tl.program_id(1)) * HEADS + lanes % HEADS
+            tl.store(partial_lse + place, row_max + tl.log2(row_sum), mask=valid)
+            tl.store(partial + place[:, None] * RANK + o_r[None, :], acc, mask=mask)
+            return
     p_out = out + rows * (HEADS * RANK) + (lanes % HEADS)[:, None] * RANK + o_r[None, :]
-    tl.store(p_out, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=valid[:, None] & in_rank)
+    tl.store(p_out, acc.to(out.dtype.element_ty), mask=mask)
 
 
 def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float) -> Tensor:
@@ -128,18 +150,34 @@ def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: i
     assert latents.shape[2] % 8 == 0, "entries of pages are read in vectors of 16 bytes, whatever their place"
     out = torch.zeros(num_rows, num_heads, rank, dtype=q.dtype, device=q.device)
     num_seqs, mixture = batch.seq_lens.shape[0], batch.mixture
+    table_tokens, split, max_splits = batch.page_table.shape[1] * latents.shape[1], 0, 1
+    if batch.max_query_len == 1 and mixture is None:
+        split = max(_LEAST_SPLIT, next_power_of_2(cdiv(table_tokens * num_seqs, _MOST_SPLITS)))
+        max_splits = cdiv(table_tokens, split)
     at_least = max(16, next_power_of_2(num_heads))
-    rows = max(at_least, 64) if num_rows * num_heads >= _MANY_ROWS and q.element_size() < 4 else at_least
+    many = num_rows * num_heads >= _MANY_ROWS and q.element_size() < 4 and not split
+    rows = max(at_least, 64) if many else at_least
     tokens, block_r = rows // num_heads, max(16, next_power_of_2(rank))
     keys = max(16, min(64, 16384 // block_r))
     fixed = Fixed(
         num_heads, rank, entry - rank, latents.shape[2], latents.shape[1], tokens, rows, keys, block_r,
         max(16, next_power_of_2(entry - rank)), precision(q), 2 if q.element_size() < 4 else 1, mixture is not None,
+        split,
     )  # fmt: skip
-    _latent_attention_kernel[(num_rows // tokens + num_seqs,)](
-        q, latents, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-        batch.seq_lens if mixture is None else mixture.counts, out, scale * LOG2E, num_seqs,
-        q.stride(0), q.stride(1), batch.page_table.stride(0),
+    merges = max_splits > 1
+    shape = (num_seqs, max_splits, num_heads) if merges else (1, 1, 1)
+    partial = torch.empty((*shape, rank), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    counts = batch.seq_lens if mixture is None else mixture.counts
+    _latent_attention_kernel[(num_rows // tokens + num_seqs, max_splits)](
+        q, latents, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, counts, out, partial, partial_lse,
+        scale * LOG2E, num_seqs, max_splits, q.stride(0), q.stride(1), batch.page_table.stride(0),
         FIXED=fixed, num_warps=8, **early_launch(q.device),
     )  # fmt: skip
+    if merges:
+        merge_kernel[(num_heads, num_seqs)](
+            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, out.stride(0),
+            HEAD_DIM=rank, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_r,
+            QUERY_LEN=1, MIXTURE=False, num_warps=4, **early_launch(q.device),
+        )  # fmt: skip
     return out
