@@ -13,6 +13,8 @@ from weft.ops.backend import Backend
 from weft.ops.window_attention import window_attention, window_attention_decode
 
 pytest.importorskip("triton")
+from weft.ops.triton.window_attention import window_split  # isort: skip
+
 ON_GPU = DEVICE == "cuda"
 CHUNK, SLOTS = 64, 13
 # Query heads, key heads, head dim.
@@ -95,10 +97,11 @@ def test_prefill_kernel_of_a_mixed_batch(heads: tuple[int, int, int], dtype: tor
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("given_out", [False, True])
-def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_out: bool) -> None:
-    """Windows that are empty, filling, full and turning over; the last row is padding."""
-    window, positions = 70, torch.tensor([0, 3, 69, 70, 150, 9], device=DEVICE)
+@pytest.mark.parametrize(("given_out", "window"), [(True, 70), (False, 300), (True, 300)])
+def test_decode_kernel(heads: tuple[int, int, int], dtype: torch.dtype, given_out: bool, window: int) -> None:
+    """Windows that are empty, filling, full and turning over, in one part or split; the last row is padding."""
+    assert (window_split(window, 12) < window) == (window == 300)
+    positions = torch.tensor([0, 3, window - 1, window, 2 * window + 10, 9], device=DEVICE)
     slots = torch.tensor([3, 1, 5, 2, 8, 0], dtype=torch.int32, device=DEVICE)
     x, sinks = inputs(6, heads, dtype), torch.randn(heads[0], device=DEVICE).to(dtype)
     before = [torch.randn(SLOTS, window, *heads[1:], device=DEVICE).to(dtype) for _ in range(2)]

@@ -29,6 +29,9 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 _LOWEST = tl.constexpr(-1e30)
 """Where the running maximum starts: a row's first tiles may hold no key that it sees."""
 
+_LEAST_SPLIT, _FILLED = 128, 256
+"""Entries of a split, and programs that fill the device: windows are split among so many."""
+
 _METADATA = [
     "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
     "state_slots", "positions",
@@ -45,6 +48,7 @@ class Fixed(NamedTuple):
         stages: of the pipeline.
         sinks: whether heads have one.
         keep_padding: leave the output of rows with slot 0 as it is.
+        split: entries of a window that one program of the decode kernel takes.
     """
 
     head_dim: int
@@ -59,6 +63,7 @@ class Fixed(NamedTuple):
     stages: int
     sinks: bool
     keep_padding: bool
+    split: int
 
 
 @triton.jit
@@ -72,10 +77,10 @@ def _load(k, v, rows, valid, dims, FIXED: tl.constexpr):
 
 @jit(do_not_specialize_on_alignment=_METADATA)
 def _window_decode_kernel(
-    q, k, v, k_window, v_window, state_slots, positions, sinks, out, scale_log2, stride_q, stride_out,
-    FIXED: tl.constexpr, EARLY: tl.constexpr,
+    q, k, v, k_window, v_window, state_slots, positions, sinks, out, partial, partial_lse, scale_log2, stride_q,
+    stride_out, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and key head."""
+    """One row, key head and split. The first split has the token itself and the sink."""
     enter(EARLY)
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     GROUP: tl.constexpr = FIXED.group
@@ -86,7 +91,8 @@ def _window_decode_kernel(
     BLOCK_D: tl.constexpr = FIXED.block_d
     SINKS: tl.constexpr = FIXED.sinks
     ENTRY: tl.constexpr = FIXED.num_kv_heads * HEAD_DIM
-    kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    SPLIT: tl.constexpr = FIXED.split
+    kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     in_group = lanes < GROUP
     heads = kv_head * GROUP + lanes
@@ -94,35 +100,70 @@ def _window_decode_kernel(
     inside = heads[:, None] * HEAD_DIM + dims[None, :]
     slot = tl.load(state_slots + row).to(tl.int64)
     if slot == 0:
-        if not FIXED.keep_padding:
+        if not FIXED.keep_padding and split == 0:
             tl.store(out + row * stride_out + inside, tl.zeros(inside.shape, out.dtype.element_ty), mask=mask)
         return
     position = tl.load(positions + row)
     newest = (position % WINDOW).to(tl.int32)
     count = tl.minimum(position, WINDOW).to(tl.int32)  # entries that hold a token from before this step
     queries = tl.load(q + row * stride_q + inside, mask=mask, other=0.0)
-    acc, row_sum, row_max = start_softmax(sinks, heads, in_group, ROWS, BLOCK_D, SINKS, _LOWEST)
+    acc, row_sum, row_max = start_softmax(sinks, heads, in_group & (split == 0), ROWS, BLOCK_D, SINKS, _LOWEST)
     own = tl.arange(0, 16)  # as many as a matrix product takes
     p_new = row * ENTRY + kv_head * HEAD_DIM
-    own_k, own_v = _load(k + p_new, v + p_new, own * 0, own == 0, dims, FIXED)
-    acc, row_sum, row_max = accumulate(
-        acc, row_sum, row_max, queries, own_k, own_v, (own == 0)[None, :], scale_log2, PRECISION, True
-    )
+    if split == 0:
+        own_k, own_v = _load(k + p_new, v + p_new, own * 0, own == 0, dims, FIXED)
+        acc, row_sum, row_max = accumulate(
+            acc, row_sum, row_max, queries, own_k, own_v, (own == 0)[None, :], scale_log2, PRECISION, True
+        )
     p_window = slot * WINDOW * ENTRY + kv_head * HEAD_DIM
-    for start in tl.range(0, count, KEYS, num_stages=FIXED.stages):
+    end = tl.minimum(count, (split + 1) * SPLIT)
+    for start in tl.range(split * SPLIT, end, KEYS, num_stages=FIXED.stages):
         entries = start + tl.arange(0, KEYS)
-        valid = (entries < count) & (entries != newest)
+        valid = (entries < end) & (entries != newest)
         b_k, b_v = _load(k_window + p_window, v_window + p_window, entries * ENTRY, valid, dims, FIXED)
         acc, row_sum, row_max = accumulate(
             acc, row_sum, row_max, queries, b_k, b_v, valid[None, :], scale_log2, PRECISION, True
         )
-    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row * stride_out + inside, result, mask=mask)
+    if SPLIT < WINDOW:
+        place = (row * tl.num_programs(2) + split) * (FIXED.num_kv_heads * GROUP) + heads
+        filled = tl.where(row_sum > 0.0, row_sum, 1.0)  # the window may not reach this far yet
+        tl.store(partial_lse + place, tl.where(row_sum > 0.0, row_max + tl.log2(filled), _LOWEST), mask=in_group)
+        acc = acc / filled[:, None]
+        tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+    else:
+        result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row * stride_out + inside, result, mask=mask)
+    if split > 0:
+        return
     stored = p_window + newest * ENTRY + dims
     new_k = tl.load(k + p_new + dims, mask=dims < HEAD_DIM, other=0.0)
     new_v = tl.load(v + p_new + dims, mask=dims < HEAD_DIM, other=0.0)
     tl.store(k_window + stored, new_k.to(k_window.dtype.element_ty), mask=dims < HEAD_DIM)
     tl.store(v_window + stored, new_v.to(v_window.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@jit(do_not_specialize_on_alignment=_METADATA)
+def _window_merge_kernel(
+    partial, partial_lse, state_slots, out, stride_out,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row and head: its splits' results by their log-sum-exp. The decode kernel wrote rows of padding."""
+    enter(EARLY, 64)
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(state_slots + row) == 0:
+        return
+    splits, dims = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
+    there = splits < SPLITS
+    place = (row * SPLITS + splits) * HEADS + head
+    lse = tl.load(partial_lse + place, mask=there, other=_LOWEST)
+    weights = tl.where(there, tl.exp2(lse - tl.max(lse, 0)), 0.0)
+    values = tl.load(
+        partial + place[:, None] * HEAD_DIM + dims[None, :], mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+    )
+    result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+    p_out = out + row * stride_out + head * HEAD_DIM + dims
+    tl.store(p_out, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
@@ -240,13 +281,20 @@ def _store_windows_kernel(
 
 
 def _fixed(
-    q: Tensor, k_window: Tensor, rows: int, keys: int, stages: int, sinks: Tensor | None, keep_padding: bool
+    q: Tensor,
+    k_window: Tensor,
+    rows: int,
+    keys: int,
+    stages: int,
+    sinks: Tensor | None,
+    keep_padding: bool,
+    split: int | None = None,
 ) -> Fixed:
     _, window, num_kv_heads, head_dim = k_window.shape
     group = q.shape[1] // num_kv_heads
     return Fixed(
         head_dim, group, num_kv_heads, window, rows // group, rows, keys, max(16, next_power_of_2(head_dim)),
-        precision(q), stages, sinks is not None, keep_padding,
+        precision(q), stages, sinks is not None, keep_padding, window if split is None else split,
     )  # fmt: skip
 
 
@@ -275,12 +323,28 @@ def window_attention_decode_triton(
     rows = max(16, next_power_of_2(q.shape[1] // k_window.shape[2]))
     keys = max(16, min(64, 32768 // (next_power_of_2(head_dim) * element)))
     stages = 2 if element == 4 or head_dim > 128 else 3
-    fixed = _fixed(q, k_window, rows, keys, stages, sinks, keep)
-    _window_decode_kernel[(k_window.shape[2], q.shape[0])](
-        q, k, v, k_window, v_window, state_slots, positions, q if sinks is None else sinks, out, scale * LOG2E,
-        q.stride(0), out.stride(0), FIXED=fixed, num_warps=4, **early_launch(q.device),
+    (_, window, num_kv_heads, _), (num_rows, num_heads, _) = k_window.shape, q.shape
+    split = window_split(window, num_rows * num_kv_heads)
+    fixed, num_splits = _fixed(q, k_window, rows, keys, stages, sinks, keep, split), cdiv(window, split)
+    shape = (num_rows, num_splits, num_heads) if num_splits > 1 else (1, 1, 1)
+    partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _window_decode_kernel[(num_kv_heads, num_rows, num_splits)](
+        q, k, v, k_window, v_window, state_slots, positions, q if sinks is None else sinks, out, partial, partial_lse,
+        scale * LOG2E, q.stride(0), out.stride(0), FIXED=fixed, num_warps=4, **early_launch(q.device),
     )  # fmt: skip
+    if num_splits > 1:
+        _window_merge_kernel[(num_heads, num_rows)](
+            partial, partial_lse, state_slots, out, out.stride(0),
+            HEADS=num_heads, HEAD_DIM=head_dim, SPLITS=num_splits, BLOCK_SPLITS=next_power_of_2(num_splits),
+            BLOCK_D=fixed.block_d, num_warps=2, **early_launch(q.device),
+        )  # fmt: skip
     return out
+
+
+def window_split(window: int, num_programs: int) -> int:
+    """Entries of a split, for so many rows times key heads: the window, unless that leaves multiprocessors idle."""
+    return min(window, max(_LEAST_SPLIT, next_power_of_2(cdiv(window * num_programs, _FILLED))))
 
 
 def window_attention_triton(
