@@ -66,6 +66,16 @@ def test_response_events_add_up(openai: OpenAI, text: str, kinds: list[str]) -> 
         assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"a": 1}'
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
+def test_a_format_is_of_the_content_that_a_forced_call_has_not(server: RunningServer, choice: Any) -> None:
+    """As instructor asks for objects."""
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    asked = {"tools": [FUNCTION], "tool_choice": choice, "text": {"format": schema}}
+    answer = server.client.post("/v1/responses", json={"input": CALL} | asked)
+    assert answer.status_code == 200, answer.text
+    assert [item["type"] for item in answer.json()["output"]] == ["function_call"]
+
+
 def test_log_probabilities_of_a_response(openai: OpenAI, server: RunningServer) -> None:
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     for text in ("abc def", "<think>\nhm\n</think>\n\nyes"):
