@@ -116,7 +116,12 @@ def quantization_config(scheme: str) -> dict[str, Any]:
 
 def make_fp8_checkpoint(arch: str, scheme: str, folder: Path, **overrides: Any) -> Path:
     """``folder/fp8`` as published, and ``folder/plain`` with the same weights dequantised. Returns ``folder/fp8``."""
-    plain = make_checkpoint(arch, folder / "plain", **(GEOMETRY | overrides))
+    return quantize_checkpoint(make_checkpoint(arch, folder / "plain", **(GEOMETRY | overrides)), scheme)
+
+
+def quantize_checkpoint(plain: Path, scheme: str) -> Path:
+    """``fp8`` beside ``plain``, as published; ``plain`` then has the same weights dequantised. Returns ``fp8``."""
+    folder = plain.parent
     tensors = load_file(plain / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
