@@ -24,10 +24,11 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import ON_GPU, error, graph_ms
 from weft import report
-from weft.ops.all_reduce import all_reduce_rms_norm
 from weft.ops.backend import Backend
 from weft.ops.norm import rms_norm
-from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes
+from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes, make_counters
+from weft.ops.triton.all_reduce import all_reduce_rms_norm_triton
+from weft.ops.triton.all_reduce_packed import fits_packed, packed_all_reduce_rms_norm
 from weft.parallel.process_group import ProcessGroup
 
 WIDTH = 2048 if ON_GPU else 64
@@ -51,8 +52,7 @@ class Rank:
         self.peers: PeerBuffers | None = None
         addresses = self.group.peer_memory(buffer_bytes(size, WIDTH, DTYPE, max(SIZES)))
         if addresses is not None:
-            counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=self.device)
-            self.peers = PeerBuffers(addresses, counters, rank, size, WIDTH, max(SIZES))
+            self.peers = PeerBuffers(addresses, make_counters(self.device), rank, size, WIDTH, max(SIZES))
 
     def inputs(self, rows: int, seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
         """``x`` of every rank, residual, weight: the same numbers on every rank."""
@@ -62,8 +62,14 @@ class Rank:
         return xs, residual, weight
 
     def fused(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """By flags, however few the rows."""
         assert self.peers is not None
-        return all_reduce_rms_norm(x, residual, weight, EPS, self.peers, zero_centered=True)
+        return all_reduce_rms_norm_triton(x, residual, weight, EPS, self.peers, zero_centered=True)
+
+    def packed(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """By words, few rows only."""
+        assert self.peers is not None and fits_packed(x, residual, weight)
+        return packed_all_reduce_rms_norm(x, residual, weight, EPS, self.peers, zero_centered=True)
 
     def plain(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Sums into ``x``."""
@@ -86,15 +92,16 @@ class Rank:
         xs, residual, weight = self.inputs(rows, 1)
         return graph_ms([lambda: getattr(self, kind)(xs[self.rank], residual, weight)] * CHAIN)
 
-    def replay(self, rows: int, replays: int) -> int:
+    def replay(self, rows: int, kind: str, replays: int) -> int:
         """Replays of a graph of 8 exchanges under poison. Returns how many."""
         xs, residual, weight = self.inputs(rows, 5)
         x, outputs = xs[self.rank].clone(), []
-        self.fused(x, residual, weight)
+        reduce = getattr(self, kind)
+        reduce(x, residual, weight)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outputs = [self.fused(x, residual, weight) for _ in range(8)]
+            outputs = [reduce(x, residual, weight) for _ in range(8)]
         for number in range(replays):
             fresh = number % 100 == 0
             if fresh:
@@ -116,16 +123,19 @@ class Rank:
 
 def run_rank(rank: int, size: int, store: str, replays: int, time_it: bool) -> dict[str, Any]:
     me = Rank(rank, size, store)
-    kinds = ("fused", "plain") if me.peers is not None else ("plain",)
+    kinds = ("packed", "fused", "plain") if me.peers is not None else ("plain",)
     rows: list[dict[str, Any]] = []
     for count in SIZES:
         row: dict[str, Any] = {"rows": count, "kib": count * WIDTH * DTYPE.itemsize / 1024}
-        for kind in kinds:
+        for kind in (kind for kind in kinds if kind != "packed" or count <= MAX_PROGRAMS):
             row[f"{kind}_error"] = me.check(count, kind)
             if time_it:
                 row[f"{kind}_us"] = round(me.milliseconds(count, kind) * 1e3, 2)
         rows.append(row)
-    replayed = {count: me.replay(count, replays) for count in (1, 7, 130, 1300)} if me.peers is not None else {}
+    replayed = {}
+    for kind, count in [("packed", 1), ("packed", 7), ("packed", 128), ("fused", 1), ("fused", 130), ("fused", 1300)]:
+        if me.peers is not None:
+            replayed[f"{kind} {count}"] = me.replay(count, kind, replays)
     me.group.least(0)
     return {"ranks": size, "width": WIDTH, "dtype": str(DTYPE), "rows": rows, "replays": replayed}
 

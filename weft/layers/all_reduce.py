@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes
+from weft.ops.peer_buffers import PeerBuffers, buffer_bytes, make_counters
 
 NAME = "all_reduce"
 
@@ -49,8 +49,7 @@ class AllReduce(nn.Module):
         addresses = tp.peer_memory(buffer_bytes(tp.size, self.width, context.dtype, most))
         if addresses is None:
             return None
-        counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=context.device)
-        return PeerBuffers(addresses, counters, tp.rank, tp.size, self.width, most)
+        return PeerBuffers(addresses, make_counters(context.device), tp.rank, tp.size, self.width, most)
 
     @classmethod
     def shared(cls, width: int, context: ModelContext) -> AllReduce:

@@ -37,5 +37,8 @@ def all_reduce_rms_norm(
         weight: ``[width]``.
     """
     from weft.ops.triton.all_reduce import all_reduce_rms_norm_triton
+    from weft.ops.triton.all_reduce_packed import fits_packed, packed_all_reduce_rms_norm
 
+    if fits_packed(x, residual, weight):
+        return packed_all_reduce_rms_norm(x, residual, weight, eps, peers, zero_centered=zero_centered)
     return all_reduce_rms_norm_triton(x, residual, weight, eps, peers, zero_centered=zero_centered)

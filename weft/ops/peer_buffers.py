@@ -22,10 +22,12 @@ class PeerBuffers:
 
         flags   [size, MAX_PROGRAMS] int32       flags[r, p]: the last exchange that program p of rank r announced here
         rows    [2, MAX_PROGRAMS, rows of a program, width]    of even and of odd exchanges
+        words   [2, size, MAX_PROGRAMS, bytes of a row / 4] int64    of even and of odd exchanges of few rows, see
+                ``triton/all_reduce_packed.py``
 
     Attributes:
         addresses: ``[size]`` int64 on the device: where each rank's buffer is, as seen from here.
-        counters: ``[MAX_PROGRAMS]`` int32: exchanges of each program so far.
+        counters: ``[2, MAX_PROGRAMS]`` int32: exchanges of each program so far, by flags and by words.
         rank, size: place in the group.
         width: columns of a row.
         max_rows: rows for which there is room, above which the group's own all-reduce is to be used.
@@ -51,4 +53,16 @@ def rows_of_program(max_rows: int) -> int:
 
 def buffer_bytes(size: int, width: int, dtype: torch.dtype, max_rows: int) -> int:
     """Bytes of one rank's buffer."""
-    return flag_bytes(size) + 2 * MAX_PROGRAMS * rows_of_program(max_rows) * width * dtype.itemsize
+    words = 2 * size * MAX_PROGRAMS * 2 * width * dtype.itemsize
+    return first_word_byte(size, width, dtype, max_rows) + words
+
+
+def first_word_byte(size: int, width: int, dtype: torch.dtype, max_rows: int) -> int:
+    """Where the words begin: aligned to 16 bytes."""
+    rows = 2 * MAX_PROGRAMS * rows_of_program(max_rows) * width * dtype.itemsize
+    return -(-(flag_bytes(size) + rows) // 16) * 16
+
+
+def make_counters(device: torch.device) -> Tensor:
+    """No exchanges so far."""
+    return torch.zeros(2, MAX_PROGRAMS, dtype=torch.int32, device=device)
