@@ -292,12 +292,13 @@ def ranks_start_table() -> Table:
 
 
 def all_reduce_table() -> Table:
-    sizes, files, rows = (1, 8, 32, 64, 128, 512, 1024, 8192), [], []
+    sizes, files, rows = (1, 8, 32, 64, 128, 256, 512, 8192), [], []
     for ranks in RANKS:
         files.append(name := f"all-reduce-{ranks}xh200")
         found = {row["rows"]: row for row in read(name)["rows"]}
-        for who, key in (("Weft's kernel", "fused_us"), ("NCCL and a norm", "plain_us")):
-            rows.append([str(ranks), who, *(shown(found[size][key]) for size in sizes)])
+        for who, key in (("Weft, words", "packed_us"), ("Weft, flags", "fused_us"), ("NCCL and a norm", "plain_us")):
+            if key in found[1]:
+                rows.append([str(ranks), who, *(shown(found[size].get(key)) for size in sizes)])
     return files, ("GPUs", "us by rows", *(f"{size:,}" for size in sizes)), rows
 
 

@@ -28,7 +28,7 @@ from weft.ops.backend import Backend
 from weft.ops.norm import rms_norm
 from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, buffer_bytes, make_counters
 from weft.ops.triton.all_reduce import all_reduce_rms_norm_triton
-from weft.ops.triton.all_reduce_packed import fits_packed, packed_all_reduce_rms_norm
+from weft.ops.triton.all_reduce_packed import packed_all_reduce_rms_norm
 from weft.parallel.process_group import ProcessGroup
 
 WIDTH = 2048 if ON_GPU else 64
@@ -67,8 +67,8 @@ class Rank:
         return all_reduce_rms_norm_triton(x, residual, weight, EPS, self.peers, zero_centered=True)
 
     def packed(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """By words, few rows only."""
-        assert self.peers is not None and fits_packed(x, residual, weight)
+        """By words, also where flags are chosen."""
+        assert self.peers is not None and x.shape[0] <= MAX_PROGRAMS
         return packed_all_reduce_rms_norm(x, residual, weight, EPS, self.peers, zero_centered=True)
 
     def plain(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Compiles a model's kernels for a GPU that is not there, and says which ones the start-up walk had missed.
 
-    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG]
+    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG [RANKS]]
 
 A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, the kernels that were
 compiled at start and those that random steps then asked for in vain. Nothing is launched, so sampled tokens are
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -42,6 +43,27 @@ class AbsentGpu:
         return GPUTarget("cuda", 90, 32)
 
 
+class AbsentRanks:
+    """A group of which only rank 0 is there."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+    def peer_memory(self, num_bytes: int) -> Tensor:
+        return torch.zeros(self.size, dtype=torch.int64)
+
+    def least(self, value: int) -> int:
+        return value
+
+
 def random_step(rng: random.Random, state_slot: int) -> Any:
     """Up to 18 decodes and 3 prefills."""
     decodes = [(rng.choice([1, 5, 63, 64, 255, rng.randint(1, 1000)]), 1) for _ in range(rng.choice([0, 1, 2, 7, 18]))]
@@ -62,7 +84,7 @@ def random_verification(rng: random.Random, num_drafts: int, state_slot: int) ->
     return SchedulerOutput(0, requests, new)
 
 
-def main(folder: str, speculative_config: str | None = None) -> None:
+def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
     driver.set_active(AbsentGpu())
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
@@ -73,10 +95,12 @@ def main(folder: str, speculative_config: str | None = None) -> None:
     # With graphs, whose kernels have variants of their own; but nothing is captured, because nothing can run.
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]
     config = resolve(
-        model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, speculative_config=speculative_config,
-        cuda_graph_mode="FULL", piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
+        model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, speculative_config=speculative_config or None,
+        tensor_parallel_size=int(ranks), cuda_graph_mode="FULL",
+        piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
     )  # fmt: skip
-    runner = model_runner.ModelRunner(config)
+    group = AbsentRanks(config.tensor_parallel_size)
+    runner = model_runner.ModelRunner(config, tp=group if group.size > 1 else None)
     at_start, rng = len(compiled), random.Random(0)
     with warmup._no_launches(), torch.inference_mode():
         runner.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})

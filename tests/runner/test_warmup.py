@@ -109,7 +109,7 @@ def test_the_engine_loads_no_compiler_that_it_does_not_use() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
 def test_the_walk_meets_every_kernel_of_later_steps(weights: str, tmp_path: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In bfloat16
-    with drafts of the model's own head."""
+    with drafts of the model's own head, as one of two ranks; in FP8 on one."""
     from weft.ops.triton.attention import GLUON_IS_KNOWN
 
     room: dict[str, Any] = {"max_position_embeddings": 1024}  # for several splits
@@ -118,7 +118,7 @@ def test_the_walk_meets_every_kernel_of_later_steps(weights: str, tmp_path: Path
         folder = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path, **room)
     else:  # a head size that the kernel for Hopper takes
         folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path, head_dim=64, **room)
-        drafts = ['{"method": "mtp", "num_speculative_tokens": 2}']
+        drafts = ['{"method": "mtp", "num_speculative_tokens": 2}', "2"]
     command = [sys.executable, "-m", "tests.runner.compile_only", str(folder), *drafts]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -129,4 +129,6 @@ def test_the_walk_meets_every_kernel_of_later_steps(weights: str, tmp_path: Path
     assert len(kernels["at_start"]) > 20 and kernels["later"] == []
     assert any("_prefill_hopper_kernel" in name for name in kernels["at_start"]) == GLUON_IS_KNOWN
     assert any("_few_rows_kernel" in name for name in kernels["at_start"]) == (weights == "fp8")
+    assert any("_packed_all_reduce_kernel" in name for name in kernels["at_start"]) == bool(drafts)
+    assert any("_all_reduce_norm_kernel" in name for name in kernels["at_start"]) == bool(drafts)
     assert any("_gdn_verify_kernel" in name for name in kernels["at_start"]) == bool(drafts)

@@ -104,6 +104,31 @@ def test_two_replicas_on_two_nodes_and_one_killed_under_load(cluster: Any) -> No
     run(body)
 
 
+def test_a_node_is_lost_and_another_one_comes(cluster: Any) -> None:
+    """Its replica's requests go elsewhere or end; the replica waits for a machine with room, and starts there."""
+
+    async def body(server: Server) -> None:
+        names = [f"r{i}" for i in range(2)]
+        places = {server.ask(name, [5 + i] * 100, count=4000, priority=SLOW): name for i, name in enumerate(names)}
+        await server.until(lambda: all(server.tokens.get(name) for name in names) and all(engines(server)))
+        before = engines(server)
+        cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
+        await server.until(lambda: bool(server.ends))
+        (lost,) = (index for index, name in places.items() if name in server.ends)
+        other = places[1 - lost]
+        assert server.ends == {places[lost]: "error"} and server.status is None
+        assert server.ask("now", [9] * 5) == 1 - lost, "the one that is left"
+        await server.until(lambda: "now" in server.ends)
+        await server.until(lambda: not is_alive(before[lost]))
+        assert not server.set.members[lost].is_ready
+        cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+        await server.until(lambda: server.set.members[lost].is_ready)
+        assert other not in server.ends and engines(server)[1 - lost] == before[1 - lost]
+        server.set.send(wire.FinishRequests([other]))
+
+    run(body)
+
+
 def test_a_replica_that_has_no_room_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.engine.replicas.PLACEMENT_PATIENCE_S", 0.0)
 

@@ -24,8 +24,8 @@ NAME = "all_reduce"
 _MOST_BYTES = 32 * 2**20
 """Of a message of two ranks: the kernel was faster than NCCL and a norm up to there, where measuring ended."""
 
-_MOST_BYTES_READ = 768 * 2**10
-"""Of the messages that a rank reads, with more than two ranks: NCCL was faster from 128 rows of 4 KiB on, with four."""
+_MOST_BYTES_READ = 3 * 2**20
+"""Of the messages that a rank reads, with more than two ranks: NCCL was faster from 512 rows of 4 KiB on, with four."""
 
 
 def max_rows(size: int, row_bytes: int) -> int:

@@ -25,6 +25,9 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
+_MOST_BYTES = 128 * 2**10
+"""Of a message: with four ranks words were faster than flags up to there; other numbers of ranks were not measured."""
+
 _MOST_POLLS = 1 << 26
 """A minute or more; see ``all_reduce.py``."""
 
@@ -156,13 +159,10 @@ def packed_all_reduce_rms_norm(
 
 
 def fits_packed(x: Tensor, residual: Tensor | None, weight: Tensor) -> bool:
-    """Whether these are few rows of whole words."""
+    """Whether these are few rows, of whole words."""
     per_word = 4 // x.element_size()
     rows = [x] if residual is None else [x, residual]
     is_whole = x.shape[1] % per_word == 0 and all(row.stride(0) % per_word == 0 for row in rows)
-    return (
-        x.shape[0] <= MAX_PROGRAMS
-        and is_whole
-        and weight.dtype == x.dtype
-        and all(tensor.data_ptr() % 4 == 0 for tensor in (*rows, weight))
-    )
+    is_aligned = all(tensor.data_ptr() % 4 == 0 for tensor in (*rows, weight))
+    is_few = x.shape[0] <= MAX_PROGRAMS and x.numel() * x.element_size() <= _MOST_BYTES
+    return is_few and is_whole and is_aligned and weight.dtype == x.dtype
