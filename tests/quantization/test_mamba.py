@@ -32,6 +32,13 @@ def test_fp8_weights_are_near(arch: str, tmp_path: Path) -> None:
     assert 0.005 < relative_error(make_checkpoint(arch, tmp_path, **more)) < 0.3
 
 
-def test_experts_of_squared_relu_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="FP8 experts without a gate"):
-        relative_error(make_checkpoint("NemotronHForCausalLM", tmp_path))
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("NemotronHForCausalLM", "FP8 experts without a gate"),
+        ("GptOssForCausalLM", "FP8 experts with biases or a clamped activation"),
+    ],
+)
+def test_experts_that_are_not_supported_are_refused(arch: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        relative_error(make_checkpoint(arch, tmp_path))
