@@ -69,7 +69,7 @@ VERIFIED: dict[str, Verified] = {
 }
 
 
-NOT_ON_A_GPU = "Sliding windows that are shorter than the context have not run in a whole model on a GPU yet."
+NOT_ON_A_GPU = "Whole models whose sliding windows are shorter than the context have not been compared on a GPU yet."
 
 
 def nearest(name: str) -> str:
