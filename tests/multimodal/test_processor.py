@@ -14,6 +14,7 @@ from PIL import Image
 from tests.pictures import PATCH, VISION, data_uri, encoded, picture, save_processor
 from weft.config.media_limits import MediaLimits
 from weft.errors import ConfigError, ContextLengthError, RequestError
+from weft.multimodal import processor as processor_module
 from weft.multimodal.media import MediaUrl, ReadLimits
 from weft.multimodal.parts import prompt_media
 from weft.multimodal.placeholders import expand
@@ -218,7 +219,7 @@ class TestRefusals:
         with pytest.raises(RequestError, match=error):
             processor.process(prompt_media({"video": video}), ROOM, PARAM)
 
-    def test_limits(self, folder: Path) -> None:
+    def test_limits(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         image = picture(64, 64)
         few = make(folder, limit_per_prompt=MediaLimits(image=1, video=0))
         with pytest.raises(RequestError, match="2 images; at most 1 are allowed"):
@@ -229,6 +230,9 @@ class TestRefusals:
             make(folder, max_tokens=63).process({"image": [image]}, ROOM, PARAM)
         with pytest.raises(ContextLengthError, match="first 2 of the prompt's 3 images"):
             make(folder).process({"image": [image] * 3}, 127, PARAM)
+        monkeypatch.setattr(processor_module, "MAX_PROMPT_BYTES", 200_000)
+        with pytest.raises(RequestError, match=r"first 3 of the prompt's 9 images .* more than 200,000 bytes"):
+            make(folder).process({"image": [image] * 9}, ROOM, PARAM)
         with pytest.raises(RequestError, match="larger than the 1,000 bytes"):
             frames = Video([encoded(picture(20, 20, seed=i)) for i in range(4)], is_sampled=True)
             make(folder, limits=ReadLimits(max_bytes=1000)).process({"video": [frames]}, ROOM, PARAM)

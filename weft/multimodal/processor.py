@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 MAX_CONCURRENT = 2
 """Pictures that are decoded and resized at a time, whoever asks; others wait."""
 
+MAX_PROMPT_BYTES = 2 << 30
+"""Patches of all images and videos of one prompt, which travel to the engine together."""
+
 DETAIL_LOW = 512
 """Pixels of the longer side of an image that is sent with ``detail="low"``, as in the OpenAI API."""
 
@@ -138,9 +141,17 @@ class MediaProcessor:
         steps = [(self.image, source) for source in media.get("image", ())]
         steps += [(self.video, source) for source in media.get("video", ())]
         done: list[Processed] = []
+        left = MAX_PROMPT_BYTES
         for read, source in steps:
             done.append(read(source, reader))
             room -= self.vision.num_tokens(done[-1].grid)
+            left -= len(done[-1].pixel_values)
+            if left < 0:
+                raise RequestError(
+                    f"the first {len(done)} of the prompt's {len(steps)} images and videos already have more than "
+                    f"{MAX_PROMPT_BYTES:,} bytes of patches; send fewer or smaller ones",
+                    param,
+                )
             if room < 0:  # before any more of them cost time and memory
                 raise ContextLengthError(
                     f"the first {len(done)} of the prompt's {len(steps)} images and videos already are too long for "
