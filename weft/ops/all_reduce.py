@@ -29,7 +29,7 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(s), s)`` with ``s = sum of every rank's x + residual``. A GPU operation; every rank must launch it.
 
-    Sums are formed in float32 in rank order and rounded once, so every rank gets the same bits.
+    Sums are formed in float32, in the same order on every rank, and rounded once, so every rank gets the same bits.
 
     Args:
         x: ``[T, width]``, T at most ``peers.max_rows``, the same on all ranks.

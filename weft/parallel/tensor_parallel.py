@@ -5,7 +5,7 @@ size. Does not know: process launching, devices, or which layers are sharded.
 
 Every rank must compute bitwise the same replicated values (residual stream, router, logits): ranks that choose other
 experts or other tokens compute another model. They do, because a sum is formed once and copied, or formed by every rank
-in rank order, and because the same kernels run on the same values everywhere else.
+in the same order, and because the same kernels run on the same values everywhere else.
 """
 
 from __future__ import annotations
