@@ -16,7 +16,7 @@ from weft.errors import WeftError, WeightsError
 
 TOKENS = prompt(26)
 """More than the shorter of both windows."""
-MULTIMODAL = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+MULTIMODAL = tuple(arch for arch in ARCHITECTURES if arch.endswith("ForConditionalGeneration"))
 """Whose text is that of others."""
 NOT_OF_A_FORWARD_PASS = frozenset(
     "initializer_range use_cache num_logits_to_keep attention_dropout hidden_dropout output_router_logits "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
@@ -13,7 +14,9 @@ from weft.ops.triton.sizes import next_power_of_2
 def _rotate_kernel(
     qkv, cos_sin, stride_patch,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    enter(EARLY)
     patch = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_HALF)
     half = HEAD_DIM // 2
@@ -36,5 +39,6 @@ def rotate_patches_triton(qkv: Tensor, cos_sin: Tensor) -> Tensor:
     _rotate_kernel[(num_patches,)](
         qkv, cos_sin, qkv.stride(0), ROWS=rows, HEAD_DIM=head_dim,
         BLOCK_ROWS=next_power_of_2(rows), BLOCK_HALF=next_power_of_2(head_dim // 2), num_warps=4,
+        **early_launch(qkv.device),
     )  # fmt: skip
     return qkv
