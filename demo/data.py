@@ -5,6 +5,7 @@ Knows nothing of the model. Batch number i is a function of (seed, i) alone: any
 training can resume at any batch, and two runs see the same data.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from demo import about, problems, templates
+from demo import about, problems, templates, tools
 from demo.problems import TRAIN, Problem
 
 MODEL_DIR = Path(__file__).parent.parent / "weft" / "assets" / "weft-mini"
@@ -38,10 +40,15 @@ def bucket_of(index: int, total: int) -> Bucket:
     return SHORT if index < CURRICULUM[0] * total or index % 4 == 3 else LONG
 
 
+TOOL_CHATS, JSON_TURNS = 0.22, 0.07  # shares, once every kind of problem is in full
+
+
 def turn(rng: Random, progress: float) -> tuple[str, str]:
     """One question and its answer. `progress` from 0 to 1 is the place in the curriculum."""
     if rng.random() < 0.06:
         return about.draw(rng)
+    if progress > CURRICULUM[1] and rng.random() < JSON_TURNS:
+        return tools.json_answer(rng)
     problem = problem_for(rng, progress)
     return problem.question, problem.reply
 
@@ -58,9 +65,9 @@ def _draw(rng: Random, progress: float) -> Problem:
     first, full = CURRICULUM
     many = 0.8 * min(1.0, max(0.0, (progress - first) / (full - first)))
     if rng.random() < many:
-        if (kind := rng.random()) < 0.6:
+        if (kind := rng.random()) < 0.75:
             return problems.story(rng)
-        template = problems.chain(rng) if kind < 0.75 else rng.choice(templates.MANY_STEPS)
+        template = problems.chain(rng) if kind < 0.83 else rng.choice(templates.MANY_STEPS)
     elif progress > first / 2 and rng.random() < 0.4:
         template = rng.choice(templates.ONE_STEP)
     else:
@@ -84,6 +91,8 @@ def batch(seed: int, index: int, total: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _chat(rng: Random, turns: int, progress: float) -> list[tuple[str, str]]:
     """The turns of one chat as (given text, learned text), split where the loss begins."""
+    if progress > CURRICULUM[1] and turns == LONG.turns and rng.random() < TOOL_CHATS:
+        return _tool_chat(rng, turns)
     pairs = []
     for _ in range(turns):
         question, answer = turn(rng, progress)
@@ -95,6 +104,26 @@ def _chat(rng: Random, turns: int, progress: float) -> list[tuple[str, str]]:
         given, learned = pairs[0]
         pairs[0] = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + given, learned)
     return pairs
+
+
+def _tool_chat(rng: Random, turns: int) -> list[tuple[str, str]]:
+    """A chat with functions, as the chat template writes it, in the same parts; problems fill it up."""
+    messages, functions = tools.chat(rng, turns)
+    if messages[-1].get("tool_calls") is None:
+        for _ in range(turns // 2):
+            problem = problem_for(rng, 1.0)
+            messages += [{"role": "user", "content": problem.question}, {"role": "assistant", "content": problem.reply}]
+    text = _chat_tokenizer().apply_chat_template(messages, tools=functions, tokenize=False)
+    parts = re.findall(r"(.*?<\|im_start\|>assistant\n)(.*?<\|im_end\|>)\n", text, re.DOTALL)
+    assert "".join(given + learned + "\n" for given, learned in parts) == text
+    joined, context = [], ""
+    for (given, learned), message in zip(parts, (m for m in messages if m["role"] == "assistant"), strict=True):
+        if message.get("given"):
+            context += given + learned + "\n"
+        else:
+            joined.append((context + given, learned))
+            context = ""
+    return joined
 
 
 def _fill(ids: np.ndarray, labels: np.ndarray, chat: list[tuple[list[int], list[int]]]) -> None:
@@ -110,6 +139,11 @@ def _fill(ids: np.ndarray, labels: np.ndarray, chat: list[tuple[list[int], list[
         if at < len(ids):
             ids[at] = newline
             at += 1
+
+
+@cache
+def _chat_tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)
 
 
 @cache

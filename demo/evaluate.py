@@ -7,6 +7,7 @@ Run: python -m demo.evaluate --device cuda --json eval.json
 
 import argparse
 import json
+import re
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from demo import mtp, tools
+from demo.model import Trainable
 from weft.assets import EVAL_PATH, MODEL_DIR, extract_answer
 
 NEW_TOKENS = 320
@@ -27,7 +30,7 @@ def read_problems(path: Path = EVAL_PATH) -> list[dict]:
 @torch.inference_mode()
 def replies(model, tokenizer, problems: list[dict], batch: int = 128) -> list[str]:
     """Greedy replies. Prompts are padded on the left; the mask keeps padding out of attention and of GDN's state."""
-    texts = [tokenizer.apply_chat_template(p["messages"], tokenize=False, add_generation_prompt=True) for p in problems]
+    texts = [_prompt(tokenizer, problem) for problem in problems]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     found: dict[int, str] = {}
     for at in range(0, len(order), batch):
@@ -38,6 +41,37 @@ def replies(model, tokenizer, problems: list[dict], batch: int = 128) -> list[st
         new = out[:, inputs["input_ids"].shape[1] :]
         found.update(zip(part, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True))
     return [found[i] for i in range(len(texts))]
+
+
+def _prompt(tokenizer, problem: dict) -> str:
+    options = {"tokenize": False, "add_generation_prompt": True}
+    return tokenizer.apply_chat_template(problem["messages"], tools=problem.get("tools"), **options)
+
+
+def score_tools(rows: list[dict], texts: list[str]) -> dict:
+    """Shares of exact calls and of exact objects; and the misses."""
+    calls, objects, wrong = [], [], []
+    for row, text in zip(rows, texts, strict=True):
+        kind, right = (calls, called(text) == row["calls"]) if row["tools"] else (objects, parsed(text) == row["json"])
+        kind.append(right)
+        if not right:
+            wrong.append({"question": row["messages"][0]["content"], "reply": text})
+    return {"calls": _mean(calls), "objects": _mean(objects), "wrong": wrong}
+
+
+def called(text: str) -> list[dict]:
+    """The calls in a reply; what is no call there makes them none."""
+    found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text)
+    is_whole = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in found) == text.strip()
+    return [parsed(call) for call in found] if is_whole else []
+
+
+def parsed(text: str):
+    """A JSON text's value; None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def score(problems: list[dict], texts: list[str]) -> dict:
@@ -96,7 +130,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--limit", type=int, default=None, help="the first N problems only")
+    parser.add_argument("--limit", type=int, default=None, help="the first N problems and tool chats only")
     parser.add_argument("--agreement", action="store_true", help="also compare bfloat16 with float32")
     parser.add_argument("--json", type=Path, help="write all figures, by template too")
     return parser.parse_args()
@@ -109,6 +143,17 @@ def main() -> None:
     problems, started = read_problems()[: args.limit], time.time()
     texts = replies(model, tokenizer, problems)
     figures = {"dtype": args.dtype, "seconds": round(time.time() - started, 1), **score(problems, texts)}
+    rows = tools.records(invented=False)[: args.limit]
+    answers = replies(model, tokenizer, rows)
+    figures["tools"] = score_tools(rows, answers)
+    invented = tools.records()[: args.limit]
+    figures["tools_under_invented_names"] = score_tools(invented, replies(model, tokenizer, invented))
+    if mtp.has_head(args.model):
+        head = mtp.TrainableHead(Trainable(model, torch.float32), mtp.load_head(model, args.model))
+        figures["mtp"] = {
+            "problems": mtp.acceptance(head, tokenizer, [_prompt(tokenizer, p) for p in problems], texts),
+            "tools": mtp.acceptance(head, tokenizer, [_prompt(tokenizer, row) for row in rows], answers),
+        }
     if args.agreement:
         half, _ = load(args.model, torch.bfloat16, args.device)
         figures["bfloat16_against_float32"] = agreement(model, half, tokenizer, problems, texts)

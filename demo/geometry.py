@@ -53,7 +53,7 @@ CONFIG = {
     "rope_scaling": None,
     "rope_theta": 10000,
     "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 256,
+    "shared_expert_intermediate_size": 160,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
     "use_cache": True,
@@ -70,6 +70,26 @@ def new_model(seed: int = 0) -> Qwen3NextForCausalLM:
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             _spread_memory(layer.linear_attn)
+    return model
+
+
+@torch.no_grad()
+def started_from(folder: Path) -> Qwen3NextForCausalLM:
+    """The model with the weights of a published folder, in float32; a wider shared expert there is made narrower.
+
+    The neurons that stay are those with the largest product of norms of what they read and write.
+    """
+    old = Qwen3NextForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    model = new_model()
+    for mine, its in zip(model.model.layers, old.model.layers, strict=True):
+        wide, narrow = its.mlp.shared_expert, mine.mlp.shared_expert
+        gate, up, down = wide.gate_proj.weight, wide.up_proj.weight, wide.down_proj.weight
+        strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+        kept = strength.topk(len(narrow.up_proj.weight)).indices.sort().values
+        wide.gate_proj.weight = torch.nn.Parameter(gate[kept])
+        wide.up_proj.weight = torch.nn.Parameter(up[kept])
+        wide.down_proj.weight = torch.nn.Parameter(down[:, kept].contiguous())
+    model.load_state_dict(old.state_dict())
     return model
 
 
@@ -105,11 +125,17 @@ def _experts(prefix: str, last: str, stacked: torch.Tensor) -> dict[str, torch.T
     }
 
 
-def save(model: Qwen3NextForCausalLM, folder: Path = MODEL_DIR) -> None:
-    """Write the weights and the two configurations; the tokenizer's files are not touched."""
+def save(model: Qwen3NextForCausalLM, folder: Path = MODEL_DIR, head: torch.nn.Module | None = None) -> None:
+    """Write the weights, those of the multi-token-prediction head under `mtp.`, and the two configurations.
+
+    The tokenizer's files are not touched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(published(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
-    for name, settings in (("config.json", CONFIG), ("generation_config.json", GENERATION)):
+    extra = {} if head is None else {f"mtp.{name}": tensor for name, tensor in head.state_dict().items()}
+    tensors = published(model.state_dict() | extra)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    wide = {"shared_expert_intermediate_size": model.config.shared_expert_intermediate_size}
+    for name, settings in (("config.json", CONFIG | wide), ("generation_config.json", GENERATION)):
         (folder / name).write_text(json.dumps(settings, indent=2) + "\n")
 
 

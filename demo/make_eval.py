@@ -13,8 +13,8 @@ from demo.problems import DEV, EVAL, TRAIN, Problem
 from weft.assets import EVAL_PATH
 
 EXAMPLES = 5
-UNSEEN_PER_TEMPLATE = 2  # 10 held-out templates: 20 problems
-CHAINS, BARE, ONE = 20, 20, 16  # the other 124 are word problems of two to four steps
+UNSEEN_PER_TEMPLATE = 2  # 30 held-out templates: 60 problems
+SEEN, CHAINS, BARE, ONE = 140, 20, 20, 16  # the other 84 of the seen are word problems of two to four steps
 
 
 def draw_from(split: str, template: templates.Template, rng: Random) -> Problem:
@@ -30,7 +30,7 @@ def questions(split: str, rng: Random) -> list[tuple[Problem, bool]]:
     """The 200 questions, each with whether its template was held out of training."""
     many = templates.MANY_STEPS
     chosen = [*rng.sample(templates.BARE, BARE), *rng.sample(templates.ONE_STEP, ONE), *many]
-    chosen += rng.sample(many, 180 - CHAINS - len(chosen))
+    chosen += rng.sample(many, SEEN - CHAINS - len(chosen))
     chosen += [problems.chain(rng) for _ in range(CHAINS)]
     seen = [(draw_from(split, template, rng), False) for template in chosen]
     held_out = [t for t in templates.HELD_OUT for _ in range(UNSEEN_PER_TEMPLATE)]
@@ -76,7 +76,7 @@ def record(name: str, problem: Problem, unseen: bool, rng: Random) -> dict:
 
 
 def dev_records(count: int = 64) -> list[dict]:
-    """A development set of `count` problems of seen templates and twenty of DEV_HELD_OUT: HELD_OUT plays no part."""
+    """A development set of `count` problems of seen templates and two of each of DEV_HELD_OUT, not of HELD_OUT."""
     rng = Random("dev")
     seen = [row for row in records(DEV) if not row["unseen_template"]]
     rows = rng.sample(seen, count)

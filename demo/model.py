@@ -129,6 +129,13 @@ def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 def attention(x: Tensor, w: Weights, config: SimpleNamespace, rope: tuple[Tensor, Tensor]) -> Tensor:
     """A gated softmax attention mixer."""
+    q, k, v, gate = projections(x, w, config, rope)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return joined(out, gate, w)
+
+
+def projections(x: Tensor, w: Weights, config: SimpleNamespace, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Queries, keys and values [rows, heads, length, dim], one key head per query head, and the output's gate."""
     rows, length, _ = x.shape
     dim, eps = config.head_dim, config.rms_norm_eps
     q, gate = linear(x, w["q_proj.weight"]).view(rows, length, -1, 2 * dim).chunk(2, -1)
@@ -137,9 +144,12 @@ def attention(x: Tensor, w: Weights, config: SimpleNamespace, rope: tuple[Tensor
     q = rotate(norm(q, w["q_norm.weight"], eps), rope).transpose(1, 2)
     k = rotate(norm(k, w["k_norm.weight"], eps), rope).transpose(1, 2)
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.transpose(1, 2).repeat_interleave(groups, 1)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    return linear((out * gate.sigmoid()).reshape(rows, length, -1), w["o_proj.weight"])
+    return q, k.repeat_interleave(groups, 1), v.transpose(1, 2).repeat_interleave(groups, 1), gate
+
+
+def joined(out: Tensor, gate: Tensor, w: Weights) -> Tensor:
+    """The heads' outputs [rows, heads, length, dim], gated and projected."""
+    return linear((out.transpose(1, 2) * gate.sigmoid()).flatten(2), w["o_proj.weight"])
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -193,29 +203,38 @@ class Trainable:
         self._layer, self._head_loss = layer, head_loss
         if compiled:
             self._layer, self._head_loss = (torch.compile(f, fullgraph=True, dynamic=False) for f in (layer, head_loss))
-        self._layers = [_sorted_weights(m) for m in model.model.layers]
+        self._layers = [sorted_weights(m) for m in model.model.layers]
 
     def loss(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Cross entropy and the mean balancing loss of the layers."""
-        body = self.model.model
-        x = F.embedding(ids.long(), body.embed_tokens.weight).to(self.dtype)
-        rope = self._rope(ids.shape[1], ids.device)
+        x, balance = self.hidden(ids)
+        return self.next_token_loss(x, labels), balance
+
+    def next_token_loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy of the next token, from what leaves the last layer."""
+        head, final = self.model.lm_head.weight, self.model.model.norm.weight
+        return self._head_loss(x, labels, final, head, self.config.rms_norm_eps)
+
+    def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What leaves the last layer, before the final norm, and the mean balancing loss."""
+        x = F.embedding(ids.long(), self.model.model.embed_tokens.weight).to(self.dtype)
+        rope = self.rope(ids.shape[1], ids.device)
         balances = []
         for kind, weights in zip(self.config.layer_types, self._layers, strict=True):
             x, balance = self._layer(x, weights, self.config, rope if kind == "full_attention" else None)
             balances.append(balance)
-        head = self.model.lm_head.weight
-        cross_entropy = self._head_loss(x, labels, body.norm.weight, head, self.config.rms_norm_eps)
-        return cross_entropy, torch.stack(balances).mean()
+        return x, torch.stack(balances).mean()
 
-    def _rope(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def rope(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions from 0 on."""
         inverse = self.model.model.rotary_emb.inv_freq.to(device).float()
         angles = torch.arange(length, device=device).float()[:, None] * inverse
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
 
 
-def _sorted_weights(module: torch.nn.Module) -> dict[str, Weights]:
+def sorted_weights(module: torch.nn.Module) -> dict[str, Weights]:
+    """A layer's weights by part."""
     mixer = module.linear_attn if hasattr(module, "linear_attn") else module.self_attn
     norms = {k: v for k, v in module.named_parameters() if k.endswith("layernorm.weight")}
     return {"mixer": dict(mixer.named_parameters()), "mlp": dict(module.mlp.named_parameters()), "norms": norms}

@@ -10,18 +10,20 @@ import re
 from random import Random
 from typing import NamedTuple
 
-from demo import arithmetic, stories, templates, words
+from demo import arithmetic, frames, stories, tales, templates, words
 from demo.templates import Template
 
 CHOICE = re.compile(r"\[([^\[\]]*)\]")  # the innermost; they may be nested
 SLOT = re.compile(r"\{(\w+)\}")
 SPLITS = 24  # one part in 24 is kept for development problems, another for the evaluation
 WIDE_RANGES = [(2, 20), (11, 99), (11, 480), (11, 480), (100, 900)]
+OLD, TALES = 0.25, 0.3  # shares of the stories; the others are frames
+IDLE = 0.1  # share of the stories with a sentence that says nothing
 EVAL, DEV, TRAIN = "eval", "dev", "train"
 
 
 class Problem(NamedTuple):
-    """A question with its worked answer; (template, numbers) identifies it."""
+    """A question with its worked answer; (template, numbers) identifies it. Idle numbers are not among them."""
 
     template: str
     numbers: tuple[int, ...]
@@ -50,20 +52,24 @@ def draw(template: Template, rng: Random, distract: float = 0.15, wide: bool = F
     letters = [s for s in dict.fromkeys(slots) if s in templates.RANGES]
     numbers, worked = _numbers(template.steps, letters, rng, wide)
     if template.name[:4] != "bare" and rng.random() < distract:
-        text = _with_distractor(text, rng)
+        text = _with_one_of(templates.WIDE_DISTRACTORS if wide else templates.DISTRACTORS, text, rng)
         numbers["z"] = _number("z", rng)
+    elif wide and rng.random() < IDLE:
+        text = _with_one_of(templates.IDLE, text, rng)
     filling = (words.draw(rng) if wide else _words(rng)) | numbers
     question = SLOT.sub(lambda m: str(filling[m[1]]), text)
     if wide:
         question = _tidy(question)
-    identity = tuple(numbers[s] for s in dict.fromkeys(SLOT.findall(text)) if s in numbers)
+    identity = tuple(numbers[s] for s in letters)  # an idle number makes no other problem
     lines, answer = worked
     return Problem(template.name, identity, question, "\n".join([*lines, f"Answer: {answer}"]), answer, len(lines))
 
 
 def story(rng: Random) -> Problem:
     """A problem with free wording."""
-    return draw(stories.draw(rng), rng, wide=True)
+    kind = rng.random()
+    template = stories.draw(rng) if kind < OLD else tales.draw(rng) if kind < OLD + TALES else frames.draw(rng)
+    return draw(template, rng, wide=True)
 
 
 def _numbers(steps: str, letters: list[str], rng: Random, wide: bool) -> tuple[dict[str, int], tuple[list[str], int]]:
@@ -81,6 +87,7 @@ def _numbers(steps: str, letters: list[str], rng: Random, wide: bool) -> tuple[d
 def _tidy(text: str) -> str:
     """Sentences begin with a capital letter and blanks stand alone, however a story was put together."""
     text = re.sub(r" +([.,?]?)", lambda m: m[1] or " ", text).strip()
+    text = re.sub(r"\b([Aa])n? (?=([aeio]|hour)?)", lambda m: f"{m[1]}{'n' * bool(m[2])} ", text)
     return re.sub(r"(^|[.?!] )([a-z])", lambda m: m[1] + m[2].upper(), text)
 
 
@@ -131,8 +138,8 @@ def _words(rng: Random) -> dict[str, str]:
     return filling | {"He": he.capitalize(), "His": his.capitalize()}
 
 
-def _with_distractor(text: str, rng: Random) -> str:
-    """The text with one idle sentence before the closing question or after the first sentence."""
+def _with_one_of(idle: list[str], text: str, rng: Random) -> str:
+    """The text with an idle sentence before the closing question or after the first sentence."""
     sentences = re.split(r"(?<=\.) ", text)
-    sentences.insert(rng.randint(min(1, len(sentences) - 1), len(sentences) - 1), rng.choice(templates.DISTRACTORS))
+    sentences.insert(rng.randint(min(1, len(sentences) - 1), len(sentences) - 1), rng.choice(idle))
     return " ".join(sentences)

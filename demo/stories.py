@@ -7,6 +7,7 @@ Patterns are written as in `templates`; choices in brackets may be nested.
 
 from random import Random
 
+from demo import situations
 from demo.templates import Template
 
 # What a situation says first, then what is asked. Steps stand after the bar pairs of each entry.
@@ -141,30 +142,34 @@ SITUATIONS = [
     ("{N} has {s} {x} and [keeps|eats|loses|uses] {t}. " + "The rest is [shared|split|divided] [equally|evenly] among {m} [friends|people|{g}]. " + SHARE_ASK, "s-t; #/m"),
     (f"{SHARE}. [One of them|{{M}}|The first] [gets|finds|is given] {{b}} more. How many {{x}} does [he|she|that one|{{M}}] have?", "s/m; #+b"),
     ("{m} {x} [cost|weigh] {s} [{money}|kg]. [What|How much] do {n} {x} [cost|weigh]?", "s/m; #*n"),
+    *situations.SITUATIONS,
 ]
 GAIN_VERBS = (
     "buys/bought;{v} more|finds/found;{v}[ more|]|gets/got;{v}[ more|] from {M}|receives/received;{v}[ more| as a present| by post| from {M}]|wins/won;{v}[ more|]|"
     "collects/collected;[another|a further] {v}|adds/added;{v}|makes/made;{v} [more|new ones]|borrows/borrowed;{v} from {M}|picks up/picked up;{v}[ more|]|"
     "takes/took;{v} more from {place}|orders/ordered;{v} [more|new ones]|brings/brought;{v} more|earns/earned;{v} more|is given/was given;{v}[ more| by {M}]|"
-    "gathers/gathered;{v} more|inherits/inherited;{v}|builds/built;{v} more|discovers/discovered;{v} in {place}|fetches/fetched;{v} more"
+    "gathers/gathered;{v} more|inherits/inherited;{v}|builds/built;{v} more|discovers/discovered;{v} in {place}|fetches/fetched;{v} more|" + situations.GAIN_VERBS
 )
 LOSS_VERBS = (
     "gives/gave;{v} [to {M}|away]|loses/lost;{v}[ of them|]|sells/sold;{v}[ of them|]|breaks/broke;{v}[ of them|]|throws/threw;{v} away|uses/used;{v}[ of them| up]|"
     "hands/handed;{v} [out|over to {M}]|lends/lent;{v} to {M}|donates/donated;{v}|returns/returned;{v}[ of them|]|drops/dropped;{v}|removes/removed;{v}|"
     "trades/traded;{v}[ away|]|sends/sent;{v} to {M}|leaves/left;{v} [behind|in {place}]|forgets/forgot;{v} in {place}|hides/hid;{v} in {place}|burns/burned;{v}|"
-    "puts/put;{v} aside|spends/spent;{v}"
+    "puts/put;{v} aside|spends/spent;{v}|" + situations.LOSS_VERBS
 )
-GAIN_EVENTS = "{v} [more |new ones |][arrive|come|are delivered|are added|appear|are brought in|turn up]|{M} brings [another |]{v}[ more|]|{M} [gives|sends|lends|sells] {him} {v}[ more|]"
-LOSS_EVENTS = "{v}[ of them|] [are [lost|sold|taken away|removed|used up|stolen|given away]|break|go missing|disappear|leave|get lost]|{M} [takes|borrows|steals|buys] {v}[ of them|]"
-OPENINGS = "has/had|starts with/started with|keeps/kept|holds/held|possesses/possessed|counts/counted|begins with/began with"
+GAIN_EVENTS = "{v} [more |new ones |][arrive|come|are delivered|are added|appear|are brought in|turn up]|{M} brings [another |]{v}[ more|]|{M} [gives|sends|lends|sells] {him} {v}[ more|]|" + situations.GAIN_EVENTS
+LOSS_EVENTS = "{v}[ of them|] [are [lost|sold|taken away|removed|used up|stolen|given away]|break|go missing|disappear|leave|get lost]|{M} [takes|borrows|steals|buys] {v}[ of them|]|" + situations.LOSS_EVENTS
+OPENINGS = "has/had|starts with/started with|keeps/kept|holds/held|possesses/possessed|counts/counted|begins with/began with|" + situations.OPENINGS
 THERE = "[in|at] {place} there [are/were] {a} {x}|there [are/were] {a} {x} [in|at|near] {place}|{a} {x} [are/were] [in|at|near] {place}"
 LINKS = ["then {he}", "later {he}", "after that {he}", "next {he}", "{he}", "{he}", "{N}", "on {D} {he}", "in the evening {he}", "finally {he}", "a week later {he}"]
 EVENT_LINKS = ["then", "later", "after that", "", "", "on {D}", "the next day", "in the evening", "suddenly", "at noon"]
 ENDS = (
     "How many {x} [are left|are there now|does {N} have now|remain|are there in the end|does {N} have in the end|does {N} still have|are there]?|"
     "How many [are left|are there now|remain|is that now|does {he} have now]?|What is the [new |final |]number of {x}?|[Find|Give] the number of {x} [now|in the end].|"
-    "How many {x} does {he} have [then|now|after that|at the end]?"
+    "How many {x} does {he} have [then|now|after that|at the end]?|How many {x} [stay|does {N} keep|go on|does {he} end up with]?|"
+    "How [much|many] is [left|there still|still there]?|How [long|big|many] is it [now|then|in the end]?"
 )
+LETTERS = "bcd"  # the numbers of the events, in order
+DEBTS = 0.08  # of the told gains and losses
 
 
 def draw(rng: Random) -> Template:
@@ -179,9 +184,10 @@ def _events(rng: Random) -> Template:
     """Some things are there, some come, some go: in one sentence or many, now or in the past."""
     past, signs = rng.random() < 0.4, [rng.choice("+-") for _ in range(rng.choice((1, 2, 2, 2, 3)))]
     opening = "{N} " + _tense(rng.choice(OPENINGS.split("|")), past) + " {a} {x}"
-    letters = "bcd"[: len(signs)]
+    if rng.random() < DEBTS:
+        return _debt(rng, past, signs)
     style = rng.random()
-    phrases = [_verb(rng, sign, letter, past) for sign, letter in zip(signs, letters, strict=True)]
+    phrases = [_verb(rng, sign, letter, past) for sign, letter in zip(signs, LETTERS, strict=False)]
     if style < 0.3:
         text = ", ".join([opening, *phrases[:-1]]) + rng.choice([" and ", ", and ", ", then "]) + phrases[-1]
     elif style < 0.5:
@@ -190,11 +196,24 @@ def _events(rng: Random) -> Template:
         if rng.random() < 0.3:
             opening = THERE.replace("[are/were]", "were" if past else "are").split("|")
             opening = "[" + "|".join(opening) + "]"
-        told = [_told(rng, sign, letter, past) for sign, letter in zip(signs, letters, strict=True)]
+        told = [_told(rng, sign, letter, past) for sign, letter in zip(signs, LETTERS, strict=False)]
         told[0] = told[0].replace("{he}", "{N}")
         text = ". ".join([opening, *told])
-    steps = [f"{'#' if i else 'a'}{sign}{letter}" for i, (sign, letter) in enumerate(zip(signs, letters, strict=True))]
-    return Template(f"events-{''.join(signs)}", f"{text}. [{ENDS}]", "; ".join(steps))
+    return Template(f"events-{''.join(signs)}", f"{text}. [{ENDS}]", _event_steps(signs))
+
+
+def _debt(rng: Random, past: bool, signs: list[str]) -> Template:
+    """Money that is owed: paying makes it less, borrowing more."""
+    verbs = {"+": situations.DEBT_MORE, "-": situations.DEBT_LESS}
+    phrases = [_verb(rng, sign, letter, past, verbs[sign]) for sign, letter in zip(signs, LETTERS, strict=False)]
+    opening = situations.DEBT_OPENING.replace("[owes/owed]", "owed" if past else "owes")
+    joint = rng.choice([" and ", ", and ", ", then ", ". Then {he} ", ". Later {he} "])
+    text = ", ".join([opening, *phrases[:-1]]) + joint + phrases[-1]
+    return Template(f"debt-{''.join(signs)}", f"{text}. {situations.DEBT_END}", _event_steps(signs))
+
+
+def _event_steps(signs: list[str]) -> str:
+    return "; ".join(f"{'#' if i else 'a'}{sign}{letter}" for i, (sign, letter) in enumerate(zip(signs, LETTERS, strict=False)))
 
 
 def _told(rng: Random, sign: str, letter: str, past: bool) -> str:
@@ -205,8 +224,8 @@ def _told(rng: Random, sign: str, letter: str, past: bool) -> str:
     return f"{rng.choice(LINKS)} {_verb(rng, sign, letter, past)}"
 
 
-def _verb(rng: Random, sign: str, letter: str, past: bool) -> str:
-    verb, rest = _choose(rng, GAIN_VERBS if sign == "+" else LOSS_VERBS).split(";")
+def _verb(rng: Random, sign: str, letter: str, past: bool, verbs: str = "") -> str:
+    verb, rest = _choose(rng, verbs or (GAIN_VERBS if sign == "+" else LOSS_VERBS)).split(";")
     return f"{_tense(verb, past)} {rest}".replace("{v}", "{" + letter + "}")
 
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,11 +25,12 @@ from demo import data, evaluate, geometry, make_eval
 from demo.model import Trainable
 
 WARMUP, FLOOR = 300, 0.02  # steps to the full rate; the last rate as a share of it
+LATE = 9  # a run that starts from weights sees the last tenth of a curriculum, where every kind comes in full
 AHEAD = 48  # batches being made while others are trained on
 LOG_EVERY = 100
 
 
-def learning_rate(step: int, total: int, peak: float) -> float:
+def learning_rate(step: float, total: int, peak: float) -> float:
     """Linear warmup, then a cosine to FLOOR of the peak."""
     if step < WARMUP:
         return peak * (step + 1) / WARMUP
@@ -36,12 +38,14 @@ def learning_rate(step: int, total: int, peak: float) -> float:
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def batches(seed: int, start: int, total: int, workers: int) -> Iterator[tuple]:
+def batches(seed: int, start: int, total: int, workers: int, long_only: bool = False) -> Iterator[tuple]:
     """Batches from `start` on, in order, made by other processes a little ahead of their use."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         waiting: deque = deque()
         for index in range(start, total + AHEAD):
+            if long_only and data.bucket_of(index, total) is data.SHORT:
+                continue
             if index < total:
                 waiting.append(pool.submit(data.batch, seed, index, total))
             if index >= start + AHEAD or index >= total:
@@ -53,16 +57,26 @@ def batches(seed: int, start: int, total: int, workers: int) -> Iterator[tuple]:
 class Trainer:
     """Weights, optimiser and one captured training step per bucket shape."""
 
+    first_batch = 0  # its place in the data
+
     def __init__(self, args: argparse.Namespace):
         self.args, self.device = args, torch.device(args.device)
-        self.model = geometry.new_model(args.seed).to(self.device)
         cuda = self.device.type == "cuda"
-        self.trainable = Trainable(self.model, torch.bfloat16 if cuda else torch.float32, cuda and not args.eager)
+        self.model, self.trainable = self.build(torch.bfloat16 if cuda else torch.float32, cuda and not args.eager)
         self.rate = torch.tensor(args.rate, device=self.device)
         self.optimiser = self._new_optimiser()
         self.losses = torch.zeros(3, device=self.device)  # sums of loss, of balance; number of steps
         self.graphs: dict[tuple, tuple] = {}
         self.step = 0
+
+    def build(self, dtype: torch.dtype, compiled: bool) -> tuple[torch.nn.Module, Trainable]:
+        """What is trained, and its loss in `dtype`."""
+        if self.args.start is None:
+            model = geometry.new_model(self.args.seed).to(self.device)
+        else:
+            self.first_batch = LATE * self.args.steps
+            model = geometry.started_from(self.args.start).to(self.device)
+        return model, Trainable(model, dtype, compiled)
 
     def _new_optimiser(self) -> torch.optim.AdamW:
         parameters = list(self.model.parameters())
@@ -87,7 +101,7 @@ class Trainer:
 
         The trial steps this takes spoil weights and optimiser, so `restore` must follow.
         """
-        for bucket in (data.SHORT, data.LONG):
+        for bucket in (data.LONG,) if self.args.finish else (data.SHORT, data.LONG):
             shape = (bucket.rows, bucket.length)
             ids = torch.randint(0, 2000, shape, device=self.device, dtype=torch.int16)
             labels = ids.clone()
@@ -103,11 +117,12 @@ class Trainer:
             self.graphs[shape] = (graph, ids, labels)
             print(f"captured {shape} in {time.time() - started:.0f} s", flush=True)
 
-    def run_step(self, ids, labels) -> None:
-        """One step on a batch of numpy arrays."""
+    def run_step(self, ids, labels, spent: float = 0.0) -> None:
+        """One step on a batch of numpy arrays; `spent` is the share of the time, for runs that must end with it."""
         ids, labels = torch.from_numpy(ids), torch.from_numpy(labels)
+        place = max(self.step, spent * self.args.steps)
         for group in self.optimiser.param_groups:
-            group["lr"].fill_(learning_rate(self.step, self.args.steps, self.args.rate))
+            group["lr"].fill_(learning_rate(place, self.args.steps, self.args.rate))
         if (captured := self.graphs.get(tuple(ids.shape))) is None:
             self.train_on(ids.to(self.device), labels.to(self.device))
         else:
@@ -129,22 +144,46 @@ class Trainer:
 
     def save(self) -> None:
         """The checkpoint to continue from, and the model folder as it would be published now."""
+        if not self.args.finish:
+            self._save_checkpoint()
+        folder = self.args.out / "model"
+        folder.mkdir(exist_ok=True)
+        self.publish(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(data.MODEL_DIR / name, folder / name)
+
+    def _save_checkpoint(self) -> None:
         named = dict(self.model.named_parameters())
         moments = {name: dict(self.optimiser.state[p]) for name, p in named.items()}
         state = {"step": self.step, "weights": {n: p.data for n, p in named.items()}, "moments": moments}
         torch.save(state, self.args.out / "checkpoint.tmp")
         os.replace(self.args.out / "checkpoint.tmp", self.args.out / "checkpoint.pt")
-        folder = self.args.out / "model"
-        folder.mkdir(exist_ok=True)
+
+    def publish(self, folder: Path) -> None:
+        """Write weights and configurations as they are published."""
         geometry.save(self.model, folder)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(data.MODEL_DIR / name, folder / name)
+
+    @cached_property
+    def dev_problems(self) -> list[dict]:
+        return make_eval.dev_records(self.args.dev)
+
+    def check(self) -> dict:
+        """Greedy accuracy on the development set, with the weights as they are."""
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        self.model.eval()
+        texts = evaluate.replies(self.model, AutoTokenizer.from_pretrained(data.MODEL_DIR), self.dev_problems)
+        torch.set_float32_matmul_precision(precision)
+        figures = evaluate.score(self.dev_problems, texts)
+        for miss in figures["wrong"][-8:]:
+            print(f"  {miss['question']} -> {miss['reply']!r}", flush=True)
+        return {"dev_accuracy": figures["seen_templates"], "dev_new_wordings": figures["unseen_templates"]}
 
 
-def prepare(args: argparse.Namespace) -> Trainer:
+def prepare(args: argparse.Namespace, kind: type[Trainer] = Trainer) -> Trainer:
     """A trainer at its starting point: new, or where the checkpoint left off."""
     args.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(args)
+    trainer = kind(args)
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     if trainer.device.type == "cuda" and not args.no_graph:
         trainer.capture()
@@ -158,19 +197,6 @@ def prepare(args: argparse.Namespace) -> Trainer:
     else:
         trainer.restore(weights, None, 0)
     return trainer
-
-
-def dev_accuracy(trainer: Trainer, tokenizer, problems: list[dict]) -> dict:
-    """Greedy accuracy on the development set, with the weights as they are."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    trainer.model.eval()
-    texts = evaluate.replies(trainer.model, tokenizer, problems)
-    torch.set_float32_matmul_precision(precision)
-    figures = evaluate.score(problems, texts)
-    for miss in figures["wrong"][-8:]:
-        print(f"  {miss['question']} -> {miss['reply']!r}", flush=True)
-    return {"dev_accuracy": figures["seen_templates"], "dev_new_wordings": figures["unseen_templates"]}
 
 
 class Log:
@@ -187,15 +213,15 @@ class Log:
             file.write(line + "\n")
 
 
-def train(args: argparse.Namespace) -> None:
-    """The run: steps, and between them the log, the development accuracy and checkpoints."""
+def train(args: argparse.Namespace, kind: type[Trainer] = Trainer) -> None:
+    """The run: steps, and between them the log, the checks and checkpoints."""
     torch.set_float32_matmul_precision("high")
-    trainer, log = prepare(args), Log(args.out / "log.jsonl")
-    tokenizer = AutoTokenizer.from_pretrained(data.MODEL_DIR)
-    problems = make_eval.dev_records(args.dev)
+    trainer, log = prepare(args, kind), Log(args.out / "log.jsonl")
+    first = trainer.first_batch
     next_check, last_step, last_time = args.check_every * 60, trainer.step, time.time()
-    for ids, labels in batches(args.seed, trainer.step, args.steps, args.workers):
-        trainer.run_step(ids, labels)
+    limit = args.minutes * 60
+    for ids, labels in batches(args.seed, first + trainer.step, first + args.steps, args.workers, args.finish):
+        trainer.run_step(ids, labels, (time.time() - log.started) / limit if args.finish else 0.0)
         log.tokens += int((labels >= 0).sum())
         seconds = time.time() - log.started
         if trainer.step % LOG_EVERY == 0:
@@ -206,33 +232,36 @@ def train(args: argparse.Namespace) -> None:
             log.write(step=trainer.step, loss=round(loss / count, 5), balance=round(balance / count, 4),
                       steps_per_second=round(speed, 2), learned_tokens=log.tokens)  # fmt: skip
         if seconds > next_check:
-            log.write(step=trainer.step, **dev_accuracy(trainer, tokenizer, problems))
+            log.write(step=trainer.step, **trainer.check())
             trainer.save()
             next_check, last_step, last_time = seconds + args.check_every * 60, trainer.step, time.time()
-        if seconds > args.minutes * 60:
+        if seconds > limit:
             break
-    log.write(step=trainer.step, **dev_accuracy(trainer, tokenizer, problems), done=trainer.step == args.steps)
     trainer.save()
+    log.write(step=trainer.step, **trainer.check(), done=trainer.step == args.steps)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="checkpoint, log and model folder go here")
-    parser.add_argument("--steps", type=int, default=7800)
-    parser.add_argument("--minutes", type=float, default=60, help="stop (to be continued) after this long")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--decay", type=float, default=0.1)
-    parser.add_argument("--balance", type=float, default=0.01, help="weight of the router's auxiliary loss")
-    parser.add_argument("--dev", type=int, default=96, help="problems in the development set")
-    parser.add_argument("--check-every", type=float, default=2.5, help="minutes between checks")
-    parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--no-graph", action="store_true", help="do not capture CUDA graphs")
-    return parser.parse_args()
+def parser(description: str, steps: int, rate: float) -> argparse.ArgumentParser:
+    """The flags of a training run."""
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--out", type=Path, required=True, help="checkpoint, log and model folder go here")
+    flags.add_argument("--steps", type=int, default=steps)
+    flags.add_argument("--minutes", type=float, default=60, help="stop (to be continued) after this long")
+    flags.add_argument("--finish", action="store_true", help="long rows only; end within --minutes, the rate falling")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--rate", type=float, default=rate)
+    flags.add_argument("--decay", type=float, default=0.1)
+    flags.add_argument("--balance", type=float, default=0.01, help="weight of the router's auxiliary loss")
+    flags.add_argument("--dev", type=int, default=96, help="problems in the development set")
+    flags.add_argument("--check-every", type=float, default=2.5, help="minutes between checks")
+    flags.add_argument("--workers", type=int, default=6)
+    flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    flags.add_argument("--eager", action="store_true", help="do not compile")
+    flags.add_argument("--no-graph", action="store_true", help="do not capture CUDA graphs")
+    return flags
 
 
 if __name__ == "__main__":
-    train(arguments())
+    flags = parser(__doc__.splitlines()[0], steps=8000, rate=2e-3)
+    flags.add_argument("--start", type=Path, help="go on from the weights of a published folder, with data in full")
+    train(flags.parse_args())

@@ -57,8 +57,8 @@ def draw(rng: Random) -> dict[str, str]:
     subject, he = _subject(rng)
     him, his = {"she": ("her", "her"), "he": ("him", "his"), "it": ("it", "its")}[he]
     nouns, boxes, days = rng.sample(NOUNS, 3), rng.sample(CONTAINERS, 2), rng.sample(DAYS, 3)
-    nouns = [_invented(rng) if rng.random() < 0.2 else noun for noun in nouns]
-    boxes = [_invented(rng) if rng.random() < 0.15 else box for box in boxes]
+    nouns = [invented(rng) if rng.random() < 0.2 else noun for noun in nouns]
+    boxes = [invented(rng) if rng.random() < 0.15 else box for box in boxes]
     colours = rng.sample(COLOURS, 2)
     words = {"N": subject, "M": _other(rng), "he": he, "him": him, "his": his}
     words |= {"He": he.capitalize(), "His": his.capitalize(), "place": rng.choice(PLACES), "money": rng.choice(MONEY)}
@@ -78,7 +78,7 @@ def plural(noun: str) -> str:
 def _subject(rng: Random) -> tuple[str, str]:
     kind = rng.random()
     if kind < 0.12:
-        noun = _invented(rng) if rng.random() < 0.3 else rng.choice(NOUNS)
+        noun = invented(rng) if rng.random() < 0.3 else rng.choice(NOUNS)
         return f"{rng.choice(('a', 'the', 'one'))} {noun}", "it"
     if kind < 0.25:
         return rng.choice(HOUSES), "it"
@@ -89,5 +89,5 @@ def _other(rng: Random) -> str:
     return rng.choice(PERSONS) if rng.random() < 0.25 else rng.choice(NAMES[::-1])
 
 
-def _invented(rng: Random) -> str:
+def invented(rng: Random) -> str:
     return "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2)))) + rng.choice(ENDINGS)

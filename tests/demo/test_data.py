@@ -35,7 +35,7 @@ def test_same_seed_same_batch():
 def test_evaluation_is_the_frozen_one(evaluation):
     assert evaluation == make_eval.records()
     assert len(evaluation) == 200
-    assert sum(row["unseen_template"] for row in evaluation) == 20
+    assert sum(row["unseen_template"] for row in evaluation) == 60
 
 
 def test_training_never_draws_an_evaluation_problem(evaluation):

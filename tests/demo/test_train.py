@@ -18,6 +18,7 @@ def tiny(monkeypatch, tmp_path) -> argparse.Namespace:
     monkeypatch.setattr(data, "SHORT", data.Bucket(2, 128, 4))
     monkeypatch.setattr(data, "LONG", data.Bucket(1, 192, 4))
     settings = {"out": tmp_path, "device": "cpu", "steps": 40, "seed": 3, "rate": 1e-2, "decay": 0.1, "balance": 0.01}
+    settings |= {"start": None, "finish": False}
     return argparse.Namespace(**settings, eager=True, no_graph=True)
 
 
@@ -44,6 +45,19 @@ def test_resumed_run_is_the_uninterrupted_run(tiny):
     steps(second, 3)
     for name, p in whole.model.named_parameters():
         torch.testing.assert_close(dict(second.model.named_parameters())[name], p, rtol=0, atol=0, msg=name)
+
+
+def test_a_run_may_start_from_published_weights(tiny, tmp_path):
+    first = train.prepare(tiny)
+    steps(first, 2)
+    geometry.save(first.model, tmp_path / "weights")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "weights" / name).write_bytes((data.MODEL_DIR / name).read_bytes())
+    tiny.start = tmp_path / "weights"
+    later = train.prepare(tiny)
+    assert later.step == 0 and later.first_batch == train.LATE * tiny.steps
+    for (name, p), q in zip(first.model.named_parameters(), later.model.parameters(), strict=True):
+        torch.testing.assert_close(p.to(torch.bfloat16).float(), q, rtol=0, atol=0, msg=name)
 
 
 def test_training_lowers_the_loss(tiny):
