@@ -32,11 +32,10 @@ class DraftStates:
     snapshot: tuple[int, int] | None = None
 
     def trim(self, num_drafts: int) -> list[int]:
-        """Keep spare slots for ``num_drafts`` drafts. Returns the others, and forgets what is stored there."""
+        """Forget what is stored, and keep spare slots for ``num_drafts`` drafts. Returns the others."""
+        self.stored.clear()
         released = self.spare[num_drafts:]
-        if released:
-            del self.spare[num_drafts:]
-            self.stored = [entry for entry in self.stored if entry[1] not in released]
+        del self.spare[num_drafts:]
         return released
 
     def begin(self, start: int, num_drafts: int, state_slot: int) -> list[tuple[int, int]]:

@@ -337,7 +337,8 @@ class Manager:
         return num_drafts
 
     def trim_drafts(self, lease: Lease, num_drafts: int) -> None:
-        """Give back the slots for more than ``num_drafts`` drafts."""
+        """A step begins: the states of the last one's drafts do not count any more, and the slots for more than
+        ``num_drafts`` drafts go back."""
         for slot in lease.drafts.trim(num_drafts):
             self.slots.release(slot)
 
@@ -349,8 +350,6 @@ class Manager:
 
         Call it once, when the step is launched. Positions for which no slot can be had are skipped, but for drafts.
         """
-        if num_drafts or lease.drafts.stored:
-            lease.drafts.stored.clear()
         if num_drafts:
             return self._draft_checkpoints(lease, start, num_drafts)
         end, states = start + num_tokens, lease.checkpoints

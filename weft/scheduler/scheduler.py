@@ -27,8 +27,8 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import asdict
 
 from weft.cache.lease import Lease
@@ -76,7 +76,7 @@ NO_DRAFTS: list[int] = []
 """Never changed."""
 
 
-class Planned(NamedTuple):
+class Planned(msgspec.Struct, gc=False):  # made for every request of every step
     """One request's part of the next step: so many tokens, the drafts included, of which the first ``num_proposed`` are
     meant."""
 
@@ -86,7 +86,7 @@ class Planned(NamedTuple):
     num_proposed: int = 0
 
 
-class Launched(NamedTuple):
+class Launched(msgspec.Struct, gc=False):
     """One request's part of a launched step: whether it samples, and the tokens fed once it is done; the last
     ``num_drafts`` of these if they are accepted, of which ``num_proposed`` were proposed."""
 
@@ -203,9 +203,10 @@ class Scheduler:
         budget, page_size = self.max_num_batched_tokens, self.manager.spec.page_size
         all_wanted = [running.request.num_tokens_to_compute for running in self._running]
         decoding = all_wanted.count(1)
+        drafts_follow = self.drafts is not None
         for running, wanted in zip(list(self._running), all_wanted, strict=True):
             request = running.request
-            is_due = request.num_pending == 0 or not (self.drafts is not None or request.samples_by_history)
+            is_due = not ((drafts_follow or request.samples_by_history) and request.num_pending)
             if request.status is not RequestStatus.RUNNING or request.will_be_full or not is_due:
                 continue  # preempted just now for an earlier one, or its last token is on its way
             is_decode = wanted == 1
@@ -231,9 +232,9 @@ class Scheduler:
         found = {plan.running.row: entry for plan, entry in zip(decoding, drafts, strict=True)}
         nothing = Drafts(NO_DRAFTS, 0)
         with_drafts = []
-        for running, num_tokens, _, _ in planned:
-            token_ids, num_proposed = found.get(running.row, nothing)
-            with_drafts.append(Planned(running, num_tokens + len(token_ids), token_ids, num_proposed))
+        for plan in planned:
+            token_ids, num_proposed = found.get(plan.running.row, nothing)
+            with_drafts.append(Planned(plan.running, plan.num_tokens + len(token_ids), token_ids, num_proposed))
         return with_drafts, budget - sum(len(entry.token_ids) for entry in drafts)
 
     def _grow(self, running: Running, num_tokens: int) -> bool:
@@ -390,20 +391,24 @@ class Scheduler:
         return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling, runs)
 
     def _schedule(self, plan: Planned) -> ScheduledRequest:
-        running, num_tokens, drafts, _ = plan
+        running, num_tokens, drafts = plan.running, plan.num_tokens, plan.drafts
         request, lease = running.request, running.lease
         start = request.num_computed_tokens
-        known_end = start + num_tokens - len(drafts)
+        num_drafts = len(drafts)
+        known_end = start + num_tokens - num_drafts
         samples = known_end == request.num_tokens
         new_pages = lease.pages[running.num_pages_sent :]
-        running.num_pages_sent = len(lease.pages)
+        if new_pages:
+            running.num_pages_sent = len(lease.pages)
         running.in_flight += 1
         request.num_computed_tokens = start + num_tokens
         if known_end > request.max_computed_tokens:
             self._num_new_tokens += known_end - request.max_computed_tokens
             request.max_computed_tokens = known_end
-        request.num_pending += samples + len(drafts)
-        checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, len(drafts))
+        request.num_pending += samples + num_drafts
+        if self.drafts is not None:
+            lease.drafts.stored.clear()
+        checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)
         self.manager.commit(lease, request.num_computed_tokens)
         media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else []
         return ScheduledRequest(
