@@ -19,7 +19,8 @@ ON_GPU = DEVICE == "cuda"
 CHUNK, SLOTS = 64, 13
 # Query heads, key heads, head dim.
 HEADS = [(64, 8, 64), (6, 2, 24), (8, 4, 256)] if ON_GPU else [(6, 2, 24)]
-WINDOWS = [1, 5, 16, 64, 200]
+WINDOWS = [(1, False), (5, True), (64, False), (200, True)]
+"""And whether there are sinks."""
 
 
 def full(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, sinks: Tensor | None) -> Tensor:
@@ -45,8 +46,7 @@ def empty_windows(heads: tuple[int, int, int], window: int, dtype: torch.dtype =
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("window", "with_sinks"), WINDOWS)
 def test_a_sequence_in_pieces_is_masked_attention(backend: Backend, window: int, with_sinks: bool) -> None:
     """Prefills of odd lengths, one with a checkpoint, then decodes; and decodes from the checkpoint."""
     heads, scale = HEADS[-1], 0.3
