@@ -164,7 +164,7 @@ class Poisoned:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in {column[0] for column in COLUMNS}}
+    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in (*ARCHITECTURES, "Lfm2ForCausalLM")}
 
 
 def make_reference(arch: str, folder: Path) -> Reference:
@@ -176,11 +176,6 @@ def make_reference(arch: str, folder: Path) -> Reference:
 COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVERLAP)] + [
     (arch, "PIECEWISE", "overlap", "eager") for arch in ARCHITECTURES
 ]
-COLUMNS += [("Lfm2ForCausalLM", mode, "overlap", "capture") for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
-COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE", "overlap", "capture")]
-COLUMNS += [("KimiLinearForCausalLM", "FULL", "overlap", "capture")]
-COLUMNS += [("GptOssForCausalLM", "FULL_AND_PIECEWISE", "overlap", "capture")]
-COLUMNS += [(a, "FULL", "overlap", "capture") for a in ("Mamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM")]
 """Model, mode, overlap, and where pieces come from."""
 
 
@@ -346,7 +341,7 @@ def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: st
     check(engine, path, phase, length)
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 210, 1000])
+@pytest.mark.parametrize("length", [1, 65, 1000])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_of_compiled_pieces(compiled_engine: Poisoned, path: str, phase: str, length: int) -> None:

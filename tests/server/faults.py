@@ -1,7 +1,7 @@
 """Faults at the server with the bundled model: ``python -m tests.server.faults [--scale X] [--json FILE]``.
 
 Each function does one kind of harm, checks what callers see, waits until the server is as idle as it was, and returns
-its figures. The counts are those of ``scale=1``; ``test_model_faults.py`` runs a tenth of most.
+its figures. The counts are those of ``scale=1``; ``test_model_faults.py`` runs a fraction of most.
 """
 
 from __future__ import annotations
