@@ -1,0 +1,87 @@
+"""Prompts that the bundled model's training never had, each for one call, against its server.
+
+python -m benchmarks.tool_prompts --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+from tests.server.running import RunningServer
+from weft import report
+
+
+def tool(name: str, does: str, **kinds: str) -> dict[str, Any]:
+    properties = {key: {"type": kind} for key, kind in kinds.items()}
+    schema = {"type": "object", "properties": properties, "required": list(kinds)}
+    return {"type": "function", "function": {"name": name, "description": does, "parameters": schema}}
+
+
+W = tool("get_weather", "Get the weather for a location.", location="string")
+T = tool("set_timer", "Start a timer.", minutes="integer")
+S = tool("search", "Search the web.", query="string")
+A = tool("add", "Add two numbers.", a="integer", b="integer")
+M = tool("send_message", "Send a message.", to="string", text="string")
+B = tool("book_table", "Book a table in a restaurant.", city="string", guests="integer")
+R = tool("get_route", "Distance between two cities.", start="string", end="string")
+
+CASES = [
+    ([W], "What's the weather like in Paris?", ("get_weather", {"location": "Paris"})),
+    ([W, T], "Could you tell me the weather in Tokyo please?", ("get_weather", {"location": "Tokyo"})),
+    ([W], "weather Berlin", ("get_weather", {"location": "Berlin"})),
+    ([T], "I need a timer for 12 minutes.", ("set_timer", {"minutes": 12})),
+    ([W, T], "Remind me in 25 minutes.", ("set_timer", {"minutes": 25})),
+    ([A], "What is 17 + 25? Use the tool.", ("add", {"a": 17, "b": 25})),
+    ([A, W], "Please add 31 and 58.", ("add", {"a": 31, "b": 58})),
+    ([M], "Tell Anna that dinner is ready.", ("send_message", {"to": "Anna", "text": "dinner is ready"})),
+    ([M, W], "Send a message to Bob: the door is open", ("send_message", {"to": "Bob", "text": "the door is open"})),
+    ([B], "I want a table for 4 people in Madrid.", ("book_table", {"city": "Madrid", "guests": 4})),
+    ([B, W], "Can you reserve a table for 6 in Rome?", ("book_table", {"city": "Rome", "guests": 6})),
+    ([R], "How many kilometres is it from Rome to Milan?", ("get_route", {"start": "Rome", "end": "Milan"})),
+    ([S], "Search for hybrid models", ("search", {"query": "hybrid models"})),
+    ([S, W], "Look up bicycles on the web.", ("search", {"query": "bicycles"})),
+    ([W, R, T], "How is the weather in Vienna?", ("get_weather", {"location": "Vienna"})),
+]
+
+
+def right(client: OpenAI, choice: str) -> tuple[int, list[dict[str, Any]]]:
+    """How many prompts get exactly the call that was asked for, and what the others got."""
+    wrong = []
+    for tools, prompt, (name, arguments) in CASES:
+        messages: Any = [{"role": "user", "content": prompt}]
+        more: Any = {"tools": tools, "tool_choice": choice}
+        reply = client.chat.completions.create(
+            model="weft-mini", messages=messages, temperature=0, max_tokens=200, **more
+        )
+        message = reply.choices[0].message
+        calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+        if calls != [(name, arguments)]:
+            wrong.append({"prompt": prompt, "calls": calls, "content": message.content})
+    return len(CASES) - len(wrong), wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    path = report.open_json(str(parser.parse_args().json))
+    server = RunningServer("--cpu-cache-gib", "0.2", "--max-num-seqs", "8", module="weft")
+    try:
+        server.wait_ready()
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+        figures = {}
+        for choice in ("auto", "required"):
+            count, wrong = right(client, choice)
+            figures[choice] = {"prompts": len(CASES), "right": count, "wrong": wrong}
+            print(choice, count, "of", len(CASES))
+    finally:
+        server.close()
+    report.write_json(path, {"figures": figures} | report.provenance("cpu"))
+
+
+if __name__ == "__main__":
+    main()
