@@ -38,7 +38,9 @@ VERBS = {
     "eval": Verb("weft.cli.evaluate", "measure accuracy on the bundled word problems"),
     "bench": Verb("weft.cli.bench", "measure speed"),
     "verify": Verb("weft.cli.verify", "compare captured graphs with eager steps"),
-    "tune": Verb("weft.cli.tune", "measure which batches gain by which graphs, for the next start"),
+    "tune": Verb(
+        "weft.cli.tune", "measure which graphs, or how many drafts, pay for which batches, for the next start"
+    ),
     "graph": Verb("weft.cli.graph", "show the pieces that prefill runs in"),
     "models": Verb("weft.cli.models", "list the architectures that Weft runs, and what was verified of each"),
     "doctor": Verb("weft.cli.doctor", "check this machine and say what is missing"),

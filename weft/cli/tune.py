@@ -37,7 +37,7 @@ def add_parser(verbs: Any) -> None:
         verbs,
         "tune",
         run,
-        "measure which batches gain by which graphs, or by how many drafts, for the next start",
+        "measure which graphs, or how many drafts, pay for which batches, for the next start",
         usage="tune [flags]",
     )
     group = parser.add_argument_group("measurement")
