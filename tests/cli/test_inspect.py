@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,11 @@ def test_built_in_workload_shows_a_branch_and_the_tree(capsys: pytest.CaptureFix
     assert "no state was ever stored between 0 and 25; the prompt leaves everything stored at 25" in branch
     assert "nearest state at 25, recomputed 0: the prompt leaves everything stored at 25" in hit
     assert again.endswith("recomputed 1")
-    assert "nearest state at 53, recomputed 0: nothing beyond 53 was ever stored" in following
+    # How long the first answer is, the model says.
+    assert re.search(r"nearest state at (\d\d), recomputed 0: nothing beyond \1 was ever stored", following)
     tree = out.splitlines()
     assert "root" in tree and "  [0, 25) 2 pages, states 25, used 0 ago" in tree
-    assert tree[-1].startswith("reused 115 of 215 tokens; pages: ")
+    assert re.match(r"reused \d+ of \d+ tokens; pages: ", tree[-1])
 
 
 def test_prompts_of_ones_own(run_weft: RunWeft, tmp_path: Path) -> None:
