@@ -51,7 +51,8 @@ def poison(model: torch.nn.Module) -> None:
             parameter.fill_(float("nan"))
         for module in model.modules():
             if isinstance(module, MergedReplicatedLinear):
-                module.get_parameter("weight")[module.num_outputs :].zero_()
+                for parameter in module.parameters():
+                    parameter[module.num_outputs :].zero_()
 
 
 @dataclass(eq=False)

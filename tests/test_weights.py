@@ -50,9 +50,9 @@ def remove(folder: Path, *names: str) -> None:
 
 
 def padding_elements(model: CausalLM) -> int:
-    """Elements of rows that pad a router's matrix up to aligned rows."""
+    """Elements of rows that pad a router's matrix, and its bias, up to aligned rows."""
     routers = [m for m in model.modules() if isinstance(m, MergedReplicatedLinear)]
-    return sum(m.weight[m.num_outputs :].numel() for m in routers)
+    return sum(p[m.num_outputs :].numel() for m in routers for p in m.parameters())
 
 
 def parameters(model: CausalLM) -> dict[str, Tensor]:

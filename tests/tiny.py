@@ -296,6 +296,7 @@ def make_model(arch: str, seed: int = 0, **overrides: Any) -> Any:
         torch.manual_seed(seed)
         model = getattr(transformers, arch)(config).eval()
     _norm_by_group(model, config)
+    _clamp_by_config(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(
@@ -315,6 +316,13 @@ def _norm_by_group(model: Any, config: Any) -> None:
         is_ours = type(module).__name__.endswith("RMSNormGated") and num_groups is not None
         if is_ours and not hasattr(module, "group_size") and not hasattr(module, "n_groups"):
             module.forward = partial(_grouped_norm, module, num_groups)
+
+
+def _clamp_by_config(model: Any, config: Any) -> None:
+    """Give gpt-oss' experts the limit of the config where this transformers knows one alone (before 5.23)."""
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.alpha, module.limit = getattr(config, "swiglu_alpha", module.alpha), config.swiglu_limit
 
 
 def _grouped_norm(norm: Any, num_groups: int, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
