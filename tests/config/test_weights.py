@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from weft.config.quantization import ONLINE
 from weft.config.weights import weight_bytes
 from weft.models.registry import create_model
 
+QUANTIZED = [arch for arch in ARCHITECTURES if arch != "GptOssForCausalLM"]  # whose experts refuse FP8
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("quantized", [False, True])
+
+@pytest.mark.parametrize(("quantized", "arch"), [*product([False], ARCHITECTURES), *product([True], QUANTIZED)])
 def test_bytes_of_a_model(arch: str, quantized: bool, tmp_path: Path) -> None:
     """But for what is left out: norms, convolutions, scales."""
     folder = make_checkpoint(arch, tmp_path, **GEOMETRY)
