@@ -89,8 +89,9 @@ def test_snapshots_are_bounded_and_cross_the_wire() -> None:
     assert len(snapshot.nodes) == MAX_NODES < snapshot.num_nodes
     assert len(snapshot.requests) == MAX_REQUESTS and snapshot.requests[-1].request_id == str(MAX_NODES + 19)
     assert snapshot.requests[-1].path, "the latest used nodes are the ones shown"
-    message = wire.encode(snapshot)
-    assert wire.decode_from_engine(message) == snapshot and len(message) < 200_000
+    inspected = wire.Inspected(7, snapshot, replica=1)
+    message = wire.encode(inspected)
+    assert wire.decode_from_engine(message) == inspected and len(message) < 200_000
 
 
 def test_steps_tell_how_they_ran() -> None:
