@@ -321,7 +321,7 @@ def test_errors_are_told(server: RunningServer, browser: Browser) -> None:
     browser.until(lambda: "temperature" in browser.text("#log .error"))
     browser.set("temperature", "")
     browser.button("Try again", ".failure").click()
-    browser.until(lambda: browser.contents() == ["hello", "hello"] and not browser.all(".error"))
+    browser.until(lambda: browser.contents() == ["hello", "hello"] and not browser.all("#log .error"))
 
 
 @needs_chromium
@@ -343,7 +343,7 @@ def test_a_server_that_goes_and_comes_back(browser: Browser) -> None:
         browser.script("document.getElementById('retry').click()")
         browser.until(lambda: not browser.one("#banner").is_displayed())
         browser.button("Try again", ".failure").click()
-        browser.until(lambda: browser.contents()[-1] == "while it is away" and not browser.all(".error"))
+        browser.until(lambda: browser.contents()[-1] == "while it is away" and not browser.all("#log .error"))
         assert len(browser.contents()) == 4
     finally:
         again.close()
