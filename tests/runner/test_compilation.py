@@ -228,6 +228,16 @@ def test_split_ops_of_layers_that_the_model_lacks_are_known(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+def test_models_of_different_widths_are_traced_in_one_process(tmp_path: Path) -> None:
+    """Dynamo takes for a variable what differs from one trace to the next."""
+    for hidden_size in (64, 48, 80):
+        folder = make_checkpoint("Qwen3ForCausalLM", tmp_path / str(hidden_size), hidden_size=hidden_size)
+        context = model_context(backend=Backend.TRITON)
+        model = create_model(read_checkpoint_config(folder), context).eval()
+        with torch.inference_mode():
+            trace(model, context_of([5], context.layers), torch.device("cpu"), 64, opaque_ops(fusible=True))
+
+
 @pytest.mark.parametrize("fusible", [True, False])
 @pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"])
 def test_the_kernels_path_is_traced_without_looking_into_kernels(tmp_path: Path, arch: str, fusible: bool) -> None:

@@ -91,8 +91,10 @@ def trace(
     ids = torch.zeros(max(2, num_tokens), dtype=torch.int64, device=device)
     torch._dynamo.mark_dynamic(ids, 0)
     compiled = torch.compile(_fresh_code(model), backend=take, fullgraph=True)
+    # What differs from the last model that this process traced, its width for one, is no variable of this one.
+    one_model = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
     try:
-        with forward_context(dataclasses.replace(context, breaks=Opaque(operations))):
+        with one_model, forward_context(dataclasses.replace(context, breaks=Opaque(operations))):
             compiled(ids)
     except (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode) as error:
         raise ConfigError(
