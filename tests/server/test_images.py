@@ -324,6 +324,7 @@ def test_the_page(seeing: RunningServer, browser: Browser) -> None:
     browser.until(lambda: len(browser.all(".user .pictures img")) == 1)
     browser.open(seeing.url, "inspect")
     browser.script("document.getElementById('tab-cache').click()")
-    browser.until(lambda: "image " in str(browser.script(
+    browser.until(lambda: "image " in str(browser.script(  # unfolded: other tests fill the tree too
+        "document.getElementById('unfold').click();"
         "return [...document.querySelectorAll('[role=treeitem]')].map((e) => e.ariaLabel).join()")))  # fmt: skip
     assert browser.all("#tree rect.image") and not browser.complaints()
