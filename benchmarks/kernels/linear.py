@@ -84,7 +84,7 @@ SIZES = [
     Size("B/4 qkv", 2560, 2048),
     Size("B/4 lm_head", 37984, 2048),
 ]  # fmt: skip
-"""A is Qwen3-0.6B, B Qwen3-Next on one GPU, B/2 one of two ranks."""
+"""A is Qwen3-0.6B, B Qwen3-Next on one GPU, B/2 and B/4 one of two and of four ranks."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 if not ON_GPU:
     SIZES = [Size("plain", 66, 128), Size("silu", 64, 192, True)]

@@ -8,7 +8,8 @@ import pytest
 
 from weft.cli import main
 from weft.config import resolve
-from weft.config.draft_profile import DraftProfile, DraftTiming, draft_profile_path, write_draft_profile
+from weft.config.draft_profile import DraftProfile, DraftTiming, draft_profile_path
+from weft.config.graph_profile import write_profile
 from weft.config.speculation import SpeculativeConfig
 
 AUTO = '{"method": "ngram", "num_speculative_tokens": "auto"}'
@@ -63,7 +64,7 @@ def test_a_broken_profile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = Path(draft_profile_path({"model": "x", "method": "y"})).parent.iterdir()
     path.write_text("{")
     assert "is not a profile" in resolve(speculative_config=AUTO).reasons["speculative_config"]
-    write_draft_profile(DraftProfile(format=0, fits={}), path)
+    write_profile(DraftProfile(format=0, fits={}), path)
     assert "does not fit" in resolve(speculative_config=AUTO).reasons["speculative_config"]
 
 

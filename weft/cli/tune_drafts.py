@@ -27,7 +27,8 @@ def tune_drafts(settings: dict[str, Any], effort: Effort) -> int:
     """
     from weft.bench.draft_depth import MOST_DRAFTS, measure_depths
     from weft.config import resolve
-    from weft.config.draft_profile import DraftProfile, draft_profile_fits, draft_profile_path, write_draft_profile
+    from weft.config.draft_profile import DraftProfile, draft_profile_fits, draft_profile_path
+    from weft.config.graph_profile import write_profile
     from weft.config.speculation import parse_speculative_config
 
     given = parse_speculative_config(settings["speculative_config"])
@@ -38,7 +39,7 @@ def tune_drafts(settings: dict[str, Any], effort: Effort) -> int:
     timings = measure_depths(settings, config, most, effort, print)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     profile = DraftProfile(fits=fits, prompts=_prompts(given), date=date, timings=timings)
-    write_draft_profile(profile, path := draft_profile_path(fits))
+    write_profile(profile, path := draft_profile_path(fits))
     _print_table(profile, report.device_name(config.device))
     print(f"Written to {path}: starts with num_speculative_tokens 'auto' and these settings use it.")
     return 0

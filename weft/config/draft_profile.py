@@ -17,7 +17,6 @@ from weft.config.cache_folder import cache_folder
 from weft.config.graph_profile import device_name, installed_versions, model_hash
 from weft.config.model import ModelConfig
 from weft.config.speculation import SpeculativeConfig
-from weft.errors import ConfigError
 
 FORMAT = 1
 
@@ -77,21 +76,6 @@ def draft_profile_fits(values: Mapping[str, Any], model: ModelConfig, config: Sp
 def draft_profile_path(fits: Mapping[str, Any]) -> Path:
     """Where the profile of this model and method lies."""
     return cache_folder() / "draft-profiles" / f"{fits['model']}-{fits['method']}.json"
-
-
-def write_draft_profile(profile: DraftProfile, path: Path) -> None:
-    """Store it; a reader sees the old file or the new one.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    temporary = path.with_name(f"{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1))
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"the profile {path} cannot be written: {error.strerror or error}") from error
 
 
 def find_draft_profile(fits: Mapping[str, Any]) -> tuple[DraftProfile | None, str]:

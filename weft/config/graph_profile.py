@@ -112,8 +112,8 @@ def default_path(profile: GraphProfile) -> Path:
     return _folder() / f"{profile.model}-{rest}.json"
 
 
-def write_profile(profile: GraphProfile, path: Path) -> None:
-    """Store it; a reader sees the old file or the new one.
+def write_profile(profile: msgspec.Struct, path: Path) -> None:
+    """Store what was measured, of graphs or of drafts; a reader sees the old file or the new one.
 
     Raises:
         ConfigError: the file cannot be written.
