@@ -47,9 +47,9 @@ def overrides(arch: str) -> dict[str, Any]:
     return {"vision": VISION, "top": TOP, "rope_parameters": rope}
 
 
-def make_vision_checkpoint(arch: str, folder: Path) -> tuple[Path, Any]:
+def make_vision_checkpoint(arch: str, folder: Path, seed: int = 0) -> tuple[Path, Any]:
     """The checkpoint and the transformers model."""
-    return make_checkpoint(arch, folder, **overrides(arch)), make_model(arch, **overrides(arch))
+    return make_checkpoint(arch, folder, seed, **overrides(arch)), make_model(arch, seed, **overrides(arch))
 
 
 def pixels(seed: int, grid: tuple[int, int, int]) -> np.ndarray:
@@ -93,18 +93,19 @@ def _item(modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[
 
 def reference_logits(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> Tensor:
     """``[len(tokens), vocab_size]`` of one uncached pass."""
-    types = torch.zeros(1, len(tokens), dtype=torch.int32)
+    device = reference.device
+    types = torch.zeros(1, len(tokens), dtype=torch.int32, device=device)
     given: dict[str, Tensor] = {}
     for kind, modality in enumerate(("image", "video"), 1):
         items = [item for item in media if item.modality == modality]
         for offset, length in itertools.chain(*(item.placeholders for item in items)):
             types[0, offset : offset + length] = kind
         if items:
-            values = torch.cat([torch.from_numpy(item.patches().copy()) for item in items]).to(reference.dtype)
+            values = torch.cat([torch.from_numpy(item.patches().copy()) for item in items]).to(device, reference.dtype)
             given["pixel_values" if kind == 1 else "pixel_values_videos"] = values
-            given[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items])
+            given[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items], device=device)
     with torch.no_grad():
-        ids = torch.tensor([list(tokens)])
+        ids = torch.tensor([list(tokens)], device=device)
         out = reference(input_ids=ids, mm_token_type_ids=types if given else None, use_cache=False, **given)
     logits: Tensor = out.logits[0]
     return logits

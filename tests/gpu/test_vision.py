@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.gpu.conftest import compiled_kernels
-from tests.media import HYBRID_MOE, VL, Engine, Prompt, make_vision_checkpoint, reference_logits
+from tests.gpu.test_precision import SEEDS, divergence
+from tests.media import HYBRID, HYBRID_MOE, VL, VL_MOE, Engine, Prompt, make_vision_checkpoint, reference_logits
+from weft.messages import TokenLogprobs
 from weft.ops.backend import Backend
 from weft.ops.media_features import add_media_features
 from weft.ops.vision_attention import frame_attention, rotate_patches
@@ -66,3 +68,40 @@ def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     assert not compiled
     assert engine.core.stats().encoder_seconds > 0
     engine.core.shutdown()
+
+
+@pytest.mark.parametrize("arch", [VL, VL_MOE, HYBRID, HYBRID_MOE])
+def test_bfloat16_rounds_no_worse_than_transformers(arch: str, tmp_path: Path) -> None:
+    """Prompts of text and images, every place of them: as ``test_precision.py`` has it for text."""
+    check_bfloat16(arch, tmp_path, "cuda")
+
+
+def check_bfloat16(arch: str, path: Path, device: str) -> None:
+    logits = [three_logits(arch, path / str(seed), seed, device) for seed in SEEDS]
+    exact, theirs, ours = (torch.cat(parts) for parts in zip(*logits, strict=True))
+    (our_kl, our_share), (their_kl, their_share) = divergence(exact, ours), divergence(exact, theirs)
+    assert our_kl <= 1.25 * their_kl, (our_kl, their_kl)
+    assert our_share >= their_share - 0.01, (our_share, their_share)
+
+
+def three_logits(arch: str, folder: Path, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log probabilities of one checkpoint at every prompt position but the last: float32, transformers in bfloat16,
+    Weft in bfloat16."""
+    _, exact = make_vision_checkpoint(arch, folder, seed)
+    theirs = make_vision_checkpoint(arch, folder, seed)[1].bfloat16().to(device)
+    engine = Engine(folder, device=device, dtype="bfloat16", max_num_seqs=4, max_model_len=300, cpu_cache_gib=0.05)
+    prompts = [Prompt().text(20, n).image(4, 6 + 2 * n, n).text(40, n + 50).image(8, 4, n + 100).text(40, n + 150)
+               for n in range(16)]  # fmt: skip
+    requests = engine.run(*prompts, max_tokens=1, prompt_logprobs=exact.config.text_config.vocab_size)
+    engine.core.shutdown()
+    ours = [torch.stack([_row(entry) for entry in request.prompt_logprobs]) for request in requests]
+    parts = [[reference_logits(model, p.token_ids, p.media)[:-1].float().log_softmax(-1).cpu() for p in prompts]
+             for model in (exact, theirs)]  # fmt: skip
+    return torch.cat(parts[0]), torch.cat(parts[1]), torch.cat(ours)
+
+
+def _row(entry: TokenLogprobs) -> torch.Tensor:
+    """All log probabilities of one position, by token."""
+    row = torch.full((max(entry.token_ids) + 1,), torch.nan)
+    row[torch.tensor(entry.token_ids)] = torch.tensor(entry.logprobs)
+    return row
