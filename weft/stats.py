@@ -6,6 +6,8 @@ Counters are since the start of the engine.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -58,3 +60,16 @@ class EngineStats(SchedulerStats, frozen=True, kw_only=True):
     num_decode_tokens: int = 0
     num_padding_tokens: int = 0
     steps_by_mode: dict[str, int] = {}
+
+
+def merged(stats: list[EngineStats]) -> EngineStats:
+    """Sums over all replicas."""
+    return EngineStats(**{name: _sum([getattr(s, name) for s in stats]) for name in EngineStats.__struct_fields__})
+
+
+def _sum(values: list[Any]) -> Any:
+    """Of numbers, or of dicts of numbers by key."""
+    if not any(isinstance(value, dict) for value in values):
+        return sum(values)
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: sum(value.get(key, 0) for value in values) for key in keys}

@@ -7,19 +7,20 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
 from weft.engine import gpus, wire
-from weft.engine.replicas import Member, ReplicaSet, merged
+from weft.engine.prefix_resets import PrefixResets
+from weft.engine.replicas import Member, Open, ReplicaSet
 from weft.engine.router import Router
 from weft.errors import ConfigError
 from weft.messages import RowSampling
 from weft.request import RequestSpec
-from weft.stats import EngineStats
+from weft.stats import EngineStats, merged
 
 GUARD_S = 60.0
 MODULE = "tests.server.fake_engine"
@@ -94,6 +95,8 @@ def test_requests_are_spread_and_answered() -> None:
         server.set.send(wire.FinishRequests(["endless"]))
         assert not server.set._open
         await server.until(lambda: all(replica.told for replica in server.set._router.replicas))
+        server.set.send(wire.ResetPrefixCache())
+        await server.until(lambda: wire.PrefixCacheReset(True) in server.others)
 
     server = serve(body)
     assert server.status == 0 and isinstance(server.others[0], wire.Configured)
@@ -245,3 +248,88 @@ def test_the_set_takes_what_every_replica_takes() -> None:
         replicas._became_ready(member, capacity)
     total = wire.Capacity(max_model_len=1024, max_num_seqs=14, num_pages=140, page_size=16, num_slots=6)
     assert told == [wire.Ready(total)]
+
+
+class _Recorder:
+    """Stands for a replica's process."""
+
+    pid, silence_s = 1, 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[wire.ToEngine] = []
+
+    def send(self, message: wire.ToEngine) -> None:
+        self.sent.append(message)
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        self.sent.append(wire.Shutdown())
+
+
+def replicas_without_processes(count: int) -> tuple[ReplicaSet, list[_Recorder], list[wire.FromEngine]]:
+    """All of them up."""
+    told: list[wire.FromEngine] = []
+    replicas = object.__new__(ReplicaSet)
+    processes = [_Recorder() for _ in range(count)]
+    replicas.members = [Member(i, cast(Any, process), CAPACITY) for i, process in enumerate(processes)]
+    replicas._router, replicas._open, replicas._draining = Router(count, max_num_seqs=1), {}, set()
+    for index in range(count):
+        replicas._router.up(index)
+    replicas._on_message, replicas._is_ready = told.append, True
+    replicas._resets = PrefixResets(lambda done: told.append(wire.PrefixCacheReset(done)))
+    replicas._is_closing = replicas._is_over = False
+    return replicas, processes, told
+
+
+SPEC = RequestSpec("new", [1, 2, 3], RowSampling(temperature=0.0), 1)
+REACHES: list[tuple[wire.ToEngine, list[int]]] = [
+    (SPEC, [0]),  # 1 and 2 are busy
+    (wire.FinishRequests(["at 2"]), [2]),
+    (wire.FinishRequests(["at 1", "at 2"], "stop"), [1, 2]),
+    (wire.Inspect(1), [0]),
+    (wire.Inspect(1, replica=2), [2]),
+    (wire.ResetPrefixCache(), [0, 1, 2]),
+    (wire.DrainReplica(1), [1]),
+    (wire.StartReplica(1), []),  # it is up; test_a_replica_is_drained_and_started has the rest
+    (wire.Shutdown(), [0, 1, 2]),
+]
+
+
+@pytest.mark.parametrize(("message", "reached"), REACHES, ids=[type(message).__name__ for message, _ in REACHES])
+def test_every_kind_of_message_reaches_its_replicas(message: wire.ToEngine, reached: list[int]) -> None:
+    assert {type(kind) for kind, _ in REACHES} == set(get_args(wire.ToEngine))
+
+    async def body() -> None:
+        replicas, processes, _ = replicas_without_processes(3)
+        if not isinstance(message, wire.DrainReplica | wire.ResetPrefixCache):
+            for index in (1, 2):
+                replicas._open[f"at {index}"] = Open(index, SPEC)
+                replicas._router.replicas[index].num_open = 1
+        replicas.send(message)
+        for task in list(replicas._draining):
+            await task
+        assert [index for index, process in enumerate(processes) if process.sent] == reached
+        assert all(len(process.sent) <= 1 for process in processes)
+
+    asyncio.run(body())
+
+
+def test_all_replicas_forget_their_prefixes_or_none() -> None:
+    """One answer for each question, in order; a replica that dies has forgotten everything."""
+    replicas, processes, told = replicas_without_processes(2)
+    first, second = replicas.members
+    replicas._router.refresh(0, [5])
+    replicas.send(wire.ResetPrefixCache())
+    assert not replicas._router.replicas[0].told
+    replicas._hear(first, wire.PrefixCacheReset(True))
+    replicas._open["busy"] = Open(0, SPEC)
+    replicas.send(wire.ResetPrefixCache())
+    assert not told and [len(process.sent) for process in processes] == [1, 1], "nobody is asked while one is busy"
+    replicas._hear(second, wire.PrefixCacheReset(True))
+    assert told == [wire.PrefixCacheReset(True), wire.PrefixCacheReset(False)]
+    replicas._open.clear()
+    told.clear()
+    replicas.send(wire.ResetPrefixCache())
+    replicas._hear(second, wire.PrefixCacheReset(False))
+    replicas.members[0].is_out = True  # no other one is started in its place
+    replicas._ended(first, -9)
+    assert told == [wire.PrefixCacheReset(False)]

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from msgspec.structs import replace
 
@@ -26,12 +26,13 @@ from weft.config.parallelism import is_on_ray
 from weft.engine import ray_cluster, wire
 from weft.engine.gpus import devices_of_replica
 from weft.engine.launcher import ENGINE_MODULE, EngineHandle, EngineProcess
+from weft.engine.prefix_resets import PrefixResets
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
 from weft.engine.views import ReplicaView
 from weft.multimodal.items import cache_token_ids
 from weft.request import RequestSpec
-from weft.stats import EngineStats
+from weft.stats import EngineStats, merged
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class ReplicaSet:
         self._devices = (lambda index: {}) if self._on_ray else devices_of_replica(settings)
         self._router = Router(len(self.members), max_num_seqs=1)
         self._open: dict[str, Open] = {}
+        self._resets = PrefixResets(lambda done: self._on_message(wire.PrefixCacheReset(done)))
         self._draining: set[asyncio.Task[None]] = set()
         self._is_configured = self._is_ready = self._is_over = self._is_closing = False
         for member in self.members:
@@ -165,10 +167,14 @@ class ReplicaSet:
                 self._obey(message, why_not_drain, self._drain)
             case wire.StartReplica():
                 self._obey(message, why_not_start, self._restart)
+            case wire.ResetPrefixCache():
+                self._reset_prefix_cache(message)
             case wire.Shutdown():
                 for member in self.members:
                     if member.process is not None:
                         member.process.send(message)
+            case _:
+                assert_never(message)
 
     def _route(self, message: RequestSpec) -> None:
         try:
@@ -194,6 +200,15 @@ class ReplicaSet:
             if process is not None:
                 process.send(wire.FinishRequests(request_ids, message.reason))
 
+    def _reset_prefix_cache(self, message: wire.ResetPrefixCache) -> None:
+        """All of them or none: while one has requests, nothing changes. One that starts has nothing cached."""
+        asked = [] if self._open else [m for m in self.members if m.is_ready]
+        for member in asked:
+            assert member.process is not None
+            member.process.send(message)
+            self._router.forget(member.index)
+        self._resets.ask([m.index for m in asked], done=not self._open)
+
     # -- from the replicas ---------------------------------------------------------------------------------------
 
     def _hear(self, member: Member, message: wire.FromEngine) -> None:
@@ -214,6 +229,10 @@ class ReplicaSet:
                     self._on_message(message)
             case wire.Inspected():
                 self._on_message(replace(message, replica=member.index))
+            case wire.PrefixCacheReset():
+                self._resets.answered(member.index, message.done)
+            case _:
+                assert_never(message)
 
     def _take(self, member: Member, outputs: wire.Outputs) -> None:
         member.stats = outputs.stats
@@ -319,6 +338,7 @@ class ReplicaSet:
         was_up = member.is_ready
         member.process = member.capacity = None
         self._router.down(member.index)
+        self._resets.died(member.index)
         if self._is_closing or self._is_over:
             return
         if member.is_out:
@@ -375,16 +395,3 @@ class ReplicaSet:
         for member in self.members:
             if member.process is not None:
                 member.process.kill()
-
-
-def merged(stats: list[EngineStats]) -> EngineStats:
-    """Sums over all replicas."""
-    return EngineStats(**{name: _sum([getattr(s, name) for s in stats]) for name in EngineStats.__struct_fields__})
-
-
-def _sum(values: list[Any]) -> Any:
-    """Of numbers, or of dicts of numbers by key."""
-    if not any(isinstance(value, dict) for value in values):
-        return sum(values)
-    keys = dict.fromkeys(key for value in values for key in value)
-    return {key: sum(value.get(key, 0) for value in values) for key in keys}

@@ -104,6 +104,10 @@ class Router:
         self.replicas[index].told = set(told)
         self.replicas[index].forget_sent(self._clock())
 
+    def forget(self, index: int) -> None:
+        """A replica forgets what it has cached."""
+        self.replicas[index].told, self.replicas[index].sent = set(), {}
+
     def up(self, index: int) -> None:
         """A replica takes requests, with nothing cached."""
         self.replicas[index] = Replica(is_up=True)
