@@ -21,7 +21,9 @@ from weft.config.cpu import cpu_name
 from weft.config.fields import OPTIONS, EngineConfig
 from weft.errors import ConfigError
 
-PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy")
+PACKAGES = (
+    "torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "flash-linear-attention", "mamba_ssm",
+)  # fmt: skip
 
 
 def provenance(device: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.engine.test_bundled_model import distance
 from tests.harness import Harness
-from tests.models.test_parity import prompt
-from tests.tiny import ARCHITECTURES, make_checkpoint, make_model
+from tests.models.test_parity import ARCHITECTURES, prompt
+from tests.tiny import make_checkpoint, make_model
 from weft import LLM, SamplingParams
 from weft.assets import EVAL_PATH
 from weft.evaluation import read_problems
