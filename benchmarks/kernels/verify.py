@@ -1,10 +1,11 @@
 """What it costs to verify drafts: the kernels for a few tokens per sequence beside those for one.
 
-    python -m benchmarks.kernels.verify [--json FILE]
+    python -m benchmarks.kernels.verify [--json FILE] [--seqs 1 8 32 128] [--drafts 1 2 3]
 
 Geometry of Qwen3-Next. For so many sequences and so many drafts: one Gated DeltaNet layer (states after every token
 kept), one attention layer over a context, each as a multiple of its decode step, and of what the memory traffic allows.
-Times are medians over replays of a CUDA graph that goes through more data than the L2 cache holds.
+Times are medians over replays of a CUDA graph that goes through more data than the L2 cache holds. Without a GPU it
+rehearses a small size under the interpreter; times are 0 then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import attention, gdn
+from benchmarks.kernels import attention, gdn  # without a GPU, this switches Triton's interpreter on
+from benchmarks.kernels.measure import ON_GPU
 from weft import report
 from weft.forward_context import Verification
 from weft.ops.gdn_verify import gdn_verify_reference
@@ -24,15 +26,10 @@ from weft.ops.triton.attention import paged_attention_triton
 from weft.ops.triton.gdn_decode import gdn_decode_triton
 from weft.ops.triton.gdn_verify import Shape, gdn_verify_triton
 
-MODEL, CONTEXT, MAX_LEN = "B", 1024, 2048
+MODEL = "B"
+CONTEXT, MAX_LEN = (1024, 2048) if ON_GPU else (48, 64)
 
-SHAPES = (
-    Shape(8, True, None),
-    Shape(8, False, 128),
-    Shape(16, True, None),
-    Shape(16, False, 64),
-    Shape(4, False, None),
-)
+SHAPES = tuple(Shape(*shape) for shape in ((4, False), (4, True), (8, False), (8, True), (16, False), (16, True)))
 """Tried with two drafts."""
 
 
@@ -120,16 +117,18 @@ def attention_row(num_seqs: int, num_drafts: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--seqs", type=int, nargs="+", default=[1, 8, 32, 128] if ON_GPU else [2])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3] if ON_GPU else [2])
     args = parser.parse_args()
     torch.manual_seed(0)
     rows = []
-    for num_seqs in (1, 8, 32, 128):
-        for num_drafts in (1, 2, 3):
+    for num_seqs in args.seqs:
+        for num_drafts in args.drafts:
             for row in (gdn_row(num_seqs, num_drafts, max(1, 64 // num_seqs)), attention_row(num_seqs, num_drafts)):
-                row["times_decode"] = row["verify_us"] / row["decode_us"]
+                row["times_decode"] = row["verify_us"] / row["decode_us"] if row["decode_us"] else None
                 print({key: round(x, 2) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
                 rows.append(row)
-    report.write_json(args.json, {**report.provenance("cuda"), "context": CONTEXT, "rows": rows})
+    report.write_json(args.json, {**report.provenance(gdn.DEVICE), "context": CONTEXT, "rows": rows})
 
 
 if __name__ == "__main__":
