@@ -53,7 +53,7 @@ def main() -> None:
         runner = llm._core._executor._runner
         captured = {
             "decode": runner.graphs.decode, "forward": runner.graphs.forward, "sample": runner.graphs.samples,
-            "pieces": runner.graphs.pieces,
+            "pieces": runner.graphs.pieces, "encoder": runner.media.graphs.graphs if runner.media else None,
         }  # fmt: skip
         result["graphs"] = {
             name: {

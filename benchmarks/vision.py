@@ -140,18 +140,22 @@ def encoder_flops(vision: VisionConfig, grids: Sequence[tuple[int, int, int]]) -
 
 @torch.inference_mode()
 def encoder(core: EngineCore, vision: VisionConfig, side: int) -> list[dict[str, Any]]:
-    """The tower's device time by patches, and its share of the bfloat16 ceiling."""
-    tower = core._executor._runner.model.model.visual  # type: ignore[attr-defined]
-    ceilings = ceilings_of(tower._device.type)
+    """The tower's time by patches, as it serves (by a graph where one fits) and launched kernel by kernel, and its
+    share of the bfloat16 ceiling."""
+    media = core._executor._runner.media  # type: ignore[attr-defined]
+    ceilings = ceilings_of(media.embeddings.device.type)
     rows = []
     quarter, half = side // 4, side // 2
-    squares = [[(1, n, n)] for n in (quarter, half, side, 2 * side)]
+    squares = [[(1, n, n)] for n in (side // 8, quarter, half, 3 * side // 4 // 2 * 2, side, 2 * side)]
+    squares.insert(3, [(1, half, side)])
     for grids in [*squares, [(1, side, side)] * 8, [(16, half, half)]]:
         count = sum(t * h * w for t, h, w in grids)
-        patches = torch.randn(count, vision.patch_dim, device=tower._device, dtype=tower._dtype)
-        took = device_ms(lambda patches=patches, grids=grids: tower(patches, grids))
+        patches = torch.randn(count, vision.patch_dim, device=media.embeddings.device, dtype=media.embeddings.dtype)
+        eager = device_ms(lambda patches=patches, grids=grids: media.run_eager(patches, grids))
+        took = device_ms(lambda patches=patches, grids=grids: media.run(patches, grids))
         flops = encoder_flops(vision, grids)
-        row = {"grids": f"{len(grids)} x {grids[0]}", "patches": count, "ms": round(took, 3),
+        row = {"grids": f"{len(grids)} x {grids[0]}", "patches": count, "captured": media.graphs.size_for(count),
+               "ms": round(took, 3), "eager_ms": round(eager, 3),
                "tflops_per_s": round(flops / took / 1e9, 1)}  # fmt: skip
         if ceilings is not None:
             row["share_of_ceiling"] = round(flops / took * 1e3 / ceilings.flops_per_s, 3)

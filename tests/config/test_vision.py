@@ -97,6 +97,10 @@ def test_a_tower_runs_where_there_is_one(tmp_path: Path) -> None:
     [
         ({"encoder_cache_size": 8, "max_num_encoder_input_tokens": 9}, "must fit into the cache"),
         ({"encoder_cache_size": 8, "language_model_only": True}, "no effect without a vision tower"),
+        ({"encoder_cuda_graph_patches": [64]}, "no effect with cuda_graph_mode='NONE'"),
+        ({"encoder_cuda_graph_patches": [64], "language_model_only": True}, "no effect without a vision tower"),
+        ({"encoder_cuda_graph_patches": [64, 6], "cuda_graph_mode": "FULL"}, "6 is not a multiple of 4 from 4 to 2048"),
+        ({"encoder_cuda_graph_patches": [0, 64], "cuda_graph_mode": "FULL"}, "0 is not a multiple .* 0 alone for no"),
         ({"limit_mm_per_prompt": {"sound": 1}}, "unknown modality 'sound'"),
         ({"limit_mm_per_prompt": '{"image": -1}'}, "image=-1 is not a number of items"),
         ({"limit_mm_per_prompt": "image=3"}, "is no JSON"),
@@ -110,6 +114,15 @@ def test_contradictions(given: dict[str, Any], words: str, tmp_path: Path) -> No
 def test_limits_and_sizes(tmp_path: Path) -> None:
     config = settings(write(tmp_path, VL), limit_mm_per_prompt='{"image": 4}', encoder_cache_size=64)
     assert config.limit_mm_per_prompt == MediaLimits(image=4) and config.max_num_encoder_input_tokens == 64
+
+
+def test_captured_sizes_of_the_tower(tmp_path: Path) -> None:
+    folder, name = write(tmp_path, VL), "encoder_cuda_graph_patches"
+    assert settings(folder).encoder_cuda_graph_patches == ()
+    for given, want in ((None, (64, 256)), ([0], ()), ([12, 8], (8, 12))):
+        config = settings(folder, cuda_graph_mode="FULL", encoder_cuda_graph_patches=given)
+        assert config.encoder_cuda_graph_patches == want and (given == [12, 8] or config.reasons[name])
+    assert settings(folder, cuda_graph_mode="FULL", max_num_encoder_input_tokens=9).encoder_cuda_graph_patches == (36,)
 
 
 def test_a_tower_that_does_not_fit_the_decoder(tmp_path: Path) -> None:

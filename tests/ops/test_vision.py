@@ -8,7 +8,7 @@ import torch
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
 from weft.ops.media_features import add_media_features
-from weft.ops.vision_attention import frame_attention, rotate_patches
+from weft.ops.vision_attention import bounded_attention, frame_attention, rotate_patches
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 12)])
@@ -31,6 +31,22 @@ def test_frames_do_not_see_each_other(lengths: list[int]) -> None:
     scores = scores.masked_fill(frame[:, None] != frame[None, :], -torch.inf)
     want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), qkv[:, 2]).flatten(1)
     torch.testing.assert_close(frame_attention(qkv, lengths), want)
+
+
+@pytest.mark.parametrize(("lengths", "padding", "head_dim"), [([7], 1, 16), ([40, 40, 3], 30, 8), ([70, 70], 52, 12)])
+def test_bounds_on_the_device(lengths: list[int], padding: int, head_dim: int) -> None:
+    """As if the host knew the frames; padding, which sees nothing, stays finite and is seen by nobody."""
+    total = sum(lengths)
+    qkv = torch.randn(total + padding, 3, 2, head_dim, device=DEVICE)
+    qkv[total:] = 1e4
+    ends = torch.tensor(lengths).cumsum(0).int()
+    bounds = torch.stack([ends - torch.tensor(lengths), ends], dim=1).repeat_interleave(torch.tensor(lengths), dim=0)
+    bounds = torch.cat([bounds, torch.full((padding, 2), total)]).int().to(DEVICE)
+    want = frame_attention(qkv[:total].double(), lengths).float()
+    for backend in Backend:
+        got = bounded_attention(qkv, bounds, backend=backend)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got[:total], want, atol=1e-5, rtol=1e-5)
 
 
 def test_features_are_added_to_the_tokens_that_have_some() -> None:

@@ -115,6 +115,8 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
             runner._walk_captured_steps()
         if runner.media is not None:
             runner.media.run_smallest()
+            for size in config.encoder_cuda_graph_patches:
+                runner.media.graphs.encode(size)
             runner.launch(warmup.image_step(0, runner.media.merge))
     print(json.dumps({"at_start": compiled[:at_start], "later": compiled[at_start:]}))
 

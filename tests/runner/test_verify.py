@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.media import VL, make_vision_checkpoint
 from tests.tiny import make_checkpoint
 from weft.config import resolve
 from weft.errors import CapacityError
@@ -26,6 +27,17 @@ def test_graphs_agree_with_eager_steps(arch: str, tmp_path: Path) -> None:
     checks = list(verify_graphs(make_runner(tmp_path, arch, **SIZES)))
     assert [(check.size, check.num_rows) for check in checks] == [(1, 1), (2, 1), (4, 3), (5, 4)]
     assert all(check.agrees and check.max_abs_diff == 0 and check.max_abs_value > 0.1 for check in checks)
+
+
+def test_graphs_of_the_vision_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = make_vision_checkpoint(VL, tmp_path)
+    sizes = {"cuda_graph_mode": "FULL_DECODE_ONLY", "cuda_graph_bs": [1], "encoder_cuda_graph_patches": [4, 32]}
+    runner = ModelRunner(resolve(model=str(folder), device="cpu", cpu_cache_gib=0.05, **SIZES, **sizes))
+    decode, *checks = verify_graphs(runner)
+    assert [(check.kind, check.size, check.num_rows) for check in checks] == [("encoder", 4, 1), ("encoder", 32, 7)]
+    assert all(check.agrees and check.max_abs_value > 0.1 for check in (decode, *checks))
+    monkeypatch.setattr(Tape, "replay", lambda self: None)
+    assert not any(check.agrees for check in verify_graphs(runner))
 
 
 def test_a_graph_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from weft.config.parallelism import choose_parallelism
 from weft.config.quantization import ONLINE
 from weft.config.triton_version import kernel_choice, triton_version
 from weft.config.validate import check_names, check_value
-from weft.config.vision_settings import choose_vision
+from weft.config.vision_settings import choose_encoder_graphs, choose_vision
 from weft.config.vllm_settings import without_vllms
 from weft.errors import ConfigError
 
@@ -78,6 +78,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_batch_limits(values, reasons)
     model = choose_vision(values, reasons, model)
     _choose_graphs(values, reasons, model)
+    choose_encoder_graphs(values, reasons, model)
     _choose_piece_sizes(values, reasons)
     model = choose_drafts(values, reasons, plain, model)
     _explain_pools(values, reasons)

@@ -9,10 +9,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from weft.config.model import ModelConfig
+from weft.config.vision import VisionConfig
 from weft.errors import ConfigError
 
 ENCODER_TOKENS, CACHED_TOKENS = 16384, 32768
 """Of a step of the vision tower, and of the cache of its embeddings: one image of 4096x4096 pixels, and two."""
+
+ENCODER_GRAPHS, EMULATED_ENCODER_GRAPHS = (256, 512, 1024, 2048), (64, 256)
+"""Patches for which the tower is captured, on a GPU and on the CPU. A run takes the host about 7 ms whatever its size;
+an H200 needs longer than that from some 2,800 patches on, and next to nothing below 256. The emulator keeps every
+tensor."""
+_SIZES = "encoder_cuda_graph_patches"
 
 
 def choose_vision(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> ModelConfig:
@@ -28,7 +35,7 @@ def choose_vision(values: dict[str, Any], reasons: dict[str, str], model: ModelC
     if given or why_not:
         values["language_model_only"] = True
         reasons["language_model_only"] = why_not or "asked for"
-        for name in ("max_num_encoder_input_tokens", "encoder_cache_size"):
+        for name in ("max_num_encoder_input_tokens", "encoder_cache_size", _SIZES):
             if values[name] is not None:
                 raise ConfigError(f"{name}={values[name]} has no effect without a vision tower; leave it out")
             reasons[name] = "no vision tower runs"
@@ -66,3 +73,39 @@ def _choose_sizes(values: dict[str, Any], reasons: dict[str, str]) -> None:
             f"{cache}={values[cache]} is less than {step}={values[step]}: what a step encodes must fit into the cache; "
             "raise the one or lower the other"
         )
+
+
+def choose_encoder_graphs(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
+    """The sizes for which the tower is captured; the graph mode is chosen.
+
+    Raises:
+        ConfigError: sizes that have no effect, or that no batch of images has.
+    """
+    given = values[_SIZES]
+    if not model.runs_vision or model.vision is None:
+        values[_SIZES] = ()
+    elif given == (0,):
+        values[_SIZES], reasons[_SIZES] = (), "asked for"
+    elif values["cuda_graph_mode"] == "NONE":
+        if given is not None:
+            raise ConfigError(f"{_SIZES}={list(given)} has no effect with cuda_graph_mode='NONE'; leave one of them out")
+        values[_SIZES], reasons[_SIZES] = (), "cuda_graph_mode=NONE"
+    elif given is not None:
+        values[_SIZES] = _usable_patches(given, model.vision, values["max_num_encoder_input_tokens"])
+    else:
+        sizes = EMULATED_ENCODER_GRAPHS if values["device"] == "cpu" else ENCODER_GRAPHS
+        most = values["max_num_encoder_input_tokens"] * model.vision.merge_unit
+        fitting = [size for size in sizes if size <= most and size % model.vision.merge_unit == 0]
+        values[_SIZES] = tuple(fitting) or (most,)
+        reasons[_SIZES] = "below these the host takes longer than the device" if fitting else "the largest image"
+
+
+def _usable_patches(given: tuple[int, ...], vision: VisionConfig, max_tokens: int) -> tuple[int, ...]:
+    most, unit = max_tokens * vision.merge_unit, vision.merge_unit
+    wrong = [size for size in given if not 0 < size <= most or size % unit]
+    if wrong:
+        raise ConfigError(
+            f"{_SIZES}={list(given)}: {wrong[0]} is not a multiple of {unit} from {unit} to {most}, what a step encodes "
+            "(max_num_encoder_input_tokens); give such numbers, or 0 alone for no graphs"
+        )
+    return tuple(sorted(set(given)))

@@ -9,19 +9,26 @@ one embedding. Frames of a video do not see each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from math import isqrt
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from weft.config.vision import VisionConfig
 from weft.layers.context import ModelContext
 from weft.layers.vision import ACTIVATIONS, PositionGrid, VisionLayerNorm, VisionLinear
-from weft.ops.vision_attention import frame_attention, rotate_patches
+from weft.ops.vision_attention import bounded_attention, frame_attention, rotate_patches
 
 Grid = tuple[int, int, int]
+Attend = Callable[[Tensor], Tensor]
+"""``[N, 3, heads, D] -> [N, heads * D]``: attention of all patches, each within its frame."""
+
+NUM_PLACES = 6
+"""Numbers in a row of ``patch_places``."""
 
 
 class VisionAttention(nn.Module):
@@ -33,9 +40,9 @@ class VisionAttention(nn.Module):
         self.qkv = VisionLinear(config.hidden_size, 3 * config.hidden_size, context)
         self.proj = VisionLinear(config.hidden_size, config.hidden_size, context)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(x).view(x.shape[0], 3, self._heads, -1)
-        return self.proj(frame_attention(rotate_patches(qkv, cos_sin, backend=self._backend), lengths))
+        return self.proj(attend(rotate_patches(qkv, cos_sin, backend=self._backend)))
 
 
 class VisionMlp(nn.Module):
@@ -60,8 +67,8 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config, context)
         self.mlp = VisionMlp(config, context)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, lengths: Sequence[int]) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos_sin, lengths)
+    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos_sin, attend)
         return x + self.mlp(self.norm2(x))
 
 
@@ -98,11 +105,12 @@ class VisionTower(nn.Module):
 
     Attributes:
         config: the geometry.
+        dtype: of what it computes.
     """
 
     def __init__(self, config: VisionConfig, context: ModelContext) -> None:
         super().__init__()
-        self.config, self._device, self._dtype = config, context.device, context.dtype
+        self.config, self.dtype, self._backend = config, context.dtype, context.backend
         self.patch_embed = PatchEmbedding(config, context)
         self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, context)
         self.blocks = nn.ModuleList(VisionBlock(config, context) for _ in range(config.depth))
@@ -114,27 +122,29 @@ class VisionTower(nn.Module):
         exponents = torch.arange(quarter, dtype=torch.float32) / quarter
         self._frequencies = (1.0 / config.rope_theta**exponents).to(context.device)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, patches: Tensor, places: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Encode items together.
 
         Args:
             patches: ``[N, patch_dim]`` on the tower's device, the items' one after the other.
-            grids: of each item, in patches; heights and widths are multiples of ``spatial_merge_size``.
+            places: ``[N, 6]`` int32 on the same device, as ``patch_places`` makes them.
+            lengths: ``frame_lengths`` of the items; None: they are read from ``places`` on the device, as in a graph,
+                and there may be padding patches behind the real ones, with zeros for places, but in the last two
+                columns the number of real patches.
 
         Returns:
             ``[N / merge_unit, num_features, out_hidden_size]``: each token's embedding, and then its features for the
-            decoder's first layers.
+            decoder's first layers. Arbitrary for padding.
         """
-        lengths = [h * w for t, h, w in grids for _ in range(t)]
-        places = [patch_places(grid, self.config.spatial_merge_size, self._device) for grid in grids]
-        x = self.patch_embed(patches.to(self._dtype))
-        side = isqrt(self.config.num_position_embeddings)
-        corners = (grid_corners(p, g, side) for p, g in zip(places, grids, strict=True))
-        x = x + torch.cat([self.pos_embed(*c).to(self._dtype) for c in corners])
-        cos_sin = self._rotation(torch.cat(places))
+        attend: Attend = partial(bounded_attention, bounds=places[:, 4:], backend=self._backend)
+        if lengths is not None:
+            attend = partial(frame_attention, lengths=lengths)
+        corners, shares = grid_corners(places, isqrt(self.config.num_position_embeddings))
+        x = self.patch_embed(patches.to(self.dtype)) + self.pos_embed(corners, shares).to(self.dtype)
+        cos_sin = self._rotation(places[:, :2])
         features: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            x = block(x, cos_sin, lengths)
+            x = block(x, cos_sin, attend)
             if index in self.config.deepstack_indexes:
                 features.append(self.deepstack_merger_list[len(features)](x))
         return torch.stack([self.merger(x), *features], dim=1)
@@ -145,20 +155,37 @@ class VisionTower(nn.Module):
         return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def patch_places(grid: Grid, merge: int, device: torch.device) -> Tensor:
-    """Row and column of each patch of an item in the processor's order, ``[t * h * w, 2]`` int64."""
-    t, h, w = grid
-    numbers = partial(torch.arange, device=device)
-    rows = numbers(h).view(h // merge, 1, merge, 1).expand(-1, w // merge, -1, merge)
-    columns = numbers(w).view(1, w // merge, 1, merge).expand(h // merge, -1, merge, -1)
-    return torch.stack([rows.reshape(-1), columns.reshape(-1)], dim=1).repeat(t, 1)
+def frame_lengths(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each frame of some items."""
+    return [h * w for t, h, w in grids for _ in range(t)]
 
 
-def grid_corners(places: Tensor, grid: Grid, side: int) -> tuple[Tensor, Tensor]:
+def patch_places(grids: Sequence[Grid], merge: int) -> NDArray[np.int32]:
+    """Where each patch of some items stands, in the processor's order, ``[N, 6]``: row and column; the last row and
+    column of its frame; the frame's first patch and the one behind its last."""
+    places = np.empty((sum(t * h * w for t, h, w in grids), NUM_PLACES), dtype=np.int32)
+    first = 0
+    for t, h, w in grids:
+        frames = places[first : first + t * h * w].reshape(t, h * w, NUM_PLACES)
+        frames[:, :, :2] = _rows_and_columns(h, w, merge)
+        frames[:, :, 2:4] = h - 1, w - 1
+        frames[:, :, 4] = (first + h * w * np.arange(t))[:, None]
+        frames[:, :, 5] = frames[:, :, 4] + h * w
+        first += t * h * w
+    return places
+
+
+@lru_cache(maxsize=64)
+def _rows_and_columns(height: int, width: int, merge: int) -> NDArray[np.int32]:
+    """Of the patches of a frame, square by square: ``[height * width, 2]``."""
+    squares = np.indices((height, width), dtype=np.int32).reshape(2, height // merge, merge, width // merge, merge)
+    return squares.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+
+
+def grid_corners(places: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """The four points of the ``side * side`` grid of learned positions around each patch, and their shares: bilinear,
-    corner on corner. ``[N, 4]`` int64 and ``[N, 4]`` float32."""
-    steps = torch.tensor([max(grid[1] - 1, 1), max(grid[2] - 1, 1)], device=places.device)
-    exact = places.float() * (side - 1) / steps
+    corner on corner. ``[N, 4]`` int64 and ``[N, 4]`` float32, from ``patch_places``."""
+    exact = places[:, :2].float() * (side - 1) / places[:, 2:4].clamp(min=1)
     low = exact.floor()
     shares = torch.stack([1 - (exact - low), exact - low], dim=-1)  # [N, axis, low or high]
     low = low.long()

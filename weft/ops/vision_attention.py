@@ -1,7 +1,8 @@
 """Attention of vision towers: every patch sees all patches of its own frame, forwards and backwards.
 
 Job: rotate queries and keys by rows and columns, attend frame by frame. Owns: nothing. Does not know: towers, images
-beyond the lengths of their frames.
+beyond the lengths of their frames. Where the host knows these, torch's attention runs; a captured graph reads them from
+the device (``bounded_attention``).
 """
 
 from __future__ import annotations
@@ -62,3 +63,31 @@ def frame_attention(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
         out[start : start + count * length] = attended.flatten(0, 1)
         start += count * length
     return out.flatten(1)
+
+
+def bounded_attention_reference(qkv: Tensor, bounds: Tensor) -> Tensor:
+    """Torch reference of ``bounded_attention``, with a mask of all pairs."""
+    keys = torch.arange(len(qkv), device=qkv.device)
+    visible = (keys >= bounds[:, :1]) & (keys < bounds[:, 1:])
+    q, k, v = (qkv[:, i].transpose(0, 1) for i in range(3))
+    scores = (q @ k.transpose(1, 2)).float() * qkv.shape[-1] ** -0.5
+    # Finite: a patch that sees none gets the mean of all, which nobody reads.
+    weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
+    return (weights.to(v.dtype) @ v).transpose(0, 1).flatten(1)
+
+
+def bounded_attention(qkv: Tensor, bounds: Tensor, *, backend: Backend) -> Tensor:
+    """Full attention of each patch over a range of patches.
+
+    Args:
+        qkv: ``[N, 3, heads, D]``, contiguous, all finite.
+        bounds: ``[N, 2]`` int32, rows contiguous: the first patch that it sees, and the one behind the last.
+
+    Returns:
+        ``[N, heads * D]``; finite but arbitrary for a patch that sees none.
+    """
+    if backend is Backend.TORCH:
+        return bounded_attention_reference(qkv, bounds)
+    from weft.ops.triton.vision_attention import bounded_attention_triton
+
+    return bounded_attention_triton(qkv, bounds)

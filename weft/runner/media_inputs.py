@@ -1,8 +1,8 @@
 """Images on the device: what is encoded is kept, and what a step needs is put where its graphs look for it.
 
-Job: run the vision tower, outside of any graph; keep its embeddings in the encoder cache; fill the rows of embeddings,
-features and rotary angles of a step's image tokens. Owns: the encoder cache. Does not know: which images are in it
-(``scheduler/encoder_cache.py`` gives out its rows), how a batch is laid out.
+Job: run the vision tower, outside of the decoder's graphs; keep its embeddings in the encoder cache; fill the rows of
+embeddings, features and rotary angles of a step's image tokens. Owns: the encoder cache. Does not know: which images
+are in it (``scheduler/encoder_cache.py`` gives out its rows), how a batch is laid out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from weft.config import EngineConfig
 from weft.messages import Encoding, ScheduledRequest
+from weft.models.qwen_vision import Grid, frame_lengths, patch_places
 from weft.models.vision_language import VisionDecoder, VisionLanguageModel
 from weft.runner.buffers import to_device
+from weft.runner.encoder_graphs import EncoderGraphs
 from weft.runner.mrope import frequency_axes, rotary_rows
 from weft.runner.rows import RowTable
 
@@ -57,6 +59,7 @@ class MediaInputs:
     Attributes:
         merge: side of the squares of patches that become one token.
         embeddings: the encoder cache, ``[encoder_cache_size, num_features, hidden_size]``.
+        graphs: of the tower.
     """
 
     def __init__(self, model: VisionLanguageModel, config: EngineConfig) -> None:
@@ -73,18 +76,30 @@ class MediaInputs:
             config.encoder_cache_size, vision.num_features, config.model_config.hidden_size,
             dtype=getattr(torch, config.dtype), device=self._device,
         )  # fmt: skip
+        self.graphs = EncoderGraphs(decoder.visual, config.encoder_cuda_graph_patches, self._device)
 
     def encode(self, encodings: Sequence[Encoding]) -> EncoderTime:
         """Queue the encoding of these images; their embeddings go to the rows that the scheduler chose."""
         took = EncoderTime(self._device)
         items = [encoding.item for encoding in encodings]
-        encoded = self._decoder.visual(self._patches([item.patches() for item in items]), [i.grid for i in items])
+        encoded = self.run(self._patches([item.patches() for item in items]), [item.grid for item in items])
         start = 0
         for encoding in encodings:
             end = start + encoding.item.num_tokens
             self.embeddings[encoding.row : encoding.row + end - start].copy_(encoded[start:end])
             start = end
         return took.end()
+
+    def run(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The tower; as a graph where one is large enough, for more the GPU takes longer than the host."""
+        size = self.graphs.size_for(len(patches))
+        return self.graphs.replay(patches, grids, size) if size is not None else self.run_eager(patches, grids)
+
+    def run_eager(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """``run`` without a graph."""
+        places = to_device(torch.from_numpy(patch_places(grids, self.merge)), self._device)
+        encoded: Tensor = self._decoder.visual(patches, places, frame_lengths(grids))
+        return encoded
 
     def _patches(self, parts: list[np.ndarray]) -> Tensor:
         """The items' patches one after the other, on the device."""
@@ -118,10 +133,14 @@ class MediaInputs:
         """Encode as much as a step may, to see what memory that takes; in parts, since one image would take long."""
         whole, rest = divmod(self._step_tokens, _PART)
         grids = [(1, self.merge, self.merge * tokens) for tokens in [_PART] * whole + [rest] * (rest > 0)]
-        patches = torch.zeros(sum(h * w for _, h, w in grids), self._vision.patch_dim, device=self._device)
-        self._decoder.visual(patches, grids)
+        self.run_eager(self.blank(grids), grids)
 
     def run_smallest(self) -> None:
         """Use every kernel of the tower once."""
-        patches = torch.zeros(self.merge**2, self._vision.patch_dim, device=self._device)
-        self._decoder.visual(patches, [(1, self.merge, self.merge)])
+        grids = [(1, self.merge, self.merge)]
+        self.run_eager(self.blank(grids), grids)
+        self.graphs.walk()
+
+    def blank(self, grids: Sequence[Grid]) -> Tensor:
+        """Patches of such items, all zero."""
+        return torch.zeros(sum(frame_lengths(grids)), self._vision.patch_dim, device=self._device)

@@ -299,7 +299,8 @@ class ModelRunner:
         )
         pool = self._make_pool(self.device)
         functions = self.steps.functions
-        self.steps.graphs = capture_graphs(sizes, functions, self.compiler, pool, options, config, self._table)
+        encoder = self.media.graphs if self.media is not None else None
+        self.steps.graphs = capture_graphs(sizes, functions, self.compiler, pool, options, config, self._table, encoder)
 
     def _capture_sizes(self, max_num_seqs: int) -> CaptureSizes:
         return CaptureSizes.of(self.config, max_num_seqs, self._table, verifies=self.spec.verifies)

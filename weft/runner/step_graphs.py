@@ -24,6 +24,7 @@ from weft.graph.pieces import PiecewiseModel
 from weft.graph.profile import ModeTable
 from weft.runner.batch_builder import StepShape
 from weft.runner.compilation import ModelCompiler
+from weft.runner.encoder_graphs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
 from weft.runner.step_functions import SampledLogits, StepFunctions
 
@@ -89,8 +90,9 @@ def capture_graphs(
     options: CaptureOptions,
     config: EngineConfig,
     table: ModeTable | None,
+    encoder: EncoderGraphs | None = None,
 ) -> StepGraphs:
-    """Capture the given sizes. All graphs share ``pool``, because they run one after the other, and ``GRAPH_BYTES``;
+    """Capture the given sizes, and those of the vision tower. All graphs share ``pool``, because they run one after the other, and ``GRAPH_BYTES``;
     what needs most memory goes first."""
     graphs, budget = StepGraphs(), GRAPH_BYTES
     if sizes.forward:
@@ -117,6 +119,8 @@ def capture_graphs(
         sample = FunctionRecorder(functions.sample, pool)
         graphs.samples = GraphSet("sampling graphs", sample, sizes.samples, options, budget)
         budget -= graphs.samples.counters.capture_bytes
+    if encoder is not None:
+        budget -= encoder.capture(pool, options, budget)
     if sizes.pieces:
         functions.pad(functions.mixture_shape(largest := max(sizes.pieces)))
         context = functions.pieces_context

@@ -129,7 +129,8 @@ class StepRunner:
         stored = [*self._model.named_parameters(), *self._model.named_buffers()]
         rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
         steps = {"step buffers": self.builder.device_block, "hidden states": self.functions.hidden}
-        return dict(stored) | cache_tensors(self.caches) | rows | steps
+        images = self._media.graphs.inputs if self._media is not None else {}
+        return dict(stored) | cache_tensors(self.caches) | rows | steps | images
 
     def prepare(self, scheduler_output: SchedulerOutput) -> None:
         """Forget and fill rows, copy partial pages, fork states: all that has to be there before the batch is built."""

@@ -36,7 +36,7 @@ RELATIVE_TOLERANCE = 1e-5
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """The same for pieces, by the model's dtype."""
 
-Kind = Literal["decode", "forward", "sampling", "pieces"]
+Kind = Literal["decode", "forward", "sampling", "pieces", "encoder"]
 
 Outcome = tuple[Tensor, Tensor | None]
 """``[N, V]`` logits or ``[T, hidden_size]`` hidden states, and the sampled tokens if there are any."""
@@ -47,7 +47,7 @@ class SizeCheck:
     """What one captured size gave.
 
     Attributes:
-        kind: of graph: a decode step, a forward pass, sampling, a forward pass in pieces.
+        kind: of graph: a decode step, a forward pass, sampling, a forward pass in pieces, the vision tower.
         size, num_rows: captured size; real rows in it.
         max_abs_diff: largest difference of two values (logits, or hidden states of a forward pass).
         max_abs_value: largest value, to judge the difference by.
@@ -85,6 +85,9 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
         yield checks.sampling(size)
     for size in graphs.pieces.sizes if graphs.pieces is not None else ():
         yield checks.pieces(size)
+    encoder = runner.media.graphs.graphs if runner.media is not None else None
+    for size in encoder.sizes if encoder is not None else ():
+        yield checks.encoder(size)
 
 
 class _Checks:
@@ -156,6 +159,22 @@ class _Checks:
         tolerance = ROUNDING[next(self._runner.model.parameters()).dtype]
         outcomes = self._both(step, eager, replay, pieces.results(size))
         return _check("pieces", size, shape.num_tokens, *outcomes, tolerance)
+
+    @torch.inference_mode()
+    def encoder(self, size: int) -> SizeCheck:
+        """One image of random patches, one row of tokens less than ``size``, or all of it if it has but one."""
+        assert self._runner.media is not None
+        media = self._runner.media
+        rows = size // media.merge**2
+        grid = (1, media.merge * max(1, rows - 1), media.merge)
+        generator = torch.Generator(self._runner.device).manual_seed(size)
+        patches = media.blank([grid]).normal_(generator=generator)
+        media.graphs.fill(patches, [grid], size)
+        eager, graphs = media.graphs.encode(size).clone(), media.graphs.graphs
+        assert graphs is not None
+        graphs.results(size).fill_(torch.nan)
+        replayed = media.graphs.replay(patches, [grid], size)
+        return _check("encoder", size, len(patches) // media.merge**2, (eager, None), (replayed, None))
 
     def _fill(self, size: int) -> tuple[SchedulerOutput, StepShape]:
         """Prompts of one token less than ``size`` together (of one, if it is 1), in the step buffers."""
