@@ -88,7 +88,7 @@ def choose_encoder_graphs(values: dict[str, Any], reasons: dict[str, str], model
         values[_SIZES], reasons[_SIZES] = (), "asked for"
     elif values["cuda_graph_mode"] == "NONE":
         if given is not None:
-            raise ConfigError(f"{_SIZES}={list(given)} has no effect with cuda_graph_mode='NONE'; leave one of them out")
+            raise ConfigError(f"{_SIZES}={list(given)} has no effect with cuda_graph_mode='NONE'; leave one out")
         values[_SIZES], reasons[_SIZES] = (), "cuda_graph_mode=NONE"
     elif given is not None:
         values[_SIZES] = _usable_patches(given, model.vision, values["max_num_encoder_input_tokens"])
@@ -105,7 +105,7 @@ def _usable_patches(given: tuple[int, ...], vision: VisionConfig, max_tokens: in
     wrong = [size for size in given if not 0 < size <= most or size % unit]
     if wrong:
         raise ConfigError(
-            f"{_SIZES}={list(given)}: {wrong[0]} is not a multiple of {unit} from {unit} to {most}, what a step encodes "
-            "(max_num_encoder_input_tokens); give such numbers, or 0 alone for no graphs"
+            f"{_SIZES}={list(given)}: {wrong[0]} is not a multiple of {unit} from {unit} to {most}, what a step "
+            "encodes (max_num_encoder_input_tokens); give such numbers, or 0 alone for no graphs"
         )
     return tuple(sorted(set(given)))

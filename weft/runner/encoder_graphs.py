@@ -1,7 +1,7 @@
 """The vision tower as captured graphs, by padded number of patches: few patches take a GPU less time than the host.
 
-Job: the static inputs of these graphs, and how a batch of images gets into them. Owns: that memory. Does not know: where
-embeddings are kept, which sizes are captured (``config/vision_settings.py``).
+Job: the static inputs of these graphs, and how a batch of images gets into them. Owns: that memory. Does not know:
+where embeddings are kept, which sizes are captured (``config/vision_settings.py``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class EncoderGraphs:
         self._places[:size].copy_(to_device(places, self._device))
 
     def encode(self, size: int) -> Tensor:
-        """The tower over the static inputs: what is captured. ``[size / merge_unit, num_features, out_hidden_size]``."""
+        """The tower over the static inputs, as captured. ``[size / merge_unit, num_features, out_hidden_size]``."""
         encoded: Tensor = self._tower(self._patches[:size], self._places[:size])
         return encoded
 

@@ -92,8 +92,8 @@ def capture_graphs(
     table: ModeTable | None,
     encoder: EncoderGraphs | None = None,
 ) -> StepGraphs:
-    """Capture the given sizes, and those of the vision tower. All graphs share ``pool``, because they run one after the other, and ``GRAPH_BYTES``;
-    what needs most memory goes first."""
+    """Capture the given sizes, and those of the vision tower. All graphs share ``pool``, because they run one after the
+    other, and ``GRAPH_BYTES``; what needs most memory goes first."""
     graphs, budget = StepGraphs(), GRAPH_BYTES
     if sizes.forward:
         functions.pad(functions.mixture_shape(max(sizes.forward)))
