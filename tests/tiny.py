@@ -220,6 +220,7 @@ _KIMI = {
 }
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SHARED = {"shared_expert_intermediate_size": 40}
+_SHARED_AS_WIDE = {"shared_expert_intermediate_size": 24}
 _VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -257,7 +258,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", _BASE | _MOE | _SHARED | {"mlp_only_layers": [1]}),
     "Qwen3ForCausalLM": ("Qwen3Config", _BASE),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", _BASE | _MOE | {"norm_topk_prob": True}),
-    "Qwen3NextForCausalLM": ("Qwen3NextConfig", _BASE | _LINEAR | _MOE | _SHARED),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", _BASE | _LINEAR | _MOE | _SHARED_AS_WIDE),
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", _BASE | _LINEAR),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _BASE | _LINEAR | _MOE | _SHARED),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5Config", _BASE | _LINEAR),

@@ -95,3 +95,24 @@ def test_padding_rows_are_sent_to_no_expert(harness: Harness, on_device: bool, m
         harness.model.get_submodule("model.layers.1.mlp")(torch.randn(69, harness.config.hidden_size))
     ((weights, ids),) = seen
     assert (ids[:66] >= 0).all() and (ids[66:] == -1).all() and not weights[66:].any()
+
+
+def test_a_shared_expert_of_few_rows_is_one_of_their_experts(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares memory with them, and gives what it gives by itself; a wider one stays by itself."""
+    layer = harness.model.get_submodule("model.layers.1.mlp")
+    assert isinstance(layer, moe.SparseMoe) and layer.experts.shared_joins and layer.shared_expert is not None
+    place = layer.experts.joined["gate_up"][-1]
+    assert layer.shared_expert.gate_up_proj.weight.data_ptr() == place.data_ptr()
+    x, calls = torch.randn(9, harness.config.hidden_size), []
+    layer.shared_expert.register_forward_hook(lambda *_: calls.append(1))
+    context = harness.context_for([(harness.sequence(list(range(80))), 7)], pad_tokens=2, pad_seqs=1)
+    with forward_context(context):
+        joined = layer(x)
+        assert not calls and not joined[7:].any()
+        monkeypatch.setattr(moe, "MOST_ROUTED_ROWS", 8)
+        alone = layer(x)
+    assert len(calls) == 1
+    torch.testing.assert_close(joined[:7], alone[:7])
+    assert (joined[:7] - layer.shared_expert(x[:7])).abs().max() > 0.01, "the others count too"

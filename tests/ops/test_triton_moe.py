@@ -189,6 +189,27 @@ def test_router_of_a_rank_with_whole_experts() -> None:
     torch.testing.assert_close(reference[0], here[0])
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_routers_add_the_shared_expert(gated: bool) -> None:
+    """Behind the experts that are here; its weight is neither renormalised nor scaled; padding meets it neither."""
+    rows = torch.randn(5, 13, device=DEVICE)
+    logits, gate = rows[:, :12], rows[:, 12:] if gated else None
+    local = {"num_tokens": 4, "first_expert": 4, "num_experts": 4, "renormalize": True}
+    sigmoid = {"epsilon": 1e-3, "scale": 2.5, "num_groups": 1, "top_groups": 1}
+    for route in (
+        lambda **more: topk_router_triton(logits, 3, **local, **more),
+        lambda **more: topk_router_reference(logits, 3, **local, **more),
+        lambda **more: sigmoid_router_triton(logits, None, 3, **sigmoid, **local, **more),
+        lambda **more: sigmoid_router_reference(logits, None, 3, **sigmoid, **local, **more),
+    ):
+        without, (weights, ids) = route(), route(shared_expert=True, shared_gate=gate)
+        assert torch.equal(weights[:, :3], without[0]) and torch.equal(ids[:, :3], without[1])
+        assert ids.dtype == torch.int32 and ids[:, 3].tolist() == [4, 4, 4, 4, -1]
+        want = torch.ones(4, device=DEVICE) if gate is None else gate[:4, 0].sigmoid()
+        torch.testing.assert_close(weights[:4, 3], want)
+        assert weights[4, 3] == 0
+
+
 def test_router_takes_the_lower_id_of_equals() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]], device=DEVICE)
     _, ids = topk_router_triton(logits, 4, renormalize=True, num_tokens=1)

@@ -25,9 +25,11 @@ class LinearBase(WeightModule):
     Attributes:
         shard: which rows and columns this rank holds.
         quantizable: whether a checkpoint may hold it quantised.
+        place: where its weight is to be, if not in memory of its own (``[rows, columns]``; unquantised weights).
     """
 
     quant_method: LinearMethod
+    place: Tensor | None = None
     quantizable: ClassVar[bool] = True
 
     def __init__(self, shard: MatrixShard, bias: bool, context: ModelContext) -> None:

@@ -22,6 +22,9 @@ class MLP(nn.Module):
     Args:
         activation: of the gate, ``silu`` or ``gelu_pytorch_tanh``.
         gate_multiplier, down_multiplier: of the gate before the activation, and of the output (Falcon-H1).
+
+    Attributes:
+        is_plain_swiglu: SwiGLU without biases and multipliers.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class MLP(nn.Module):
         super().__init__()
         self._backend, self._silu = context.backend, activation == "silu"
         self._gate_multiplier, self._down_multiplier = gate_multiplier, down_multiplier
+        self.is_plain_swiglu = self._silu and not bias and gate_multiplier == down_multiplier == 1.0
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, bias=bias, context=context, what="intermediate_size"
         )

@@ -15,8 +15,8 @@ from weft.config.moe import ClampedSwiGLU
 from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.layers.context import ModelContext
-from weft.layers.linear import MergedReplicatedLinear
-from weft.layers.mlp import dense_mlp
+from weft.layers.linear import LinearBase, MergedReplicatedLinear
+from weft.layers.mlp import MLP, dense_mlp
 from weft.layers.quant_method import ExpertsMethod
 from weft.layers.weight import (
     Interleaved,
@@ -75,7 +75,10 @@ class Experts(WeightModule):
         self.gate_up_shard = MatrixShard(len(names) * local, hidden_size, parts, 0, hidden_size)
         down = RowMap(hidden_size, (RowRun(0, 0, hidden_size),))
         self.down_shard = MatrixShard(hidden_size, local, {"down_proj.": down}, rank * local, intermediate_size)
-        self._biases = biases
+        self.shared_linears: dict[str, LinearBase] | None = None
+        self.shared_joins = False
+        self.joined: dict[str, Tensor] = {}
+        self.biases = biases
         self.gate_up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if biases:
@@ -98,7 +101,7 @@ class Experts(WeightModule):
         return self.quant_method.apply(self, x, weights, ids, shared, shared_gate)
 
     def layouts(self) -> tuple[Layout, ...]:
-        biases = self._bias_layout() if self._biases else {}
+        biases = self._bias_layout() if self.biases else {}
         return tuple(layout | biases for layout in self.quant_method.layouts(self))
 
     def _bias_layout(self) -> Layout:
@@ -119,6 +122,11 @@ class Experts(WeightModule):
         if name.endswith("_bias"):
             return super().initial_range(name)
         return self.quant_method.initial_range(self, name)
+
+
+MOST_ROUTED_ROWS = 256
+"""Rows up to which a shared expert is computed as one of each token's experts: two launches fewer. Beyond them its
+products are large enough for the matrix library."""
 
 
 class SparseMoe(WeightModule):
@@ -153,16 +161,25 @@ class SparseMoe(WeightModule):
         self.shared_expert = None
         if shared_size is not None:
             self.shared_expert = dense_mlp(config, shared_size, context)
+            self.experts.shared_linears = _as_one_expert(self.shared_expert, self.experts)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
-        weights, ids = self._route(logits[:, : self._moe.num_experts])
-        shared = self.shared_expert(x) if self.shared_expert is not None else None
         gate = logits[:, self._moe.num_experts : self._moe.num_experts + 1] if self._shared_gate else None
-        return self.experts(x, weights, ids, shared=shared, shared_gate=gate)
+        logits = logits[:, : self._moe.num_experts]
+        if self.shared_expert is None or self._shared_is_routed(x):
+            return self.experts(x, *self._route(logits, self.shared_expert is not None, gate))
+        weights, ids = self._route(logits, False, None)
+        return self.experts(x, weights, ids, shared=self.shared_expert(x), shared_gate=gate)
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """``[T, E]`` -> the weights and local ids of each token's experts, ``[T, top_k]``."""
+    def _shared_is_routed(self, x: Tensor) -> bool:
+        """Whether the shared expert is one of each token's experts. Not in a trace, which is for any number of rows."""
+        joins = self.experts.shared_joins and not torch.compiler.is_dynamo_compiling()
+        return joins and x.shape[0] <= MOST_ROUTED_ROWS
+
+    def _route(self, logits: Tensor, shared: bool, shared_gate: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``[T, E]`` -> the weights and local ids of each token's experts, ``[T, top_k]``, and of the shared one behind
+        them."""
         moe, batch, local = self._moe, get_forward_context().batch, self.experts.local_experts
         num_tokens = batch.num_tokens if batch.token_count is None else batch.token_count
         if moe.sigmoid is None:
@@ -173,6 +190,8 @@ class SparseMoe(WeightModule):
                 num_tokens=num_tokens,
                 first_expert=local.start,
                 num_experts=len(local),
+                shared_expert=shared,
+                shared_gate=shared_gate,
                 backend=self._backend,
             )
         return sigmoid_router(
@@ -187,6 +206,8 @@ class SparseMoe(WeightModule):
             num_tokens=num_tokens,
             first_expert=local.start,
             num_experts=len(local),
+            shared_expert=shared,
+            shared_gate=shared_gate,
             backend=self._backend,
         )
 
@@ -200,3 +221,16 @@ class SparseMoe(WeightModule):
     def initial_range(self, name: str) -> tuple[float, float]:
         """Biases that change some choices: scores lie between 0 and 1."""
         return -0.1, 0.1
+
+
+def _as_one_expert(shared: nn.Module, experts: Experts) -> dict[str, LinearBase] | None:
+    """The linear layers of a shared expert that computes what an expert does, with matrices of the same shape."""
+    if not isinstance(shared, MLP) or not shared.is_plain_swiglu or experts.biases or experts.clamped is not None:
+        return None
+    linears: dict[str, LinearBase] = {"gate_up": shared.gate_up_proj, "down": shared.down_proj}
+    shards = {"gate_up": experts.gate_up_shard, "down": experts.down_shard}
+    same = all(
+        (linear.shard.rows, linear.shard.columns) == (shards[n].rows, shards[n].columns)
+        for n, linear in linears.items()
+    )
+    return linears if same else None

@@ -65,4 +65,5 @@ class ExpertsMethod(QuantMethod["Experts"]):
         shared: Tensor | None,
         shared_gate: Tensor | None,
     ) -> Tensor:
-        """The routed experts' weighted sum, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``."""
+        """The routed experts' weighted sum, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``. Ids reach the shared
+        expert only where ``experts.shared_joins`` says so."""

@@ -146,9 +146,11 @@ def whole(parameter: Tensor) -> WeightPiece:
     return WeightPiece(tuple(parameter.shape), (((slice(None),) * parameter.dim(), parameter),))
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An uninitialised parameter without gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device, place: Tensor | None = None) -> nn.Parameter:
+    """An uninitialised parameter without gradient; its memory is ``place`` where that is given."""
+    memory = torch.empty(shape, dtype=dtype, device=device) if place is None else place
+    assert memory.shape == shape and memory.dtype == dtype
+    return nn.Parameter(memory, requires_grad=False)
 
 
 def uniform_range(fan_in: int) -> tuple[float, float]:

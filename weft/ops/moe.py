@@ -25,12 +25,17 @@ def topk_router_reference(
     num_tokens: int | Tensor,
     first_expert: int = 0,
     num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Torch reference of ``topk_router``."""
     weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
-    return _mask_experts(weights, ids, num_tokens, first_expert, num_experts)
+    ids = _local_ids(ids, first_expert, num_experts)
+    if shared_expert:
+        weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
+    return _without_padding(weights, ids, num_tokens)
 
 
 @traced_op(topk_router_reference)
@@ -42,6 +47,8 @@ def topk_router(
     num_tokens: int | Tensor,
     first_expert: int = 0,
     num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """The ``top_k`` likeliest experts of each token, by a float32 softmax over all experts.
@@ -53,9 +60,13 @@ def topk_router(
         num_tokens: real tokens; the rows from there on are padding. A ``[1]`` int32 tensor is read on the device.
         first_expert, num_experts: the experts that are here (``num_experts`` None: all from ``first_expert`` on). Ids
             count from the first of them; experts that are elsewhere get id -1.
+        shared_expert: one more place per token, for an expert that sees all of them and stands behind those that are
+            here: its id is their number.
+        shared_gate: ``[T, 1]``: its weight is ``sigmoid(shared_gate)``; None: 1.
 
     Returns:
-        ``(weights [T, top_k] float32, ids [T, top_k] int32)``; padding rows have weight 0 and id -1.
+        ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k``, or one more; padding rows have weight 0 and
+        id -1.
     """
     if backend is Backend.TORCH:
         function = topk_router_reference
@@ -68,6 +79,8 @@ def topk_router(
         num_tokens=num_tokens,
         first_expert=first_expert,
         num_experts=num_experts,
+        shared_expert=shared_expert,
+        shared_gate=shared_gate,
     )
 
 
@@ -84,6 +97,8 @@ def sigmoid_router_reference(
     num_tokens: int | Tensor,
     first_expert: int = 0,
     num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Torch reference of ``sigmoid_router``."""
     scores = logits.float().sigmoid()
@@ -97,7 +112,10 @@ def sigmoid_router_reference(
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
-    return _mask_experts(weights * scale, ids, num_tokens, first_expert, num_experts)
+    weights, ids = weights * scale, _local_ids(ids, first_expert, num_experts)
+    if shared_expert:
+        weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
+    return _without_padding(weights, ids, num_tokens)
 
 
 @traced_op(sigmoid_router_reference)
@@ -114,6 +132,8 @@ def sigmoid_router(
     num_tokens: int | Tensor,
     first_expert: int = 0,
     num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """The ``top_k`` experts of each token with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone
@@ -126,10 +146,11 @@ def sigmoid_router(
         scale: factor of the weights, after that.
         num_groups, top_groups: experts stand in so many equal groups; only those of the ``top_groups`` groups whose two
             best experts have the highest sum can be chosen.
-        top_k, num_tokens, first_expert, num_experts: as for ``topk_router``.
+        top_k, num_tokens, first_expert, num_experts, shared_expert, shared_gate: as for ``topk_router``. ``scale`` is
+            no factor of the shared expert's weight.
 
     Returns:
-        ``(weights [T, top_k] float32, ids [T, top_k] int32)``; padding rows have weight 0 and id -1.
+        As ``topk_router``.
     """
     if backend is Backend.TORCH:
         function = sigmoid_router_reference
@@ -147,16 +168,25 @@ def sigmoid_router(
         num_tokens=num_tokens,
         first_expert=first_expert,
         num_experts=num_experts,
+        shared_expert=shared_expert,
+        shared_gate=shared_gate,
     )
 
 
-def _mask_experts(
-    weights: Tensor, ids: Tensor, num_tokens: int | Tensor, first_expert: int, num_experts: int | None
-) -> tuple[Tensor, Tensor]:
-    """Ids from the first expert that is here; none (-1) for experts that are elsewhere and for padding rows."""
+def _local_ids(ids: Tensor, first_expert: int, num_experts: int | None) -> Tensor:
+    """Ids from the first expert that is here; none (-1) for experts that are elsewhere."""
     ids = ids.int() - first_expert
-    if num_experts is not None:
-        ids.masked_fill_((ids < 0) | (ids >= num_experts), -1)
+    return ids if num_experts is None else ids.masked_fill_((ids < 0) | (ids >= num_experts), -1)
+
+
+def _with_shared(weights: Tensor, ids: Tensor, number: int, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One more place for the shared expert, which has id ``number``."""
+    weight = torch.ones_like(weights[:, :1]) if gate is None else gate.float().sigmoid()
+    return torch.cat([weights, weight], dim=1), torch.cat([ids, torch.full_like(ids[:, :1], number)], dim=1)
+
+
+def _without_padding(weights: Tensor, ids: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
+    """None (-1) for rows from ``num_tokens`` on."""
     if isinstance(num_tokens, Tensor):
         padding = (torch.arange(ids.shape[0], device=ids.device) >= num_tokens)[:, None]
         return weights.masked_fill_(padding, 0.0), ids.masked_fill_(padding, -1)

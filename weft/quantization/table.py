@@ -69,7 +69,7 @@ class _Chooser:
         parts = {part: f"{name}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")}
         plain = self._plain(parts)
         if self._storage is None or len(plain) == len(parts):
-            return UnquantizedExperts(self._context)
+            return UnquantizedExperts(self._context, joins=self._config is None)
         if plain:
             self._refuse(name, parts.values())
         return Fp8Experts(self._storage, self._context, name)

@@ -17,11 +17,33 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
+@triton.jit
+def _store_chosen(
+    weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write a token's experts, and behind them the shared one."""
+    places = tl.arange(0, BLOCK_K)
+    local = chosen_ids - FIRST
+    local = tl.where((local >= 0) & (local < COUNT), local, -1)
+    PLACES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
+    if SHARED:
+        gate = 1.0
+        if GATED:
+            gate = sigmoid(tl.load(shared_gate + row * stride_gate).to(tl.float32))
+        is_real = row < num_tokens
+        chosen = tl.where(places == TOP_K, tl.where(is_real, gate, 0.0), chosen)
+        local = tl.where(places == TOP_K, tl.where(is_real, COUNT, -1), local)
+    tl.store(weights + row * PLACES + places, chosen, mask=places < PLACES)
+    tl.store(ids + row * PLACES + places, local, mask=places < PLACES)
+
+
 @jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
-    logits, weights, ids, num_tokens_ptr, num_tokens, stride_logits,
-    FIRST: tl.constexpr, COUNT: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,
+    logits, shared_gate, weights, ids, num_tokens_ptr, num_tokens, stride_logits, stride_gate,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
@@ -47,9 +69,10 @@ def _router_kernel(
             keys = tl.where(keys == best, 0, keys)
         if RENORMALIZE:
             chosen = chosen / tl.sum(chosen, 0)
-    tl.store(weights + row * TOP_K + places, chosen, mask=places < TOP_K)
-    local = chosen_ids - FIRST
-    tl.store(ids + row * TOP_K + places, tl.where((local >= 0) & (local < COUNT), local, -1), mask=places < TOP_K)
+    _store_chosen(
+        weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids,
+        FIRST, COUNT, TOP_K, SHARED, GATED, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -74,9 +97,10 @@ def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.const
 
 @jit(do_not_specialize=["num_tokens"])
 def _sigmoid_router_kernel(
-    logits, bias, weights, ids, num_tokens_ptr, num_tokens, stride_logits, epsilon, scale,
+    logits, shared_gate, bias, weights, ids, num_tokens_ptr, num_tokens, stride_logits, stride_gate, epsilon, scale,
     FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIASED: tl.constexpr, RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIASED: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, RENORMALIZE: tl.constexpr,
     COUNT_ON_DEVICE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
@@ -104,9 +128,10 @@ def _sigmoid_router_kernel(
         if RENORMALIZE:
             chosen = chosen / (tl.sum(chosen, 0) + epsilon)
         chosen *= scale
-    tl.store(weights + row * TOP_K + places, chosen, mask=places < TOP_K)
-    local = chosen_ids - FIRST
-    tl.store(ids + row * TOP_K + places, tl.where((local >= 0) & (local < COUNT), local, -1), mask=places < TOP_K)
+    _store_chosen(
+        weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids,
+        FIRST, COUNT, TOP_K, SHARED, GATED, BLOCK_K,
+    )  # fmt: skip
 
 
 def sigmoid_router_triton(
@@ -122,20 +147,23 @@ def sigmoid_router_triton(
     num_tokens: int | Tensor,
     first_expert: int = 0,
     num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sigmoid_router`` of ``weft/ops/moe.py``."""
     num_rows, all_experts = logits.shape
     assert logits.stride(1) == 1 and top_k <= all_experts // num_groups * top_groups
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
+    places, gate = top_k + shared_expert, logits if shared_gate is None else shared_gate
+    weights = torch.empty((num_rows, places), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, places), dtype=torch.int32, device=logits.device)
     on_device = isinstance(num_tokens, Tensor)
     _sigmoid_router_kernel[(num_rows,)](
-        logits, weights if bias is None else bias, weights, ids, num_tokens if on_device else ids,
-        0 if on_device else num_tokens, logits.stride(0), epsilon, scale,
+        logits, gate, weights if bias is None else bias, weights, ids, num_tokens if on_device else ids,
+        0 if on_device else num_tokens, logits.stride(0), gate.stride(0), epsilon, scale,
         FIRST=first_expert, COUNT=all_experts - first_expert if num_experts is None else num_experts,
         NUM_EXPERTS=all_experts, TOP_K=top_k, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, BIASED=bias is not None,
-        RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
-        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(top_k), num_warps=1,
+        SHARED=shared_expert, GATED=shared_gate is not None, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
+        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(places), num_warps=1,
         **early_launch(logits.device),
     )  # fmt: skip
     return weights, ids
@@ -149,18 +177,23 @@ def topk_router_triton(
     num_tokens: int | Tensor,
     first_expert: int = 0,
     num_experts: int | None = None,
+    shared_expert: bool = False,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``topk_router`` of ``weft/ops/moe.py``."""
     num_rows, all_experts = logits.shape
     assert logits.stride(1) == 1 and top_k <= all_experts
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
+    places, gate = top_k + shared_expert, logits if shared_gate is None else shared_gate
+    weights = torch.empty((num_rows, places), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, places), dtype=torch.int32, device=logits.device)
     on_device = isinstance(num_tokens, Tensor)
     _router_kernel[(num_rows,)](
-        logits, weights, ids, num_tokens if on_device else ids, 0 if on_device else num_tokens, logits.stride(0),
+        logits, gate, weights, ids, num_tokens if on_device else ids, 0 if on_device else num_tokens,
+        logits.stride(0), gate.stride(0),
         FIRST=first_expert, COUNT=all_experts - first_expert if num_experts is None else num_experts,
-        NUM_EXPERTS=all_experts, TOP_K=top_k, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
-        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(top_k), num_warps=1,
+        NUM_EXPERTS=all_experts, TOP_K=top_k, SHARED=shared_expert, GATED=shared_gate is not None,
+        RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
+        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(places), num_warps=1,
         **early_launch(logits.device),
     )  # fmt: skip
     return weights, ids
