@@ -73,8 +73,8 @@ class Prompt:
         """An image of so many patches; ``bare``: nothing stands around its placeholders."""
         count = height * width // MERGE**2
         before = self.token_ids + ([] if bare else [START])
-        item = _item("image", (1, height, width), seed, [(len(before), count)])
-        return Prompt(before + [IMAGE] * count + ([] if bare else [END]), [*self.media, item])
+        made = item("image", (1, height, width), seed, [(len(before), count)])
+        return Prompt(before + [IMAGE] * count + ([] if bare else [END]), [*self.media, made])
 
     def video(self, frames: int, height: int, width: int, seed: int = 0) -> Prompt:
         """A video: before every frame a timestamp, of one token here."""
@@ -83,10 +83,11 @@ class Prompt:
             ids += [100 + frame, START]
             runs.append((len(ids), count))
             ids += [VIDEO] * count + [END]
-        return Prompt(ids, [*self.media, _item("video", (frames, height, width), seed, runs)])
+        return Prompt(ids, [*self.media, item("video", (frames, height, width), seed, runs)])
 
 
-def _item(modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[tuple[int, int]]) -> MediaItem:
+def item(modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[tuple[int, int]]) -> MediaItem:
+    """An image or video of random pixels."""
     values = pixels(seed, grid)
     return MediaItem(modality, content_hash(values.tobytes(), grid, "tests"), runs, grid, values.tobytes())
 

@@ -98,6 +98,9 @@ class Poisoned:
 
         executor.launch = poisoned  # type: ignore[method-assign]
 
+    def prompt_of(self, length: int) -> list[int]:
+        return prompt_of(length)
+
     @torch.inference_mode()
     def poison(self) -> None:
         manager = self.llm._core.manager
@@ -230,8 +233,9 @@ def runner_of(llm: LLM) -> ModelRunner:
 
 @contextmanager
 def open_engine(
-    arch: str, mode: str, overlap: str, source: str, references: dict[str, Reference], **more: Any
-) -> Iterator[Poisoned]:
+    arch: str, mode: str, overlap: str, source: str, references: dict[str, Reference],
+    kind: type[Poisoned] = Poisoned, **more: Any,
+) -> Iterator[Poisoned]:  # fmt: skip
     reference = references[arch]
     settings: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap == "overlap"}
     if mode not in ("NONE", "PIECEWISE"):
@@ -250,7 +254,7 @@ def open_engine(
     ) as llm:
         on_cpu = llm.config.device == "cpu"  # a GPU is late by itself
         is_late = on_cpu and overlap == "overlap" and not isinstance(llm._core._executor, MultiProcessExecutor)
-        engine = Poisoned(llm, reference, is_late)
+        engine = kind(llm, reference, is_late)
         yield engine
         runner = runner_of(llm)
         graphs, mixed, pieces = runner.graphs.decode, runner.graphs.forward, runner.graphs.pieces
@@ -376,7 +380,7 @@ def check_drafts(engine: Poisoned, path: str, length: int) -> None:
 
 
 def check(engine: Poisoned, path: str, phase: str, length: int) -> None:
-    prompt, salt = prompt_of(length), engine.begin()
+    prompt, salt = engine.prompt_of(length), engine.begin()
     if path == "preempted":
         request, companions = run_preempted(engine, prompt, salt, phase)
         assert request.num_preemptions and request.finish_reason == "length"

@@ -1,0 +1,130 @@
+"""The x-matrix of models that read images: prompts with images in awkward places, a chunk border inside one among them.
+
+As in ``test_x_matrix.py``, what nobody owns is NaN whenever a step starts: here also the encoder cache's rows that hold
+no image, and all that steps before have put into the rows of image tokens. The encoder cache holds one large image or
+several small ones, so images are encoded again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.media import END, HYBRID, HYBRID_MOE, IMAGE, MERGE, START, VL, VL_MOE, item, overrides, reference_logits
+from tests.test_x_matrix import Poisoned, Reference, check, open_engine, prompt_of, runner_of
+from tests.tiny import make_checkpoint, make_model
+from weft.engine.prompts import PreparedPrompt
+from weft.multimodal.items import MediaItem
+from weft.request import Request
+
+LARGE = 256
+"""Tokens of an image that a step's budget (512) cuts."""
+PROMPTS = [
+    [START, *[IMAGE] * 6, END, *prompt_of(20)],
+    [*prompt_of(11), START, *[IMAGE] * 16, END, START, *[IMAGE] * 6, END, *prompt_of(40)],
+    [*prompt_of(60), START, *[IMAGE] * 15],
+    [*prompt_of(400), START, *[IMAGE] * LARGE, END, *prompt_of(342)],
+]
+"""An image first; two adjacent ones; one last, whose last token is all that a hit leaves; one across chunks."""
+COLUMNS = [
+    (VL, "NONE", "in turn", "exact"),
+    (VL, "FULL", "overlap", "exact"),
+    (VL_MOE, "FULL_AND_PIECEWISE", "overlap", "exact"),
+    (HYBRID, "FULL_DECODE_ONLY", "overlap", "exact"),
+    (HYBRID, "FULL", "overlap", "aligned"),
+    (HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only"),
+]
+"""Model, graph mode, overlap, checkpoint policy."""
+CASES = [
+    ("cold", "prefill", 3), ("cold", "mixed", 1), ("cold", "decode", 0),
+    ("hit", "prefill", 2), ("hit", "mixed", 3), ("hit", "decode", 1),
+    ("branch hit", "prefill", 3), ("branch hit", "mixed", 2), ("branch hit", "decode", 1),
+    ("preempted", "prefill", 3), ("preempted", "mixed", 1), ("preempted", "decode", 2),
+]  # fmt: skip
+
+
+def media_of(token_ids: list[int]) -> list[MediaItem]:
+    """An image for each run of placeholders; equally long ones are equal."""
+    found, start = [], 0
+    while IMAGE in token_ids[start:]:
+        start = token_ids.index(IMAGE, start)
+        count = next((n for n, token in enumerate(token_ids[start:]) if token != IMAGE), len(token_ids) - start)
+        height = next(h for h in range(isqrt(count), 0, -1) if count % h == 0)
+        grid = (1, MERGE * height, MERGE * count // height)
+        found.append(item("image", grid, count, [(start, count)]))
+        start += count
+    return found
+
+
+class ImageReference(Reference):
+    """``Reference`` of prompts with images."""
+
+    def __call__(self, prompt: list[int], count: int) -> list[int]:
+        known, media = self._known.setdefault(tuple(prompt), []), media_of(prompt)
+        while len(known) < count:
+            logits = reference_logits(self._model, prompt + known, media)
+            known.append(int(logits[-1].argmax()))
+        return known[:count]
+
+
+class PoisonedImages(Poisoned):
+    """``Poisoned``, with images for the placeholders of prompts."""
+
+    def prompt_of(self, length: int) -> list[int]:
+        return PROMPTS[length]
+
+    def add(self, prompt: list[int], count: int, salt: str) -> Request:
+        prepared = PreparedPrompt(None, prompt, [], salt, media_of(prompt))
+        self.llm._inputs.prepare_prompt = lambda *_: prepared  # type: ignore[method-assign]
+        return super().add(prompt, count, salt)
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        super().poison()
+        encoder, media = self.llm._core.scheduler.encoder, runner_of(self.llm).media
+        assert encoder is not None and media is not None
+        owned = torch.zeros(len(media.embeddings), dtype=torch.bool)
+        for entry in encoder._entries.values():
+            owned[entry.row : entry.row + entry.num_rows] = True
+        for step in self.steps[-3:]:  # some may not have run yet
+            for _, count, row in (span for request in step.requests for span in request.media):
+                owned[row : row + count] = True
+        media.embeddings[~owned] = torch.nan
+        decoder = media._decoder
+        decoder.embed_tokens.media_rows.fill_(torch.nan)
+        decoder.features.fill_(torch.nan)
+        media._table[media._base :] = torch.nan
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in {column[0] for column in COLUMNS}}
+
+
+def make_reference(arch: str, folder: Path) -> Reference:
+    keys = overrides(arch) | {"max_position_embeddings": 1100}
+    return ImageReference(make_model(arch, **keys), make_checkpoint(arch, folder, **keys))
+
+
+@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))
+def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    arch, mode, overlap, policy = request.param
+    settings: dict[str, Any] = {"encoder_cache_size": LARGE + 4, "state_checkpoint_policy": policy}
+    if mode != "NONE":
+        settings["encoder_cuda_graph_patches"] = [64, 4 * LARGE]
+    with open_engine(arch, mode, overlap, "capture", references, PoisonedImages, **settings) as engine:
+        engine.policy = policy
+        yield engine
+        graphs = runner_of(engine.llm).media.graphs.graphs
+        assert (graphs is not None) == (mode != "NONE")
+        assert graphs is None or not engine.num_cases or graphs.counters.replays
+
+
+@pytest.mark.parametrize(("path", "phase", "prompt"), CASES)
+def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, prompt: int) -> None:
+    check(engine, path, phase, prompt)
