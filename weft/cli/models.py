@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.cli.parser import add_verb
 from weft.config.families import OTHER_NAMES
-from weft.config.verified import NOT_ON_A_GPU, VERIFIED, Verified, nearest
+from weft.config.verified import VERIFIED, Verified, nearest
 from weft.errors import UnsupportedModelError
 
 _COLUMNS = ("architecture", "float32, CPU", "float32 and bfloat16, H200", "tensor parallelism")
@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print(NOT_ON_A_GPU)
     return 0
 
 
