@@ -1,10 +1,10 @@
 """Chunks of recurrences whose decays reach from almost none to all of a state within a token, against float64.
 
-In a chunk the kernels and the references take decays as ``exp`` of differences of a running sum G of up to 64 numbers in
-float32. Each addition rounds a partial sum of at most ``max |G|``, so a difference is off by at most ``128 u max |G|``
-(u = 2**-24), and a factor by a relative ``expm1`` of that. With what products and sums of K channels and 64 tokens
-round, ``eps = expm1(128 u max |G|) + 4 u (K + 128)`` bounds the relative error of every term; the error of an output is
-at most eps times the sum of its terms' magnitudes. Deltas pass through the inverse of ``I + A`` as well.
+In a chunk the kernels and the references take decays as ``exp`` of differences of a running sum G of up to 64 numbers
+in float32. Each addition rounds a partial sum of at most ``max |G|``, so a difference is off by at most
+``128 u max |G|`` (u = 2**-24), and a factor by a relative ``expm1`` of that. With what products and sums of K channels
+and 64 tokens round, ``eps = expm1(128 u max |G|) + 4 u (K + 128)`` bounds the relative error of every term; that of
+an output is at most eps times the sum of its terms' magnitudes. Deltas pass through the inverse of ``I + A`` as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.ops.linear_attention import chunk_linear_attention
 TOKENS = 64
 HEADS, K, V = (32, 128, 128) if ON_GPU else (2, 20, 24)
 GREATEST = [0.1, 10.0, 300.0]
-"""Log decay of a token, at most; with 300, hardly a token's neighbours reach it, and sums differ in their third digit."""
+"""Log decay of a token, at most; with 300, hardly a neighbour is reached, and sums differ in their third digit."""
 SLOT = 1
 pytestmark = [pytest.mark.parametrize("backend", list(Backend)), pytest.mark.parametrize("greatest", GREATEST)]
 
