@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ class Rank:
 
     def least(self, value: int) -> int:
         return value
+
+    is_alone = False
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 Run = Callable[[Harness], Tensor]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class AbsentRanks:
 
     def least(self, value: int) -> int:
         return value
+
+    is_alone = False
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def random_step(rng: random.Random, state_slot: int) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import specs
+from tests.ranks import CONTEXT
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.cache.plan import plan_caches
@@ -16,12 +19,14 @@ from weft.config import resolve
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.layer_spec import CacheDtypes
 from weft.errors import CapacityError
+from weft.executor.rank import Rank
 from weft.parallel.tensor_parallel import SingleRank
 from weft.runner.memory import allocate_caches, cache_tensors, largest_that_fits
 from weft.runner.model_runner import ModelRunner
 from weft.runner.warmup import StepLimits
 
 MIB = 2**20
+GUARD_S = 120.0
 
 
 def make_spec(hybrid: bool = True, state_dtype: str = "float32") -> CacheSpec:
@@ -105,3 +110,40 @@ def test_the_plan_is_that_of_the_rank_with_the_least_memory(tmp_path: Path) -> N
     alone, together = ModelRunner(config).plan, ModelRunner(config, tp=Poor()).plan
     assert together.cache_bytes <= 3 * MIB < alone.cache_bytes
     assert together.num_pages < alone.num_pages
+
+
+def _rank_of_two(rank: int, folder: str, store: str, tell: Any) -> None:
+    """Rank 1 has room for steps of 600 tokens; rank 0 finds that out in the middle of its own step."""
+
+    def short(runner: ModelRunner) -> int:
+        if rank == 1 and runner.config.max_num_batched_tokens > 600:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        if rank == 0:
+            runner._run_largest_steps()
+        return 3 * MIB
+
+    ModelRunner._cache_budget = short  # type: ignore[method-assign]
+    settings = {"max_num_batched_tokens": 2048, "max_num_seqs": 4, "max_model_len": 64, "tensor_parallel_size": 2}
+    config = resolve(model=folder, skip_tokenizer_init=True, device="cpu", **settings)
+    with Rank(config, rank, 2, dist.FileStore(store, 2)) as made:
+        tell.send((made.runner.plan.max_num_batched_tokens, made.runner.plan.num_pages, made.runner.plan.reasons))
+
+
+def test_all_ranks_try_the_next_smaller_step(tmp_path: Path) -> None:
+    """One that is short of memory while the others compute: none waits for it, and all say the same."""
+    folder, store = make_checkpoint("Qwen3NextForCausalLM", tmp_path / "model"), tmp_path / "store"
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
+    ranks = [
+        CONTEXT.Process(target=_rank_of_two, args=(rank, str(folder), str(store), pipes[rank][1])) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        assert all(receive.poll(GUARD_S) for receive, _ in pipes), "a rank waits for another one"
+        plans = [receive.recv() for receive, _ in pipes]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert plans[0] == plans[1] and plans[0][0] == 512
+    assert "clamped to 512: a step of 2048 does not fit" in plans[0][2]["max_num_batched_tokens"]

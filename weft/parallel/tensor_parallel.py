@@ -10,6 +10,7 @@ in the same order, and because the same kernels run on the same values everywher
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -42,6 +43,16 @@ class TensorParallel(Protocol):
         """The least of every rank's ``value``, on the host. For the start: it waits for the device."""
         ...
 
+    @property
+    def is_alone(self) -> bool:
+        """Collectives of layers reach no other rank."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """In the body, collectives of layers give results of the right shape and memory without another rank, and with
+        meaningless values: what a step needs is found where it may fail on one rank and not on another."""
+        ...
+
 
 class SingleRank:
     """The group of one: collectives return their argument."""
@@ -60,3 +71,8 @@ class SingleRank:
 
     def least(self, value: int) -> int:
         return value
+
+    is_alone = True
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -183,8 +183,6 @@ class ModelRunner:
         """The plan of the caches, beside the largest step that leaves memory for them; ``config`` holds its limits."""
         config, reasons = self.config, {}
         wanted = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
-        if self._tp.size > 1:  # one rank alone must not try again: the others would wait for it in the middle of a step
-            return self._plan_within(wanted)
         # A GPU may have memory for a smaller step, and left over for caches; on a CPU no step is in their way.
         short = (torch.OutOfMemoryError, CapacityError) if self.device.type == "cuda" else (torch.OutOfMemoryError,)
         limits, plan = largest_that_fits(wanted, self._plan_within, short)
@@ -203,7 +201,7 @@ class ModelRunner:
         )
         plan = plan_caches(
             self.spec,
-            budget_bytes=self._tp.least(self._cache_budget()),
+            budget_bytes=self._tp.least(self._budget_of_all()),
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             num_kv_pages=config.num_kv_pages,
@@ -226,6 +224,24 @@ class ModelRunner:
             gc.collect()
             torch.cuda.empty_cache()
 
+    def _budget_of_all(self) -> int:
+        """Bytes for caches on this rank, if no rank lacks memory for a step. Each finds out by itself: one that ended in
+        the middle of a step would leave the others waiting for it.
+
+        Raises:
+            OutOfMemoryError, CapacityError: on every rank.
+        """
+        error: Exception | None = None
+        budget = 0
+        try:
+            with self._tp.alone():
+                budget = self._cache_budget()
+        except (torch.OutOfMemoryError, CapacityError) as found:
+            error = found
+        if not self._tp.least(error is None):
+            raise error or torch.OutOfMemoryError("another rank has too little memory")
+        return budget
+
     def _cache_budget(self) -> int:
         """Bytes for caches: given on the CPU; on a GPU what is left of the share that Weft may use."""
         if self.device.type == "cpu":
@@ -243,8 +259,17 @@ class ModelRunner:
         return budget
 
     def _measure_step_bytes(self) -> int:
-        """Device memory that the largest steps take beside weights and caches, found by running them on tiny caches: as
-        many tokens as a step may have, and as many sequences decoding at the longest context.
+        """Device memory that the largest steps take beside weights and caches."""
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._run_largest_steps()
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._forget_steps()
+        return peak - before
+
+    def _run_largest_steps(self) -> None:
+        """On tiny caches: as many tokens as a step may have, and as many sequences decoding at the longest context.
 
         Every sequence uses the same page and slot: what is computed is meaningless, but its size is right.
         """
@@ -265,18 +290,12 @@ class ModelRunner:
         decodes = [
             ScheduledRequest(row, start, 1 + len(drafts), more, slot, True, states, 0, drafts) for row in range(count)
         ]
-        torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
         self.run(SchedulerOutput(0, prefills, new))
         if config.max_model_len > length:
             self.run(SchedulerOutput(1, decodes))
         if self.media is not None:
             with torch.inference_mode():
                 self.media.run_largest()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        self._forget_steps()
-        return peak - before
 
     def _attach(self, plan: CachePlan) -> None:
         """Make caches, rows and buffers of the planned sizes."""
