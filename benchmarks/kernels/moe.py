@@ -43,22 +43,21 @@ SWEEP = {
 }  # fmt: skip
 
 
-# For a share of the width: each of these with what the table has of the other product.
-SHARE_UP = [(16, 16, 256, 4, 4), (16, 16, 512, 4, 3), (16, 32, 256, 4, 3), (16, 32, 256, 8, 4), (16, 16, 128, 2, 6)]
-SHARE_DOWN = [(16, 32, 128, 4, 2), (16, 32, 256, 4, 2), (16, 128, 128, 4, 2), (16, 64, 128, 2, 2)]
+# For a share of the width: each of these with each.
+SHARE_UP = [(16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 32, 256, 8, 4), (16, 16, 512, 8, 3)]
+SHARE_DOWN = [(16, 64, 128, 4, 4), (16, 32, 128, 4, 2), (16, 128, 128, 4, 2), (16, 64, 128, 2, 2)]
 if not ON_GPU:
     SHARE_UP, SHARE_DOWN = [(16, 16, 32, 4, 2)], [(16, 16, 16, 4, 2)]
 
 
 def alternatives(num_tokens: int, width: int) -> list[Tiles]:
     """What the table says, and what may be faster."""
-    chosen = moe_tiles(num_tokens * TOP_K, EXPERTS, DTYPE.itemsize)
+    chosen = moe_tiles(num_tokens * TOP_K, EXPERTS, DTYPE.itemsize, width)
     if width == WIDTH:
         return [chosen, *(Tiles(Tile(*up), Tile(*down)) for up, down in SWEEP.get(num_tokens, []))]
     if chosen.up.rows != 16:
         return [chosen]
-    ups = [Tiles(Tile(*up), chosen.down) for up in SHARE_UP]
-    return [chosen, *ups, *(Tiles(chosen.up, Tile(*down)) for down in SHARE_DOWN)]
+    return [chosen, *(Tiles(Tile(*up), Tile(*down)) for up in SHARE_UP for down in SHARE_DOWN)]
 
 
 def routed(num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +114,7 @@ def part_rows(num_tokens: int) -> list[dict[str, Any]]:
     _, ids = routed(num_tokens)
     count = torch.tensor([num_tokens], dtype=torch.int32, device=DEVICE)
     route = [lambda: topk_router_triton(logits, TOP_K, renormalize=True, num_tokens=count)] * 5
-    group = [lambda: group_pairs(ids, EXPERTS, moe_tiles(ids.numel(), EXPERTS, DTYPE.itemsize).up.rows)] * 5
+    group = [lambda: group_pairs(ids, EXPERTS, moe_tiles(ids.numel(), EXPERTS, DTYPE.itemsize, WIDTH).up.rows)] * 5
     names = (("router", route), ("group", group))
     return [
         {"op": f"{name} {num_tokens}", "tiles": "", "us": graph_ms(calls) * 1e3, "floor_us": 0.0, "error": 0.0}

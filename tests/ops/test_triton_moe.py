@@ -101,11 +101,13 @@ def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
         assert (reference.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
 
 
-@pytest.mark.parametrize("pairs", [10, 1280, 10240, 20480, 81920])
+@pytest.mark.parametrize(
+    ("pairs", "width"), [(1280, 512), (10240, 512), (20480, 512), (81920, 512), (10, 256), (1280, 256)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_tile(pairs: int, dtype: torch.dtype) -> None:
+def test_every_tile(pairs: int, width: int, dtype: torch.dtype) -> None:
     """Each set of tiles that any number of tokens selects, on a problem with ragged edges."""
-    tiles = moe_tiles(pairs, 512, torch.finfo(dtype).bits // 8)
+    tiles = moe_tiles(pairs, 512, torch.finfo(dtype).bits // 8, width)
     check_moe((300, 3, 2, 520, 200) if ON_GPU else (40, 3, 2, 40, 20), dtype, 3, tiles)
 
 

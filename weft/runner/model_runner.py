@@ -225,8 +225,8 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _budget_of_all(self) -> int:
-        """Bytes for caches on this rank, if no rank lacks memory for a step. Each finds out by itself: one that ended in
-        the middle of a step would leave the others waiting for it.
+        """Bytes for caches on this rank, if no rank lacks memory for a step. Each finds out by itself: one that ended
+        in the middle of a step would leave the others waiting for it.
 
         Raises:
             OutOfMemoryError, CapacityError: on every rank.
