@@ -8,6 +8,7 @@ several small ones, so images are encoded again and again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.media import END, HYBRID, HYBRID_MOE, IMAGE, MERGE, START, VL, VL_MOE, item, overrides, reference_logits
+from tests.ranks import fork_ranks
 from tests.test_x_matrix import Poisoned, Reference, check, open_engine, prompt_of, runner_of
 from tests.tiny import make_checkpoint, make_model
 from weft.engine.prompts import PreparedPrompt
@@ -40,6 +42,7 @@ COLUMNS = [
     (HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only"),
 ]
 """Model, graph mode, overlap, checkpoint policy."""
+ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (HYBRID_MOE, "NONE", "in turn", "exact")]
 CASES = [
     ("cold", "prefill", 3), ("cold", "mixed", 1), ("cold", "decode", 0),
     ("hit", "prefill", 2), ("hit", "mixed", 3), ("hit", "decode", 1),
@@ -113,11 +116,25 @@ def make_reference(arch: str, folder: Path) -> Reference:
 
 @pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    arch, mode, overlap, policy = request.param
+    with open_column(request.param, references) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=ON_TWO_RANKS, ids=lambda p: "-".join(p))
+def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    with fork_ranks(poisoned=True), open_column(request.param, references, tensor_parallel_size=2) as engine:
+        yield engine
+
+
+@contextmanager
+def open_column(
+    column: tuple[str, str, str, str], references: dict[str, Reference], **more: Any
+) -> Iterator[PoisonedImages]:
+    arch, mode, overlap, policy = column
     settings: dict[str, Any] = {"encoder_cache_size": LARGE + 4, "state_checkpoint_policy": policy}
     if mode != "NONE":
         settings["encoder_cuda_graph_patches"] = [64, 4 * LARGE]
-    with open_engine(arch, mode, overlap, "capture", references, PoisonedImages, **settings) as engine:
+    with open_engine(arch, mode, overlap, "capture", references, PoisonedImages, **settings | more) as engine:
         engine.policy = policy
         yield engine
         graphs = runner_of(engine.llm).media.graphs.graphs
@@ -128,3 +145,8 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
 @pytest.mark.parametrize(("path", "phase", "prompt"), CASES)
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, prompt: int) -> None:
     check(engine, path, phase, prompt)
+
+
+@pytest.mark.parametrize(("path", "phase", "prompt"), (*CASES[::4], CASES[-1]))
+def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, prompt: int) -> None:
+    check(sharded_engine, path, phase, prompt)

@@ -97,9 +97,7 @@ def test_padding_rows_are_sent_to_no_expert(harness: Harness, on_device: bool, m
     assert (ids[:66] >= 0).all() and (ids[66:] == -1).all() and not weights[66:].any()
 
 
-def test_a_shared_expert_of_few_rows_is_one_of_their_experts(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_expert_of_few_rows_is_one_of_their_experts(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shares memory with them, and gives what it gives by itself; a wider one stays by itself."""
     layer = harness.model.get_submodule("model.layers.1.mlp")
     assert isinstance(layer, moe.SparseMoe) and layer.experts.shared_joins and layer.shared_expert is not None

@@ -20,7 +20,7 @@ from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.layer_spec import DTYPE_BYTES
 from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
-from weft.config.weights import weight_bytes
+from weft.config.weights import rank_weight_bytes
 from weft.errors import CapacityError
 
 MEASURED = "measured when the engine starts: what the GPU has left beside weights, the largest step and graphs"
@@ -74,7 +74,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
     from weft.cache.spec import CacheSpec
 
     spec = CacheSpec.of(config)
-    weights = weight_bytes(config.model_config, config.dtype) // config.tensor_parallel_size
+    weights = rank_weight_bytes(config.model_config, config.dtype, config.tensor_parallel_size)
     costs: dict[str, Any] = {
         "weight_bytes": weights, "kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes,
     }  # fmt: skip

@@ -30,7 +30,8 @@ class Verified:
 
     Attributes:
         gpu: on an H200, greedy tokens equal in float32, logits within 5e-4 of float64, and in bfloat16 no further from
-            float32 than ``transformers`` is (``tests/gpu/test_parity.py``, ``tests/gpu/test_precision.py``).
+            float32 than ``transformers`` is (``tests/gpu/test_parity.py``, ``tests/gpu/test_precision.py``, with images
+            ``tests/gpu/test_vision.py``).
         ranks: with tensor parallelism.
     """
 

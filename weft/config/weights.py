@@ -20,15 +20,26 @@ def router_weights(model: ModelConfig) -> int:
     return 0 if model.moe is None else model.num_sparse_mlps * model.hidden_size * model.moe.num_experts
 
 
+def rank_weight_bytes(model: ModelConfig, dtype: str, ranks: int) -> int:
+    """Bytes of the weights of one of ``ranks``: its share, and the vision tower whole."""
+    tower = tower_bytes(model, dtype)
+    return (weight_bytes(model, dtype) - tower) // ranks + tower
+
+
+def tower_bytes(model: ModelConfig, dtype: str) -> int:
+    """Bytes of the vision tower, if it runs."""
+    return model.vision.num_weights * DTYPE_BYTES[dtype] if model.runs_vision and model.vision is not None else 0
+
+
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
-    """Bytes of all weights, over all ranks."""
+    """Bytes of all weights, each counted once."""
     mixers = sum(spec.num_weights for spec in model.layer_specs(CacheDtypes()).values())
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
     plain = (tables + router_weights(model)) * DTYPE_BYTES[dtype]
     joint = 2 * model.hidden_size**2 if model.runs_mtp else 0
-    if model.runs_vision and model.vision is not None:
-        plain += model.vision.num_weights * DTYPE_BYTES[dtype]
-    return plain + (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
+    return (
+        tower_bytes(model, dtype) + plain + (mixers + joint + _mlp_weights(model)) * linear_weight_bytes(model, dtype)
+    )
 
 
 def _mlp_weights(model: ModelConfig) -> int:

@@ -6,6 +6,7 @@ vocabulary does not divide). Does not know: the decoder between them.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,7 +36,8 @@ class VocabParallelEmbedding(WeightModule):
 
     Attributes:
         vocab_size: ids of all shards.
-        media_rows: ``[num_media_rows, hidden_size]``, the vectors of ids from ``vocab_size`` on, for one step.
+        media_rows: ``[num_media_rows, hidden_size]``, the vectors of ids from ``vocab_size`` on, for one step. Rank 0
+            alone puts them into the sum.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext) -> None:
@@ -44,9 +46,9 @@ class VocabParallelEmbedding(WeightModule):
         self._rows = _shard(vocab_size, context)
         num_media_rows = context.num_media_rows
         table = _allocate(vocab_size, hidden_size, self._rows, context, num_media_rows)
-        assert context.tp.size == 1 or not num_media_rows, "images run on one rank"
-        self.weight = nn.Parameter(table[:vocab_size], requires_grad=False) if num_media_rows else table
-        self._table, self.media_rows = table.detach(), table.detach()[vocab_size:]
+        share = len(table) - num_media_rows
+        self.weight = nn.Parameter(table[:share], requires_grad=False) if num_media_rows else table
+        self._table, self.media_rows = table.detach(), table.detach()[share:]
 
     def forward(self, ids: Tensor) -> Tensor:
         if self._tp.size == 1:
@@ -54,7 +56,11 @@ class VocabParallelEmbedding(WeightModule):
         run = self._rows.runs[0]
         local = ids - run.source
         foreign = (local < 0) | (local >= run.count)
-        vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        if self._tp.rank == 0 and len(self.media_rows):
+            beyond = ids - self.vocab_size
+            local = torch.where(beyond >= 0, beyond + len(self.weight), local)
+            foreign &= beyond < 0
+        vectors = F.embedding(local.masked_fill(foreign, 0), self._table)
         return vectors.masked_fill(foreign.unsqueeze(-1), 0.0)
 
     def layouts(self) -> tuple[Layout, ...]:

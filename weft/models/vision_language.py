@@ -36,13 +36,14 @@ class VisionDecoder(Decoder):
         super().__init__(config, context, mixers)
         assert config.vision is not None
         self.visual = VisionTower(config.vision, context)
-        self._backend = context.backend
+        self._backend, self._is_first_rank = context.backend, context.tp.rank == 0
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
         self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        adds = get_forward_context().batch.may_have_media
+        # Ranks have parts of a sum between layers: one of them adds what is whole.
+        adds = self._is_first_rank and get_forward_context().batch.may_have_media
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual)
             if adds and index < len(self.features):
