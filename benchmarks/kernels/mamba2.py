@@ -41,7 +41,7 @@ from weft.ops.triton.mamba2 import mamba2_decode_triton, mamba2_gates_triton
 
 NEMOTRON = Mamba2Config(64, 64, 128, 8, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)
 GRANITE = Mamba2Config(48, 64, 128, 1, 4) if ON_GPU else Mamba2Config(2, 16, 16, 1, 4)
-TILES = [Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2))]
+TILES = [Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3))]
 STEP_TILES = [StepTile(*t) for t in ((32, 2), (64, 2), (64, 4))]
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
-from benchmarks.kernels.mamba2 import attempt
+from benchmarks.kernels.mamba2 import TILES, attempt
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, graph_ms, write_json
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch
@@ -103,11 +103,12 @@ def lightning_decode(rows: int) -> dict[str, Any]:
 def lightning_prefill(lens: list[int]) -> dict[str, Any]:
     batch, rows = make_batch(lens), sum(lens)
     state = random(len(lens) + 2, HEADS, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
-    g, calls = log_decay().expand(rows, -1), []
-    for _ in range(3):
-        q, k, v = random(rows, 3, HEADS, HEAD_DIM).unbind(1)
-        calls.append(partial(chunk_linear_attention_triton, q, k, v, g, None, None, state, batch))
-    return times_of(calls, rows * 4 * HEADS * HEAD_DIM * 2)
+    g, sets = log_decay().expand(rows, -1), [random(rows, 3, HEADS, HEAD_DIM).unbind(1) for _ in range(3)]
+    run = partial(chunk_linear_attention_triton, g=g, beta=None, skip=None, state=state, batch=batch)
+    times: dict[str, Any] = times_of([partial(run, *x) for x in sets], rows * 4 * HEADS * HEAD_DIM * 2)
+    for tile in TILES if ON_GPU else ():
+        times[str(tuple(tile))] = attempt(lambda t=tile: graph_ms([partial(run, *x, tile=t) for x in sets]) * 1e3)
+    return times
 
 
 def fla_lightning(lens: list[int]) -> float:
