@@ -302,12 +302,29 @@ def all_reduce_table() -> Table:
     return files, ("GPUs", "us by rows", *(f"{size:,}" for size in sizes)), rows
 
 
+HYBRIDS = {
+    "Nemotron-H-8B": "nemotron-h-8b", "Granite-4.0-H-Tiny": "granite-4.0-h-tiny", "LFM2-8B-A1B": "lfm2-8b-a1b",
+    "Kimi-Linear, 12 layers": "kimi-linear-12l", "Jamba-mini, 8 layers": "jamba-mini-8l", "gpt-oss-20b": "gpt-oss-20b",
+}  # fmt: skip
+
+
+def hybrids_table() -> Table:
+    """Milliseconds and the share of the floor, where that is none below the floor."""
+    names, rows = [f"engine-{model}-h200" for model in HYBRIDS.values()], []
+    for who, name in zip(HYBRIDS, names, strict=True):
+        steps, prompts = decode(name), first_token(name)
+        found = [(steps[n]["step_ms"], steps[n]["floor_ms"]) for n in (1, 32, 128)]
+        found += [(prompts[n]["first_token_ms"], prompts[n]["floor_ms"]) for n in (512, 4096)]
+        rows.append([who, *(shown(ms) + (f" ({floor / ms:.0%})" if floor < ms else "") for ms, floor in found)])
+    return names, ("ms", "decode, 1", "32", "128", "first token of 512", "of 4,096"), rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode_table, "gains": gains_table, "first-token": first_token_table, "modes": modes_table,
     "long-prompts": long_prompts_table, "throughput": throughput_table, "start-up": startup_table,
     "prefix": prefix_table, "tuned": tuned_table, "router": router_table, "server-load": server_load_table,
     "ranks-decode": ranks_decode_table, "ranks-first-token": ranks_first_token_table, "ranks-start": ranks_start_table,
-    "all-reduce": all_reduce_table,
+    "all-reduce": all_reduce_table, "hybrids": hybrids_table,
 }  # fmt: skip
 
 

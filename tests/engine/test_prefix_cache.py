@@ -21,6 +21,8 @@ ARCHITECTURES = [
     "OlmoHybridForCausalLM",
     "KimiLinearForCausalLM",
 ]
+OTHER_KINDS = ["Mamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "GptOssForCausalLM"]
+"""Of layers that the others have not: for the worked example alone."""
 PROMPT = [(7 * i + i // 5) % 200 for i in range(210)]
 
 
@@ -45,6 +47,7 @@ def pair(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> It
         assert_idle(cached)
 
 
+@pytest.mark.parametrize("pair", [*ARCHITECTURES, *OTHER_KINDS], indirect=True)
 def test_worked_example(pair: tuple[LLM, LLM]) -> None:
     """210 tokens, then the same and 20 more: all but what must be computed is reused, and outputs equal a cold run."""
     cached, cold = pair
