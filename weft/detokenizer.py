@@ -48,19 +48,26 @@ class ByteLevelDetokenizer:
 
     def __init__(self, table: BytesById, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(b"".join([table[i] for i in prompt_token_ids[-self._CONTEXT :]]))
-        self._decoder = decoder
-        self._is_within = bool(decoder.getstate()[0])  # a character that the prompt began
+        self._rest = b""  # of a character that is not whole
+        self._decode(b"".join([table[i] for i in prompt_token_ids[-self._CONTEXT :]]))
+        self._is_within = bool(self._rest)  # a character that the prompt began
 
     def extend(self, token_ids: Sequence[int]) -> str:
         table = self._table
-        return self._told(self._decoder.decode(b"".join([table[i] for i in token_ids])))
+        text = self._decode(b"".join([table[i] for i in token_ids]))
+        return self._told(text) if self._is_within else text
 
     def finish(self) -> str:
-        return self._told(self._decoder.decode(b"", final=True))
+        return self._told(self._decode(b"", is_end=True))
+
+    def _decode(self, content: bytes, is_end: bool = False) -> str:
+        content = self._rest + content
+        text, num_decoded = codecs.utf_8_decode(content, "replace", is_end)
+        self._rest = content[num_decoded:]
+        return text
 
     def _told(self, text: str) -> str:
+        """Without what a character of the prompt came to that was never completed."""
         if self._is_within and text:
             self._is_within = False
             return text.removeprefix(REPLACEMENT)

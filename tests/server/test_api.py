@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai import APIError, BadRequestError, NotFoundError, OpenAI
 
-from tests.server.fake_engine import BREAK, CUT, NAN
+from tests.server.fake_engine import BREAK, CUT, NAN, SLOW
 from tests.server.running import RunningServer, chat_body, wait_until
 
 UNICODE = "Grüße aus 東京 😀👩‍👩‍👧 ok"
@@ -71,6 +71,20 @@ def test_stream_shape(server: RunningServer) -> None:
     plain = events(server.chat("one two", stream=True))
     assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
     assert [c["choices"][0]["finish_reason"] for c in plain][-1] == "stop"
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_every_chunk_has_the_same_form(server: RunningServer, with_ids: bool) -> None:
+    """Those in the middle are put together from parts that were encoded before."""
+    body = chat_body('a "quoted" \\ line\nand Grüße', stream=True, return_token_ids=with_ids)
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"priority": SLOW, "max_tokens": 12})
+    middle = [chunk for chunk in events(response)[1:-1] if "content" in chunk["choices"][0]["delta"]]
+    assert middle
+    for chunk in middle:
+        assert list(chunk) == ["id", "object", "created", "model", "choices"]
+        assert list(chunk["choices"][0]) == ["index", "delta", "logprobs", "finish_reason", *["token_ids"] * with_ids]
+        assert list(chunk["choices"][0]["delta"]) == ["content"]
+        assert "data: " + json.dumps(chunk, separators=(",", ":"), ensure_ascii=False) in response.text
 
 
 def test_length_and_token_ids(server: RunningServer) -> None:

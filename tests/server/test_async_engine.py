@@ -13,10 +13,11 @@ from tests.server.fake_engine import FakeCore
 from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
 from weft.engine import wire
-from weft.engine.async_engine import AsyncEngine, ResponseStream
+from weft.engine.async_engine import AsyncEngine
 from weft.engine.heartbeat import Heartbeat
 from weft.engine.inputs import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop
+from weft.engine.response_stream import PromptDelta, ResponseStream
 from weft.errors import EngineDeadError, RequestError
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -78,6 +79,57 @@ def run(inputs: InputProcessor, body: Body) -> None:
 
 def submit(engine: AsyncEngine, text: str = TEXT, name: str = "r", **params: Any) -> ResponseStream:
     return engine.submit(name, [engine.inputs.prepare_prompt(text)], SamplingParams(**params))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_is_no_end_is_pushed_to_a_reader_that_waits(inputs: InputProcessor, refuses: bool) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        pushed, read = [], []
+
+        def push(deltas: list[PromptDelta]) -> bool:
+            is_taken = not refuses or len(pushed) % 2 == 0
+            pushed.append(deltas if is_taken else [])
+            return is_taken
+
+        async def reader() -> None:
+            async for deltas in stream:
+                read.append(deltas)
+                stream.push = push
+
+        stream = submit(engine, max_tokens=12, ignore_eos=True)
+        done = asyncio.create_task(reader())
+        await asyncio.sleep(0)
+        while not done.done():
+            num_pushed = len(pushed)
+            link.run()
+            assert len(pushed) - num_pushed <= 1, "once for a step, and before its message has been received wholly"
+            await asyncio.sleep(0)
+        assert all(delta.finish_reason is None for deltas in pushed for _, delta in deltas)
+        assert read[-1][-1][1].finish_reason == "length" and len(pushed) == 10
+        assert len(read) == (7 if refuses else 2)
+        tokens = [token for deltas in pushed + read for _, delta in deltas for token in delta.token_ids]
+        assert sorted(tokens) == sorted(stream.requests[0].output_token_ids)
+
+    run(inputs, body)
+
+
+def test_the_reader_gets_what_a_push_raises(inputs: InputProcessor) -> None:
+    async def body(engine: AsyncEngine, link: Link) -> None:
+        def push(deltas: list[PromptDelta]) -> bool:
+            raise ValueError("no")
+
+        stream = submit(engine)
+        other, stream.push = submit(engine, name="other"), push
+        reading = asyncio.create_task(_collect(stream))
+        for _ in range(3):
+            link.run()
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="no"):
+            await reading
+        link.run(1000)
+        assert "".join(delta.text for _, delta in await _collect(other)) == TEXT
+
+    run(inputs, body)
 
 
 @pytest.mark.parametrize("stop", [None, "東", ["京 😀", "zz"], ["G"]])

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from weft.server import connections, sse
-from weft.server.connections import KEPT, MAX_HEAD_BYTES, HeadWithBody, protocol_class, write_chunk
+from weft.server.connections import KEPT, MAX_HEAD_BYTES, ChunkWriter, HeadWithBody, protocol_class
 from weft.server.sse import PING, StreamResponse
 
 HEAD = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
@@ -135,11 +135,13 @@ def test_a_chunk_that_cannot_go_at_once_is_left_to_asgi(state: str) -> None:
     cycle = SimpleNamespace(
         flow=flow, transport=written, disconnected=False, response_complete=False, chunked_encoding=True
     )
-    assert write_chunk(cycle, b"0123456789abcdefg")  # type: ignore[arg-type]
+    chunks = ChunkWriter(cycle)  # type: ignore[arg-type]
+    assert chunks.is_free
+    chunks.write(b"0123456789abcdefg")
     flow.write_paused = state == "write_paused"
     cycle.disconnected, cycle.response_complete = state == "disconnected", state == "response_complete"
     cycle.chunked_encoding = state != "not chunked"
-    assert not write_chunk(cycle, b"x")  # type: ignore[arg-type]
+    assert not chunks.is_free
     assert written.writes == [b"11\r\n0123456789abcdefg\r\n"]  # 17 bytes
 
 
@@ -162,7 +164,7 @@ def test_a_quiet_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
             sent.append(message)
 
         await StreamResponse(events(), lambda: closed.append(1), 10.0)(
-            {"type": "http", "weft.on_disconnect": lambda call: None, "weft.write_chunk": lambda content: False},
+            {"type": "http", "weft.on_disconnect": lambda call: None, "weft.chunks": SimpleNamespace(is_free=False)},
             receive,
             send,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -171,7 +172,7 @@ async def _answer(response: Any, sent: list[Any]) -> None:
         sent.append(message)
 
     await response(
-        {"type": "http", "weft.on_disconnect": lambda call: None, "weft.write_chunk": lambda content: False},
+        {"type": "http", "weft.on_disconnect": lambda call: None, "weft.chunks": SimpleNamespace(is_free=False)},
         receive,
         send,
     )

@@ -3,9 +3,6 @@
 Job: hand validated requests to the engine process, detokenize what comes back, end requests that hit a stop string, let
 go of those that nobody reads any more, and tell every open stream when the engine has died.
 Owns: the open streams. Does not know: HTTP, processes (a ``Link`` carries the messages).
-
-A stream keeps no queue: what arrives while its reader is slow is added to what the reader will get next, so a reader
-that never reads costs the tokens of its own answer and nothing more.
 """
 
 from __future__ import annotations
@@ -14,25 +11,22 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from weft.engine import wire
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.inputs import InputProcessor
-from weft.engine.outputs import CompletionDelta, OutputStream
+from weft.engine.outputs import OutputStream
 from weft.engine.prompts import PreparedPrompt
+from weft.engine.response_stream import ResponseStream
 from weft.errors import EngineDeadError, RequestError
-from weft.outputs import RequestOutput
 from weft.request import Request
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
 from weft.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-PromptDelta = tuple[int, CompletionDelta]
-"""Number of the prompt within its call, and what one of its completions got."""
 
 
 class Link(Protocol):
@@ -52,128 +46,6 @@ class TokenTimes(Protocol):
 
     def iteration(self, num_tokens: int) -> None:
         """A step gave so many tokens, with those of the prompts that it finished."""
-
-
-class ResponseStream:
-    """The completions of one call, which may hold several prompts. Read by one task.
-
-    Example:
-        >>> async with engine.submit("id", prompts, params) as stream:
-        ...     async for deltas in stream:
-        ...         ...
-
-    Attributes:
-        request_id: the call's id.
-        outputs: one per prompt.
-        is_told: the reader has been given everything.
-    """
-
-    def __init__(self, engine: AsyncEngine, request_id: str, outputs: list[OutputStream]) -> None:
-        self.request_id = request_id
-        self.outputs = outputs
-        self._engine = engine
-        self._waiter: asyncio.Future[None] | None = None
-        self._has_news = self.is_told = False
-        self._changed: set[int] = set()
-        self._error: EngineDeadError | None = None
-
-    @property
-    def requests(self) -> list[Request]:
-        return [request for output in self.outputs for request in output.requests]
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
-
-    def __aiter__(self) -> ResponseStream:
-        return self
-
-    async def __anext__(self) -> list[PromptDelta]:
-        """What is new, as often as there is something new, until every completion has ended.
-
-        Raises:
-            EngineDeadError: the engine died before the end.
-        """
-        while not self.is_told:
-            if not self._has_news:
-                await self._wait()
-            self._has_news = False
-            changed, self._changed = sorted(self._changed), set()
-            self._catch_up(changed)
-            deltas = [(index, delta) for index in changed for delta in self.outputs[index].deltas()]
-            if any(delta.finish_reason is not None for _, delta in deltas):
-                self.is_told = self.finished
-            if deltas:
-                return deltas
-        raise StopAsyncIteration
-
-    async def results(self) -> list[RequestOutput]:
-        """Wait for the end of every completion. Raises EngineDeadError as above."""
-        while not self.finished:
-            if not self._has_news:
-                await self._wait()
-            self._has_news = False
-        return self.snapshot()
-
-    async def _wait(self) -> None:
-        """Until there is news. What had arrived before the engine died is still news."""
-        if self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if not self._has_news and self._error is not None:
-            raise self._error
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def snapshot(self) -> list[RequestOutput]:
-        """Everything known, per prompt."""
-        self._catch_up(range(len(self.outputs)))
-        return [output.output() for output in self.outputs]
-
-    def _catch_up(self, changed: Iterable[int]) -> None:
-        """Text of new tokens; a completion whose tokens give none ends with an error, the others go on."""
-        for index in changed:
-            for request in self.outputs[index].catch_up():
-                self._engine.give_up(request)
-
-    def take(self, index: int, request: Request) -> str | None:
-        """A completion of prompt ``index`` has news. Returns the stop string that ends it."""
-        stop = self.outputs[index].take(request)
-        self.touch(index)
-        return stop
-
-    def touch(self, index: int) -> None:
-        """There is news of prompt ``index``."""
-        self._changed.add(index)
-        self._has_news = True
-        if self._waiter is not None:
-            self._wake()
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._error = error
-        self._wake()
-
-    def abort(self) -> None:
-        """End what has not ended; the reader gets what there is, with finish reason ``"abort"``."""
-        self._engine.forget(self)
-        for index, output in enumerate(self.outputs):
-            for request in output.requests:
-                if request.finish_reason is None:
-                    request.end("abort")
-                    self.take(index, request)
-
-    def close(self) -> None:
-        """The reader is done: whatever still runs is aborted. Harmless if repeated."""
-        self._engine.forget(self)
-
-    async def __aenter__(self) -> ResponseStream:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.close()
 
 
 class AsyncEngine:
@@ -258,11 +130,13 @@ class AsyncEngine:
         now = time.monotonic()
         previous: dict[float, int] = {}  # moment of a message -> requests that got their token before this one in it
         num_tokens = 0
+        told: dict[ResponseStream, None] = {}
         for update in outputs.updates:
             owner = self._owners.get(update.request_id)
             if owner is None:
                 continue  # its reader has gone, or a stop string ended it
             stream, index, request = owner
+            told[stream] = None
             try:
                 update.apply(request)
                 if update.token_ids:
@@ -279,6 +153,8 @@ class AsyncEngine:
                     self._stop(request, stop)
             if request.finish_reason is not None:
                 self._owners.pop(request.request_id, None)
+        for stream in told:
+            stream.tell()
         for listener in self._token_times if num_tokens else ():
             listener.iteration(num_tokens)
             for moment, count in previous.items():

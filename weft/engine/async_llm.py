@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from weft.config import EngineConfig
 from weft.config.parallelism import refuse_replicas
 from weft.engine import wire
-from weft.engine.async_engine import AsyncEngine, ResponseStream
+from weft.engine.async_engine import AsyncEngine
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.inputs import InputProcessor
 from weft.engine.prompts import Prompt
+from weft.engine.response_stream import ResponseStream
 from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+import msgspec
+
 from weft.detokenizer import Detokenizer, StopStrings, make_detokenizer
 from weft.messages import TokenLogprobs
 from weft.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
@@ -19,8 +21,7 @@ from weft.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class CompletionDelta:
+class CompletionDelta(msgspec.Struct):
     """What one completion got since it was last asked; ``logprobs`` is None if they were not asked for."""
 
     index: int
@@ -170,7 +171,7 @@ class OutputStream:
                 completion.cumulative_logprob += entry.logprobs[0]
         if completion.detokenizer is None:
             return
-        if self._is_dropped(request, completion.num_tokens_seen - 1, token_ids[-1]):
+        if request.finish_reason == "stop" and self._is_dropped(request, completion.num_tokens_seen - 1, token_ids[-1]):
             token_ids = token_ids[:-1]
         self._add_text(completion, completion.detokenizer.extend(token_ids))
 
@@ -182,7 +183,7 @@ class OutputStream:
 
     def _is_dropped(self, request: Request, position: int, token_id: int) -> bool:
         """The token that ended the generation is not part of the text, unless the user wants to see stops."""
-        is_last = request.finish_reason == "stop" and position == len(request.output_token_ids) - 1
+        is_last = position == len(request.output_token_ids) - 1
         if not is_last or self._params.include_stop_str_in_output:
             return False
         is_eos = token_id in request.eos_token_ids
@@ -224,14 +225,10 @@ class OutputStream:
         text = completion.text[completion.num_chars_told :]
         completion.num_chars_told, completion.num_tokens_told = len(completion.text), completion.num_tokens_seen
         completion.end_told = request.finish_reason is not None
-        return CompletionDelta(
-            index=completion.index,
-            text=text,
-            token_ids=request.output_token_ids[start : completion.num_tokens_seen],
-            logprobs=completion.logprobs[start:] if self._params.logprobs is not None else None,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
+        token_ids = request.output_token_ids[start : completion.num_tokens_seen]
+        logprobs = completion.logprobs[start:] if self._params.logprobs is not None else None
+        reason = request.finish_reason
+        return CompletionDelta(completion.index, text, token_ids, logprobs, reason, request.stop_reason)
 
     def _completion_output(self, completion: Completion) -> CompletionOutput:
         request = completion.request

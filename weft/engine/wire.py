@@ -128,9 +128,11 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
     def apply(self, request: Request) -> None:
         """Bring the server's copy of the request up to date."""
-        request.output_token_ids.extend(self.token_ids)
-        request.logprobs.extend(self.logprobs)
-        request.prompt_logprobs.extend(self.prompt_logprobs)
+        request.output_token_ids += self.token_ids
+        if self.logprobs:
+            request.logprobs += self.logprobs
+        if self.prompt_logprobs:
+            request.prompt_logprobs += self.prompt_logprobs
         request.finish_reason, request.stop_reason = self.finish_reason, self.stop_reason
         request.num_cached_tokens, request.num_preemptions = self.num_cached_tokens, self.num_preemptions
         if self.cache_report is not None:

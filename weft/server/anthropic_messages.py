@@ -16,10 +16,11 @@ from weft.errors import RequestError
 from weft.server.blocks import Block, BlockEvent, Blocks
 from weft.server.caller import Caller
 from weft.server.calls import Context, check_model
-from weft.server.chat_completions import Chat, render_chat, start_chat, tool_use
+from weft.server.chat_completions import Chat, render_chat, start_chat
 from weft.server.errors import ApiError
 from weft.server.protocol import ChatCompletionRequest, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
+from weft.server.tool_use import tool_use
 
 
 class OutputConfig(msgspec.Struct):

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.async_engine import AsyncEngine, ResponseStream
+from weft.engine.async_engine import AsyncEngine
 from weft.engine.outputs import OutputStream
 from weft.engine.prompts import PreparedPrompt
+from weft.engine.response_stream import ResponseStream
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
 from weft.server.caller import Caller

@@ -87,14 +87,3 @@ def _num_characters(content: str | list[dict[str, Any]]) -> int:
 def opens_reasoning(prompt: PreparedPrompt) -> bool:
     """True if the template has already written the tag that begins the reasoning."""
     return prompt.text is not None and prompt.text.rstrip().endswith(THINK)
-
-
-def tool_schemas(tools: Any) -> dict[str, Any]:
-    """Parameters by function name. Raises RequestError for tools that are not functions."""
-    schemas: dict[str, Any] = {}
-    for i, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"tools[{i}] is not {{'type': 'function', 'function': {{'name': …}}}}", "tools")
-        schemas[function["name"]] = function.get("parameters") or {}
-    return schemas

@@ -12,39 +12,26 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from weft.engine.async_engine import AsyncEngine, PromptDelta
+from msgspec.json import encode
+
+from weft.engine.async_engine import AsyncEngine
 from weft.engine.chat_prompts import ChatPrompt
 from weft.engine.outputs import CompletionDelta
 from weft.engine.prompts import PreparedPrompt
+from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, LogprobsDict
 from weft.sampling_params import SamplingParams
 from weft.server.answers import END_THINK, AnswerParser, Parts, ToolCall
 from weft.server.caller import Caller
 from weft.server.calls import Call, Context, check_model, open_call
-from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, opens_reasoning, tool_schemas
+from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, opens_reasoning
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
 from weft.server.protocol import ChatCompletionRequest, StreamOptions
 from weft.server.sampling import chat_params, names_ids
 from weft.server.sse import DONE, ChunkEvents, JsonResponse, LastEvent, StreamResponse, data_event
 from weft.server.structured import constraint_of, forced_calls
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """What a call may do with tools.
-
-    Attributes:
-        schemas: parameters by function name; None: tool calls are not looked for.
-        shown: the tools that the template sees.
-        forced: one of these must be called; None: the model decides.
-        several: more than one call may be forced.
-    """
-
-    schemas: dict[str, Any] | None
-    shown: list[dict[str, Any]] | None
-    forced: dict[str, Any] | None = None
-    several: bool = True
+from weft.server.tool_use import ToolUse, tool_use
 
 
 @dataclass(slots=True)
@@ -171,34 +158,9 @@ async def chat_completions(context: Context, body: bytes, caller: Caller) -> Jso
     answer, call = ChatAnswer(chat, request), chat.call
     timeout_s = context.settings.request_timeout_s
     if request.stream:
-        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers)
+        pushed = (call.stream, answer.content)
+        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers, pushed=pushed)
     return JsonResponse(answer.body, call.close, timeout_s, headers=call.headers)
-
-
-def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
-    """Which tools are shown and which calls are read. Raises RequestError."""
-    schemas = tool_schemas(request.tools)
-    choice = request.tool_choice if request.tool_choice is not None else ("auto" if schemas else "none")
-    if choice == "none" or (parser == "none" and choice == "auto"):
-        return ToolUse(None, request.tools if choice != "none" else None)
-    if not schemas:
-        raise RequestError("tool_choice needs tools; give some or leave it out", "tool_choice")
-    if choice == "auto":
-        return ToolUse(schemas, request.tools)
-    several = request.parallel_tool_calls is not False
-    if choice == "required":
-        return ToolUse(schemas, request.tools, schemas, several)
-    name = _named_function(choice)
-    if name not in schemas:
-        raise RequestError(f"tool_choice={choice!r} is not auto, none, required, or one of the tools", "tool_choice")
-    return ToolUse(schemas, request.tools, {name: schemas[name]}, several=False)
-
-
-def _named_function(choice: str | dict[str, Any]) -> str | None:
-    """The function that ``{"type": "function", "function": {"name": …}}`` names."""
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
 
 
 async def prepare(
@@ -248,6 +210,10 @@ def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any] | None:
     return implied | (request.chat_template_kwargs or {})
 
 
+_NO_MORE = b'},"logprobs":null,"finish_reason":null'
+"""How the choice of a chunk ends that has content only; see ``ChatAnswer._delta_choice``."""
+
+
 class ChatAnswer:
     """The response to one call."""
 
@@ -261,6 +227,8 @@ class ChatAnswer:
         options = request.stream_options or StreamOptions()
         self._usage_at_end = forced or bool(options.include_usage)
         self._usage_always = forced or bool(options.include_usage and options.continuous_usage_stats)
+        self._chunks = ChunkEvents(self._head("chat.completion.chunk"))
+        self._first = {"prompt_token_ids": self._call.prompts[0].token_ids} if request.return_token_ids else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}
@@ -307,17 +275,9 @@ class ChatAnswer:
     # -- streamed ------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
-        chunks = ChunkEvents(self._head("chat.completion.chunk"))
-        first = {"prompt_token_ids": self._call.prompts[0].token_ids} if self._request.return_token_ids else {}
         stream, content = self._call.stream, b""
         async for deltas in stream:
-            content = b""
-            for delta in deltas:
-                choice = self._delta_choice(delta)
-                if choice is not None:
-                    usage = {"usage": self._call.usage()} if self._usage_always else {}
-                    content += chunks.event(choice, first | usage)
-                    first = {}
+            content = self.content(deltas)
             if content and not stream.is_told:
                 yield content
         if self._usage_at_end:
@@ -325,9 +285,28 @@ class ChatAnswer:
             content += data_event(last | {"weft": self._call.extension()})
         yield LastEvent(content + DONE)
 
-    def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
+    def content(self, deltas: list[PromptDelta]) -> bytes:
+        """The events of some news, perhaps none."""
+        return b"".join([self._event(delta) for _, delta in deltas])
+
+    def _event(self, delta: CompletionDelta) -> bytes:
+        if self._is_text(delta):
+            ids = b',"token_ids":' + encode(delta.token_ids) if self._request.return_token_ids else b""
+            return self._chunks.text_event(b'{"index":%d,"delta":{"content":' % delta.index, delta.text, _NO_MORE + ids)
+        choice = self._delta_choice(delta)
+        if choice is None:
+            return b""
+        usage = {"usage": self._call.usage()} if self._usage_always else {}
+        first, self._first = self._first, {}
+        return self._chunks.event(choice, first | usage)
+
+    def _is_text(self, delta: CompletionDelta) -> bool:
+        """More content, as it stands, is all that there is to tell."""
+        is_text = delta.text and delta.finish_reason is None and not delta.logprobs and not self._usage_always
+        return bool(is_text) and self._has_begun[delta.index] and self._parsers[delta.index].is_plain
+
+    def _delta_choice(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to tell yet."""
-        delta = prompt_delta[1]
         self._call.check_error(delta.finish_reason)
         parser = self._parsers[delta.index]
         num_calls = parser.num_calls

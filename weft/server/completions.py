@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from weft.engine.async_engine import AsyncEngine, PromptDelta
+from weft.engine.async_engine import AsyncEngine
 from weft.engine.prompts import PreparedPrompt
+from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
 from weft.sampling_params import SamplingParams
@@ -49,7 +50,8 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
     answer = CompletionAnswer(call, request, params.n)
     timeout_s = context.settings.request_timeout_s
     if request.stream:
-        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers)
+        pushed = (call.stream, answer.content)
+        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers, pushed=pushed)
     return JsonResponse(answer.body, call.close, timeout_s, headers=call.headers)
 
 
@@ -97,6 +99,7 @@ class CompletionAnswer:
         self._names_ids = names_ids(request, call.context.settings)
         self._offsets: dict[int, int] = {}
         self._has_begun: set[int] = set()
+        self._chunks = ChunkEvents(self._head("text_completion"))
         forced = self._call.context.settings.enable_force_include_usage
         options = request.stream_options or StreamOptions()
         self._usage_at_end = forced or bool(options.include_usage)
@@ -168,15 +171,13 @@ class CompletionAnswer:
     # -- streamed ------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
-        chunks = ChunkEvents(self._head("text_completion"))
         if self._request.echo:
             for i in range(len(self._call.prompts)):
                 for k in range(self._n):
-                    yield self._chunk(chunks, {"index": i * self._n + k, "text": self._prompt_text(i)})
+                    yield self._chunk({"index": i * self._n + k, "text": self._prompt_text(i)})
         stream, content = self._call.stream, b""
         async for deltas in stream:
-            choices = [choice for delta in deltas if (choice := self._delta_choice(delta)) is not None]
-            content = b"".join(self._chunk(chunks, choice) for choice in choices)
+            content = self.content(deltas)
             if content and not stream.is_told:
                 yield content
         if self._usage_at_end:
@@ -184,9 +185,14 @@ class CompletionAnswer:
             content += data_event(last | {"weft": self._call.extension()})
         yield LastEvent(content + DONE)
 
-    def _chunk(self, chunks: ChunkEvents, choice: dict[str, Any]) -> bytes:
+    def content(self, deltas: list[PromptDelta]) -> bytes:
+        """The events of some news, perhaps none."""
+        choices = [choice for delta in deltas if (choice := self._delta_choice(delta)) is not None]
+        return b"".join(map(self._chunk, choices))
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
         full = {"logprobs": None, "finish_reason": None, "stop_reason": None} | choice
-        return chunks.event(full, {"usage": self._usage()} if self._usage_always else {})
+        return self._chunks.event(full, {"usage": self._usage()} if self._usage_always else {})
 
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to tell yet."""

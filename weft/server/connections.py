@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import resource
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -90,13 +89,23 @@ class HeadWithBody:
         return self._transport.is_closing()
 
 
-def write_chunk(cycle: RequestResponseCycle, content: bytes) -> bool:
-    """Write a part of a chunked body at once. False, and nothing is written, if the caller does not read fast enough or
-    the body has not begun: then ASGI's message has to be sent, which waits."""
-    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
-    return True
+class ChunkWriter:
+    """Writes parts of a chunked body at once, past ASGI's messages."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_free(self) -> bool:
+        """False if the caller does not read fast enough or the body has not begun: ASGI's message has to be sent, which
+        waits."""
+        cycle = self._cycle
+        blocked = cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        return not blocked and bool(cycle.chunked_encoding)
+
+    def write(self, content: bytes) -> None:
+        """To be called only while ``is_free``."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -188,7 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.scope["weft.on_disconnect"] = self.on_disconnect  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
-            self.scope["weft.write_chunk"] = partial(write_chunk, self.cycle)  # type: ignore[typeddict-unknown-key]
+            self.scope["weft.chunks"] = ChunkWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
             if self.scope["method"] != "HEAD":  # the answer to it has no body that its head could go with
                 self.cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
 

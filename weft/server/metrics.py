@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from weft.engine.async_engine import ResponseStream
+from weft.engine.response_stream import ResponseStream
 from weft.engine.views import ReplicaView
 from weft.server.service import Service
 from weft.server.tallies import COUNTERS, HISTOGRAMS, Counts, Tally

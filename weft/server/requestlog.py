@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from weft.engine.async_engine import ResponseStream
 from weft.engine.logwriter import LogHandler, LogWriter, configure_logging
+from weft.engine.response_stream import ResponseStream
 from weft.server.caller import Caller
 
 logger = logging.getLogger("weft.requests")

@@ -9,13 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.server.errors import ApiError, as_api_error, error_body, error_response
+
+if TYPE_CHECKING:
+    from weft.engine.response_stream import PromptDelta, ResponseStream
+    from weft.server.connections import ChunkWriter
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,10 @@ class ChunkEvents:
         rest = b"]}\n\n" if not more else b"]," + msgspec.json.encode(more)[1:] + b"\n\n"
         return self._head + msgspec.json.encode(choice) + rest
 
+    def text_event(self, before: bytes, text: str, after: bytes) -> bytes:
+        """The same where a text is all that changes in a choice; ``before`` and ``after`` are the rest of its JSON."""
+        return b"".join((self._head, before, msgspec.json.encode(text), after, b"}]}\n\n"))
+
 
 def openai_error_events(error: ApiError) -> bytes:
     """How a stream of the OpenAI API ends when it cannot go on."""
@@ -77,6 +86,8 @@ class StreamResponse(Response):
         timeout_s: longest life of the response.
         error_events: how a failure after the start is told.
         headers: further headers.
+        pushed: a stream that ``events`` reads, and what makes events of its news: between the first event and the last
+            they are written as soon as a step has been received, without a turn of ``events``.
     """
 
     def __init__(
@@ -86,15 +97,20 @@ class StreamResponse(Response):
         timeout_s: float,
         error_events: Callable[[ApiError], bytes] = openai_error_events,
         headers: dict[str, str] | None = None,
+        pushed: tuple[ResponseStream, Callable[[list[PromptDelta]], bytes]] | None = None,
     ) -> None:
         self._events = events
         self._close = close
         self._timeout_s = timeout_s
         self._error_events = error_events
         self._extra_headers = [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
+        self._pushed = pushed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = _Sender(send, scope["weft.write_chunk"], _HEADERS + self._extra_headers)
+        sender = _Sender(send, scope["weft.chunks"], _HEADERS + self._extra_headers)
+        if self._pushed is not None:
+            stream, render = self._pushed
+            stream.push = partial(sender.push, render)
         try:
             with Watch(scope, self._timeout_s, sender.look) as watch:
                 await self._run(scope, receive, send, sender, watch)
@@ -125,8 +141,8 @@ class StreamResponse(Response):
 class _Sender:
     """Sends events, and a comment where there was none for a while: proxies and clients see that the call lives."""
 
-    def __init__(self, send: Send, write_chunk: Callable[[bytes], bool], headers: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._write_chunk = send, write_chunk
+    def __init__(self, send: Send, chunks: ChunkWriter, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._chunks = send, chunks
         self._headers = headers
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -138,9 +154,20 @@ class _Sender:
         self._is_busy = True
         if not self.started:
             await self._start()
-        if not self._write_chunk(content):
+        if self._chunks.is_free:
+            self._chunks.write(content)
+        else:
             await self._send({"type": "http.response.body", "body": content, "more_body": True})
         self._last, self._is_busy = self._loop.time(), False
+
+    def push(self, render: Callable[[list[PromptDelta]], bytes], deltas: list[PromptDelta]) -> bool:
+        """Write what ``render`` makes of the news now; False, and nothing is rendered, if that would have to wait."""
+        if self._is_busy or not self.started or not self._chunks.is_free:
+            return False
+        if content := render(deltas):
+            self._chunks.write(content)
+            self._last = self._loop.time()
+        return True
 
     async def _start(self) -> None:
         self.started = True

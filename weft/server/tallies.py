@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from weft.engine.async_engine import ResponseStream
+from weft.engine.response_stream import ResponseStream
 from weft.request import Request
 
 _SECONDS = (

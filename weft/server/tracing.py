@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from weft import __version__
-from weft.engine.async_engine import ResponseStream
+from weft.engine.response_stream import ResponseStream
 from weft.errors import ConfigError
 from weft.request import Request, RequestTimes
 from weft.sampling_params import SamplingParams

@@ -1,0 +1,182 @@
+"""The stream of one call: what its completions got, for one reader.
+
+Job: turn new tokens into news when the reader looks, wake it, or push the news past it. Does not know: how tokens come.
+
+A stream keeps no queue: what arrives while its reader is slow is added to what the reader will get next, so a reader
+that never reads costs the tokens of its own answer and nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from weft.engine.outputs import CompletionDelta, OutputStream
+from weft.errors import EngineDeadError
+from weft.outputs import RequestOutput
+from weft.request import Request
+
+if TYPE_CHECKING:
+    from weft.engine.async_engine import AsyncEngine
+
+PromptDelta = tuple[int, CompletionDelta]
+"""Number of the prompt within its call, and what one of its completions got."""
+
+Push = Callable[[list[PromptDelta]], bool]
+"""Takes news at once, without the reader's task; False: not now."""
+
+
+class ResponseStream:
+    """The completions of one call, which may hold several prompts. Read by one task.
+
+    Example:
+        >>> async with engine.submit("id", prompts, params) as stream:
+        ...     async for deltas in stream:
+        ...         ...
+
+    Attributes:
+        request_id: the call's id.
+        outputs: one per prompt.
+        is_told: the reader has been given everything.
+        push: while the reader waits, it takes what is new and no end, as soon as a step has been received. The reader
+            gets what it raises.
+    """
+
+    push: Push | None = None
+
+    def __init__(self, engine: AsyncEngine, request_id: str, outputs: list[OutputStream]) -> None:
+        self.request_id = request_id
+        self.outputs = outputs
+        self._engine = engine
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_news = self.is_told = False
+        self._changed: set[int] = set()
+        self._untold: list[PromptDelta] = []  # news that could not be pushed
+        self._error: EngineDeadError | None = None
+        self._push_error: Exception | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for output in self.outputs for request in output.requests]
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)
+
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> list[PromptDelta]:
+        """What is new, as often as there is something new, until every completion has ended.
+
+        Raises:
+            EngineDeadError: the engine died before the end.
+        """
+        while not self.is_told:
+            if not self._untold and not self._has_news:
+                await self._wait()
+            deltas, self._untold = self._untold, []
+            if self._has_news:
+                deltas += self._news()
+            if _has_end(deltas):
+                self.is_told = self.finished
+            if deltas:
+                return deltas
+        raise StopAsyncIteration
+
+    def _news(self) -> list[PromptDelta]:
+        """What came since the last call, as text."""
+        self._has_news = False
+        changed = sorted(self._changed) if len(self._changed) > 1 else list(self._changed)
+        self._changed.clear()
+        self._catch_up(changed)
+        return [(index, delta) for index in changed for delta in self.outputs[index].deltas()]
+
+    async def results(self) -> list[RequestOutput]:
+        """Wait for the end of every completion. Raises EngineDeadError as above."""
+        while not self.finished:
+            if not self._has_news:
+                await self._wait()
+            self._has_news = False
+        return self.snapshot()
+
+    async def _wait(self) -> None:
+        """Until there is news. What had arrived before the engine died is still news."""
+        if self._error is None and self._push_error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._push_error is not None:
+            raise self._push_error
+        if not self._has_news and not self._untold and self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def snapshot(self) -> list[RequestOutput]:
+        """Everything known, per prompt."""
+        self._catch_up(range(len(self.outputs)))
+        return [output.output() for output in self.outputs]
+
+    def _catch_up(self, changed: Iterable[int]) -> None:
+        """Text of new tokens; a completion whose tokens give none ends with an error, the others go on."""
+        for index in changed:
+            for request in self.outputs[index].catch_up():
+                self._engine.give_up(request)
+
+    def take(self, index: int, request: Request) -> str | None:
+        """A completion of prompt ``index`` has news. Returns the stop string that ends it."""
+        stop = self.outputs[index].take(request)
+        self.touch(index)
+        return stop
+
+    def touch(self, index: int) -> None:
+        """There is news of prompt ``index``; ``tell`` has to follow."""
+        self._changed.add(index)
+        self._has_news = True
+
+    def tell(self) -> None:
+        """The reader gets the news, if it waits for some."""
+        if self._waiter is not None and self._has_news and not (self.push is not None and self._pushed(self.push)):
+            self._wake()
+
+    def _pushed(self, push: Push) -> bool:
+        deltas = self._news()
+        try:
+            if not _has_end(deltas) and (not deltas or push(deltas)):
+                return True
+        except Exception as error:
+            self._push_error = error
+        self._untold = deltas
+        return False
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._error = error
+        self._wake()
+
+    def abort(self) -> None:
+        """End what has not ended; the reader gets what there is, with finish reason ``"abort"``."""
+        self._engine.forget(self)
+        for index, output in enumerate(self.outputs):
+            for request in output.requests:
+                if request.finish_reason is None:
+                    request.end("abort")
+                    self.take(index, request)
+        self.tell()
+
+    def close(self) -> None:
+        """The reader is done: whatever still runs is aborted. Harmless if repeated."""
+        self._engine.forget(self)
+
+    async def __aenter__(self) -> ResponseStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _has_end(deltas: list[PromptDelta]) -> bool:
+    return any(delta.finish_reason is not None for _, delta in deltas)

@@ -1,0 +1,66 @@
+"""Which tools a call may use: what the template is shown, what is read from the answer, what is forced.
+
+Job: ``tools`` and ``tool_choice`` of a request. Does not know: how calls are written or read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import RequestError
+from weft.server.protocol import ChatCompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a call may do with tools.
+
+    Attributes:
+        schemas: parameters by function name; None: tool calls are not looked for.
+        shown: the tools that the template sees.
+        forced: one of these must be called; None: the model decides.
+        several: more than one call may be forced.
+    """
+
+    schemas: dict[str, Any] | None
+    shown: list[dict[str, Any]] | None
+    forced: dict[str, Any] | None = None
+    several: bool = True
+
+
+def tool_use(request: ChatCompletionRequest, parser: str) -> ToolUse:
+    """Which tools are shown and which calls are read. Raises RequestError."""
+    schemas = tool_schemas(request.tools)
+    choice = request.tool_choice if request.tool_choice is not None else ("auto" if schemas else "none")
+    if choice == "none" or (parser == "none" and choice == "auto"):
+        return ToolUse(None, request.tools if choice != "none" else None)
+    if not schemas:
+        raise RequestError("tool_choice needs tools; give some or leave it out", "tool_choice")
+    if choice == "auto":
+        return ToolUse(schemas, request.tools)
+    several = request.parallel_tool_calls is not False
+    if choice == "required":
+        return ToolUse(schemas, request.tools, schemas, several)
+    name = _named_function(choice)
+    if name not in schemas:
+        raise RequestError(f"tool_choice={choice!r} is not auto, none, required, or one of the tools", "tool_choice")
+    return ToolUse(schemas, request.tools, {name: schemas[name]}, several=False)
+
+
+def _named_function(choice: str | dict[str, Any]) -> str | None:
+    """The function that ``{"type": "function", "function": {"name": …}}`` names."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def tool_schemas(tools: Any) -> dict[str, Any]:
+    """Parameters by function name. Raises RequestError for tools that are not functions."""
+    schemas: dict[str, Any] = {}
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"tools[{i}] is not {{'type': 'function', 'function': {{'name': …}}}}", "tools")
+        schemas[function["name"]] = function.get("parameters") or {}
+    return schemas
