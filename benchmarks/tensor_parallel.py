@@ -1,6 +1,7 @@
 """Tensor parallelism on the GPUs of one machine: checks, then figures, in one command that ends in time.
 
-Usage: ``python -m benchmarks.tensor_parallel [--ranks 2] [--config benchmarks/configs/qwen3-next-48l] [--out DIR]``.
+Usage: ``python -m benchmarks.tensor_parallel [--ranks 2] [--config benchmarks/configs/qwen3-next-48l] [--out DIR]
+[--stages engine_cold engine_warm] [--figures decode]``.
 
 Stages run in processes of their own, each with a time limit; a stage that fails or is late costs its own figures only:
 
@@ -37,10 +38,11 @@ BATCHES = (1, 8, 32, 128) if ON_GPU else (1, 2)
 LENGTHS = (16, 128, 512, 1024, 2048, 8192) if ON_GPU else (16, 40)
 ENGINES = ("engine_cold", "engine_warm", "engine_warm_nccl")
 STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm", "engine_warm_nccl", "scaling")
+FIGURES = ("decode", "first_token", "throughput")
 SIZES = "1x1 2x1 1x2"
 SCALED = {2: {"qwen3-0.6b": SIZES, "qwen3-next-12l": SIZES}, 4: {"qwen3-next-48l": "2x2"}}
 """By ranks: models, and GPUs of a replica x replicas."""
-SCALING = "--warmups 0 --repeats 2 --batch-sizes 1 32 128"
+SCALING = "--warmups 0 --repeats 1 --batch-sizes 1 32 128 --prompt-len 256"
 if not ON_GPU:
     SCALED = {ranks: {"qwen3-0.6b": sizes["qwen3-0.6b"]} for ranks, sizes in SCALED.items() if ranks == 2}
     SCALING = "--warmups 0 --repeats 1 --batch-sizes 1 --prompt-len 8 --output-len 2 --num-prompts 2 --queue-len 2 4"
@@ -144,7 +146,7 @@ class Run:
         self.results[name] = json.loads(path.read_text()) if path.exists() else {}
         return self.results[name]
 
-    def all(self, stages: list[str]) -> None:
+    def all(self, stages: list[str], figures: list[str]) -> None:
         python, all_reduce = sys.executable, self.out / "all_reduce.json"
         fused = True
         if "all_reduce" in stages:
@@ -154,8 +156,7 @@ class Run:
         own = {} if fused else {"disable_custom_all_reduce": True}
         with tempfile.TemporaryDirectory(prefix="weft-triton-") as cache:
             if "engine_cold" in stages:
-                everything = "decode first_token throughput"
-                self.engine("engine_cold", everything, 190, cache, **own)
+                self.engine("engine_cold", " ".join(figures), 190, cache, **own)
             if "tests" in stages:
                 tests = ["pytest", "-q", "-n0", "-p", "no:cacheprovider", "tests/multi_gpu", "--durations=6"]
                 self.stage("tests", [python, "-m", *tests, "-k", f"generate and {self.ranks}-ranks"], 140)
@@ -167,14 +168,16 @@ class Run:
                 self.scaling(name, sizes, cache, [] if fused else ["--disable-custom-all-reduce"])
 
     def scaling(self, model: str, sizes: str, cache: str, flags: list[str]) -> None:
-        path = self.out / f"scaling-{model}.json"
+        """One size after the other, so that what is there is kept if the time is over."""
         command = [sys.executable, "-m", "weft", "bench", "scaling", "--model", f"benchmarks/configs/{model}", *flags]
         command += ["--load-format", "dummy", "--max-model-len", "2560" if ON_GPU else "64", *SCALING.split()]
         command += ["--mamba-ssm-dtype", "bfloat16"] if "next" in model else []
-        command += ["--sizes", *sizes.split(), "--json", str(path)]
-        self.stage(f"scaling-{model}", command, 160, TRITON_CACHE_DIR=cache)
-        found = json.loads(path.read_text() or "{}") if path.exists() else {}
-        self.results[f"scaling-{model}"] = found.get("results", [])
+        rows = self.results[f"scaling-{model}"] = []
+        for size in sizes.split():
+            path = self.out / f"scaling-{model}-{size}.json"
+            self.stage(path.stem, [*command, "--sizes", size, "--json", str(path)], 100, TRITON_CACHE_DIR=cache)
+            found = json.loads(path.read_text() or "{}") if path.exists() else {}
+            rows += found.get("results", [])
 
     def table(self) -> None:
         peers = PEERS.get(self.ranks, {"decode_ms": {}, "first_token_ms": {}, "tokens_per_s": None})
@@ -208,6 +211,7 @@ def main() -> None:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--limit", type=float, default=420.0)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--figures", nargs="+", choices=FIGURES, default=FIGURES, help="of the engine that starts cold")
     for hidden in ("--engine", "--wanted", "--began", "--json"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -216,7 +220,7 @@ def main() -> None:
         return
     run = Run(args.ranks, args.config, Path(args.out), args.limit)
     try:
-        run.all(args.stages)
+        run.all(args.stages, args.figures)
     finally:
         (run.out / "tensor_parallel.json").write_text(json.dumps(run.results, indent=1))
         run.table()
