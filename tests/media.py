@@ -94,6 +94,14 @@ def item(modality: Modality, grid: tuple[int, int, int], seed: int, runs: list[t
 
 def reference_logits(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> Tensor:
     """``[len(tokens), vocab_size]`` of one uncached pass."""
+    with torch.no_grad():
+        out = reference(**reference_inputs(reference, tokens, media))
+    logits: Tensor = out.logits[0]
+    return logits
+
+
+def reference_inputs(reference: Any, tokens: Sequence[int], media: Sequence[MediaItem]) -> dict[str, Any]:
+    """Arguments of the transformers model for one uncached pass."""
     device = reference.device
     types = torch.zeros(1, len(tokens), dtype=torch.int32, device=device)
     given: dict[str, Tensor] = {}
@@ -105,11 +113,8 @@ def reference_logits(reference: Any, tokens: Sequence[int], media: Sequence[Medi
             values = torch.cat([torch.from_numpy(item.patches().copy()) for item in items]).to(device, reference.dtype)
             given["pixel_values" if kind == 1 else "pixel_values_videos"] = values
             given[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items], device=device)
-    with torch.no_grad():
-        ids = torch.tensor([list(tokens)], device=device)
-        out = reference(input_ids=ids, mm_token_type_ids=types if given else None, use_cache=False, **given)
-    logits: Tensor = out.logits[0]
-    return logits
+    ids = torch.tensor([list(tokens)], device=device)
+    return {"input_ids": ids, "mm_token_type_ids": types if given else None, "use_cache": False} | given
 
 
 class Engine:

@@ -368,7 +368,7 @@ def test_tokens_with_drafts(drafting_engine: Poisoned, path: str, length: int) -
 
 def check_drafts(engine: Poisoned, path: str, length: int) -> None:
     """Prefill chunks, decodes and drafts share steps; nothing that a rejected draft wrote is ever read."""
-    prompt, salt = prompt_of(length), engine.begin()
+    prompt, salt = engine.prompt_of(length), engine.begin()
     num_cached = prime(engine, path, prompt, salt)
     companions = [start_companion(engine), engine.add(COMPANIONS[1], 2 * NUM_TOKENS, "companions")]
     request = engine.add(prompt, 2 * NUM_TOKENS, salt)

@@ -7,6 +7,7 @@ several small ones, so images are encoded again and again.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isqrt
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters import ByModel, install
 from tests.media import END, HYBRID, HYBRID_MOE, IMAGE, MERGE, START, VL, VL_MOE, item, overrides, reference_logits
 from tests.ranks import fork_ranks
-from tests.test_x_matrix import Poisoned, Reference, check, open_engine, prompt_of, runner_of
+from tests.test_x_matrix import Poisoned, Reference, check, check_drafts, open_engine, prompt_of, runner_of
 from tests.tiny import make_checkpoint, make_model
 from weft.engine.prompts import PreparedPrompt
 from weft.multimodal.items import MediaItem
@@ -42,6 +44,7 @@ COLUMNS = [
     (HYBRID_MOE, "FULL_AND_PIECEWISE", "in turn", "finish_only"),
 ]
 """Model, graph mode, overlap, checkpoint policy."""
+DRAFTING = [(VL, "FULL", "in turn", "exact"), (HYBRID, "FULL_AND_PIECEWISE", "overlap", "exact")]
 ON_TWO_RANKS = [(VL, "FULL", "overlap", "exact"), (HYBRID_MOE, "NONE", "in turn", "exact")]
 CASES = [
     ("cold", "prefill", 3), ("cold", "mixed", 1), ("cold", "decode", 0),
@@ -126,6 +129,15 @@ def sharded_engine(request: pytest.FixtureRequest, references: dict[str, Referen
         yield engine
 
 
+@pytest.fixture(scope="module", params=DRAFTING, ids=lambda p: "-".join(p))
+def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with open_column(request.param, references, speculative_config=drafts) as engine:
+        install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
+        yield engine
+        assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
+
+
 @contextmanager
 def open_column(
     column: tuple[str, str, str, str], references: dict[str, Reference], **more: Any
@@ -150,3 +162,8 @@ def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: st
 @pytest.mark.parametrize(("path", "phase", "prompt"), (*CASES[::4], CASES[-1]))
 def test_tokens_of_two_ranks(sharded_engine: Poisoned, path: str, phase: str, prompt: int) -> None:
     check(sharded_engine, path, phase, prompt)
+
+
+@pytest.mark.parametrize(("path", "prompt"), [("cold", 3), ("hit", 2), ("branch hit", 1)])
+def test_tokens_with_drafts(drafting_engine: Poisoned, path: str, prompt: int) -> None:
+    check_drafts(drafting_engine, path, prompt)

@@ -84,13 +84,8 @@ def test_a_tower_runs_where_there_is_one(tmp_path: Path) -> None:
     assert (config.max_num_encoder_input_tokens, config.encoder_cache_size) == (500, 32768)
     alone = settings(folder, language_model_only=True)
     assert not alone.model_config.runs_vision and alone.encoder_cache_size is None
-    assert settings(folder, tensor_parallel_size=2).model_config.runs_vision
-    for given in ({"speculative_config": {"method": "ngram"}},):
-        text = settings(folder, **given)
-        assert text.language_model_only and not text.model_config.runs_vision
-        assert next(iter(given)) in text.reasons["language_model_only"]
-        with pytest.raises(ConfigError, match=f"language_model_only=False: .*{next(iter(given))}"):
-            settings(folder, language_model_only=False, **given)
+    for given in ({"tensor_parallel_size": 2}, {"speculative_config": {"method": "ngram"}}):
+        assert settings(folder, **given).model_config.runs_vision
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,14 @@ class ReferenceHead(nn.Module):
     @torch.no_grad()
     def forward(self, next_ids: list[int], hidden: Tensor) -> Tensor:
         """``[n]`` tokens and ``[n, hidden]`` states of the tokens before them -> ``[n, hidden]``."""
-        text = self._text[0]
-        embedded = text.embed_tokens(torch.tensor(next_ids))
+        return self.run(self._text[0].embed_tokens(torch.tensor(next_ids)), hidden, torch.arange(len(next_ids))[None])
+
+    @torch.no_grad()
+    def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """``[n, hidden]`` embedded tokens and states, and rotary positions ``[..., 1, n]`` -> ``[n, hidden]``."""
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))[None]
-        positions = torch.arange(x.shape[1])[None]
         mask = torch.full((1, 1, x.shape[1], x.shape[1]), -math.inf, dtype=x.dtype).triu(1)
-        rotary = text.rotary_emb(x, positions)
+        rotary = self._text[0].rotary_emb(x, positions)
         return self.norm(self.layers[0](x, position_embeddings=rotary, attention_mask=mask))[0]
 
     @torch.no_grad()

@@ -148,8 +148,8 @@ class EngineConfig:
     )  # fmt: skip
     # images
     language_model_only: bool = _option(
-        "bool", None, "leave out the checkpoint's vision tower and refuse images; default: where it has none, and "
-        "with drafts",
+        "bool", None, "leave out the checkpoint's vision tower and refuse images; default: where it has none, or "
+        "Pillow is missing",
     )  # fmt: skip
     limit_mm_per_prompt: MediaLimits = _option(
         "json", MediaLimits(), """most images and videos of a prompt, for example '{"image": 4, "video": 0}'; """

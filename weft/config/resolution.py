@@ -77,6 +77,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     _choose_context(values, reasons, model)
     _choose_batch_limits(values, reasons)
     model = choose_vision(values, reasons, model)
+    plain = plain.with_vision() if model.runs_vision else plain
     _choose_graphs(values, reasons, model)
     choose_encoder_graphs(values, reasons, model)
     _choose_piece_sizes(values, reasons)

@@ -50,8 +50,6 @@ def _why_not(values: dict[str, Any], model: ModelConfig) -> str:
     """Why no tower can run; empty if it can."""
     if model.vision is None:
         return "the checkpoint has no vision tower"
-    if values["speculative_config"] is not None:
-        return "images do not run with speculative_config"
     if find_spec("PIL") is None:
         return "images need Pillow, which is not installed: pip install 'weft[images]'"
     return ""

@@ -76,7 +76,8 @@ class MtpDrafter:
     def __init__(self, model: CausalLM, max_model_len: int) -> None:
         self._model, self._max_model_len = model, max_model_len
         self._head = model.get_submodule("mtp")
-        self._last_id = model.model.embed_tokens.vocab_size - 1
+        embedding = model.model.embed_tokens
+        self._last_id = embedding.vocab_size + len(embedding.media_rows) - 1
 
     def draft(self, inputs: DraftInputs, num_drafts: int) -> Tensor:
         """``[N, num_drafts]`` int64, within the forward context of the step. The pages of each sequence reach
@@ -106,8 +107,11 @@ class MtpDrafter:
         page_size = get_forward_context().caches[f"{MTP_LAYER}.self_attn"]["k"].shape[1]
         page_table = batch.page_table[inputs.sequences]
         longest = min(self._max_model_len, page_table.shape[1] * page_size)
+        # With images in the prompt a token's rotary position is not its place in the sequence.
         positions = (batch.positions[inputs.last] + ahead).clamp(max=longest - 1)
-        pages = page_table.gather(1, (positions // page_size)[:, None])[:, 0].long()
+        behind = batch.cu_seqlens_q[1:][inputs.sequences] - 1 - inputs.last
+        places = (batch.seq_lens[inputs.sequences] - 1 - behind + ahead).clamp(min=0, max=longest - 1)
+        pages = page_table.gather(1, (places // page_size)[:, None])[:, 0].long()
         return replace(
             batch,
             num_tokens=count,
@@ -116,9 +120,9 @@ class MtpDrafter:
             max_query_len=1,
             max_seq_len=min(batch.max_seq_len + ahead, longest),
             positions=positions,
-            slot_mapping=pages * page_size + positions % page_size,
+            slot_mapping=pages * page_size + places % page_size,
             cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
-            seq_lens=(positions + 1).int(),
+            seq_lens=(places + 1).int(),
             page_table=page_table,
             state_slots=batch.state_slots[inputs.sequences],
             chunks={},

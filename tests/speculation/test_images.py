@@ -1,0 +1,63 @@
+"""Drafts of the model's own head behind prompts with images: the reference's, where it has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.media import HYBRID, Engine, Prompt, assert_reference, overrides, reference_inputs
+from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
+from weft.multimodal.items import MediaItem
+
+NUM_DRAFTS = 3
+PROMPTS = [
+    Prompt().text(5).image(8, 8, 1).text(7),
+    Prompt().text(12),
+    Prompt().text(3).image(2, 10, 3).image(6, 4, 4).text(2).video(3, 2, 4, 5).text(3),
+]
+
+
+@torch.no_grad()
+def drafts_of(head: ReferenceHead, tokens: list[int], media: list[MediaItem]) -> list[int]:
+    """Greedy drafts for what follows ``tokens``, of which the model has computed all but the last."""
+    model, text = head._model[0], head._text[0]
+    caught: dict[str, Any] = {}
+    hook = text.register_forward_pre_hook(lambda module, args, given: caught.update(given), with_kwargs=True)
+    hidden = model.model(**reference_inputs(model, tokens, media)).last_hidden_state[0, :-1]
+    hook.remove()
+    embedded, positions, found = caught["inputs_embeds"][0, 1:], caught["position_ids"][-3:, :, :-1], []
+    for _ in range(NUM_DRAFTS):
+        left = head.run(embedded, hidden, positions)[-1]
+        found.append(int(model.lm_head(left).argmax()))
+        embedded = torch.cat([embedded, text.embed_tokens(torch.tensor(found[-1:]))])
+        hidden, positions = torch.cat([hidden, left[None]]), torch.cat([positions, positions[..., -1:] + 1], dim=-1)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_drafts_are_the_references(mode: str, tmp_path: Path) -> None:
+    folder, head = make_mtp_checkpoint(HYBRID, tmp_path, **overrides(HYBRID))
+    drafts = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    settings: dict[str, Any] = {"cuda_graph_mode": mode, "speculative_config": drafts, "page_size": 4}
+    if mode == "FULL":
+        settings["piecewise_cuda_graph_tokens"] = [64]
+    engine = Engine(folder, max_num_seqs=3, max_model_len=100, cpu_cache_gib=0.05, **settings)
+    requests = [engine.request(prompt, 14) for prompt in PROMPTS]
+    for request in requests:
+        engine.core.add(request)
+    compared = 0
+    while not all(request.is_finished for request in requests):
+        engine.core.step()
+        for prompt, request in zip(PROMPTS, requests, strict=True):
+            room = min(NUM_DRAFTS, 14 - len(request.output_token_ids)) if len(request.output_token_ids) > 1 else 1
+            if request.draft_token_ids and room > 0:
+                known = request.known_token_ids
+                want = drafts_of(head, known, prompt.media) if prompt.media else head.drafts(known, NUM_DRAFTS)
+                assert request.draft_token_ids[:room] == want[:room]
+                compared += 1
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        assert_reference(head._model[0], prompt, request)
+    assert compared > 20 and engine.core.stats().spec_decode_num_drafts > 20
