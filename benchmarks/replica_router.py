@@ -3,7 +3,8 @@
 Usage: ``python -m benchmarks.replica_router [--repeats 15] [--json FILE]``. No model, no processes.
 
 1. Processor time of one request at the router (choosing, and noting its end), with 4 replicas that tell 2,000 prefixes
-   each: for prompts of several lengths, half of each cached somewhere, and for the prompts of W5 in order.
+   each: for prompts of several lengths, new ones and such of which half is cached somewhere, and for the prompts of W5
+   in order.
 2. The conversations of W5 (16 conversations x 8 turns, one request at a time, conversation after conversation) on four
    caches without a model: prompt tokens reused by one cache, through the router, and round robin. Sixteen conversations
    in turn on four replicas meet their own replica again by accident, so round robin is also measured with another
@@ -29,7 +30,7 @@ from weft.cache.replay import ReplayCounts, replay_request
 from weft.cache.spec import CacheSpec
 from weft.config import resolve
 from weft.config.cpu import cpu_name
-from weft.engine.prefix_hashes import STEP, prefix_hashes, reusable_prefixes
+from weft.engine.prefix_hashes import chunks_of_hashes, passing, reusable_prefixes
 from weft.engine.router import Router
 
 MODEL = Path(__file__).parent / "configs" / "qwen3-next-12l"
@@ -38,16 +39,22 @@ NUM_TOLD = 2000
 LENGTHS = (100, 1000, 4000, 16_000)
 
 
-def overhead(length: int, repeats: int) -> dict[str, Any]:
-    """Microseconds of processor time per request of ``length`` prompt tokens."""
+def overhead(length: int, share: float, repeats: int) -> dict[str, Any]:
+    """Microseconds of processor time per request of ``length`` prompt tokens, a ``share`` of which is cached."""
     rng = random.Random(length)
     router = Router(NUM_REPLICAS, max_num_seqs=256)
     prompts = [[rng.randrange(150_000) for _ in range(length)] for _ in range(32)]
     for index in range(NUM_REPLICAS):
         router.up(index)
-        known = [value for p in prompts[index::NUM_REPLICAS] for value in prefix_hashes(p)[: length // 2 // STEP][-1:]]
+        known = [value for p in prompts[index::NUM_REPLICAS] for value in told_of(p[: int(share * length)])]
         router.refresh(index, known + [rng.getrandbits(64) for _ in range(NUM_TOLD - len(known))])
-    return {"prompt_len": length} | timed(router, prompts, repeats)
+    return {"prompt_len": length, "cached_share": share} | timed(router, prompts, repeats)
+
+
+def told_of(tokens: list[int]) -> list[int]:
+    """What a tree with recurrent states tells of one prompt."""
+    chunks = [hashes for hashes in chunks_of_hashes(tokens) if hashes]
+    return [passing(hashes[-1]) for hashes in chunks[:-1]] + [hashes[-1] for hashes in chunks[-1:]]
 
 
 def overhead_w5(repeats: int) -> dict[str, Any]:
@@ -70,6 +77,8 @@ def overhead_w5(repeats: int) -> dict[str, Any]:
 def timed(router: Router, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
     times = []
     for _ in range(repeats):
+        for replica in router.replicas:
+            replica.sent.clear()
         began = time.process_time()
         for prompt in prompts:
             router.ended(router.choose(prompt))
@@ -139,7 +148,7 @@ def main() -> None:
         | {
             "num_replicas": NUM_REPLICAS,
             "num_told_prefixes": NUM_TOLD,
-            "router_overhead": [overhead(length, args.repeats) for length in LENGTHS],
+            "router_overhead": [overhead(n, share, args.repeats) for share in (0.0, 0.5) for n in LENGTHS],
             "router_overhead_w5": overhead_w5(args.repeats),
             "w5_conversations": conversations(),
         }

@@ -210,7 +210,10 @@ def router_table() -> Table:
     name = "replica-router-cpu"
     found = read(name)
     w5 = found["router_overhead_w5"]
-    rows = [[f"{row['prompt_len']:,} tokens", row] for row in found["router_overhead"]]
+    what = {0.0: "new", 0.5: "half of them cached"}
+    rows = [
+        [f"{row['prompt_len']:,} tokens, {what[row['cached_share']]}", row] for row in found["router_overhead"]
+    ]
     rows.append([f"W5: {w5['prompts']} prompts of {w5['least_len']} to {w5['most_len']:,} tokens", w5])
     times = [[what, shown(row["us_per_request"]), shown(row["us_least"])] for what, row in rows]
     times[-1].append(goal(w5["us_per_request"], 100))

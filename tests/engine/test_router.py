@@ -13,7 +13,7 @@ from tests.specs import make_spec
 from weft.bench.prefix_workloads import make_workload
 from weft.cache.manager import Manager
 from weft.cache.replay import ReplayCounts, replay_request
-from weft.engine.prefix_hashes import STEP, prefix_hashes, reusable_prefixes
+from weft.engine.prefix_hashes import CHUNK, STEP, chunks_of_hashes, prefix_hashes, reusable_prefixes
 from weft.engine.router import FULL_TOKENS, LOAD_TOKENS, RECENT_S, NoReplicaError, Router
 
 
@@ -72,6 +72,29 @@ def test_a_state_counts_up_to_the_last_whole_step_before_it_also_where_that_is_i
         replay_request(manager, [*shared, *prompt(seed, 10)], 305)
     told = reusable_prefixes(manager.tree, needs_state=True)
     assert told == [prefix_hashes(shared)[300 // STEP - 1]], "one prefix, of three states"
+
+
+def test_hashing_in_chunks_changes_no_hash() -> None:
+    tokens = prompt(1, 3 * CHUNK + 100)
+    chunks = list(chunks_of_hashes(tokens, "s"))
+    assert [len(chunk) for chunk in chunks] == [CHUNK // STEP] * 3 + [1]
+    assert [value for chunk in chunks for value in chunk] == prefix_hashes(tokens, "s")
+    assert prefix_hashes([*tokens[:-1], -7]) == prefix_hashes(tokens), "not a whole step"
+    assert prefix_hashes([*tokens[:1500], -7])[: 1500 // STEP] == prefix_hashes(tokens)[: 1500 // STEP]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_hashing_ends_where_nobody_knows_more(hybrid: bool) -> None:
+    """A replica's cache far into a prompt is found all the same; of a prompt that nobody has little is hashed."""
+    manager, long = make_manager(hybrid), prompt(1, 7000)
+    replay_request(manager, [*long, 5], len(long))
+    router, _ = make_router(2)
+    router.refresh(1, reusable_prefixes(manager.tree, needs_state=hybrid))
+    assert len(router._hashes([*long, *prompt(2, 9000)], None, [0, 1])) * STEP == 7 * CHUNK
+    assert router.choose([*long, *prompt(2, 9000)]) == 1
+    assert len(router._hashes(prompt(3, 9000), None, [0, 1])) * STEP == CHUNK
+    first = router.choose(prompt(3, 9000))
+    assert first == 0 and router.choose([*prompt(3, 9000), *prompt(4, 50)]) == 0, "it was sent there just now"
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------

@@ -6,12 +6,19 @@ Prefixes are told and looked up in whole ``STEP`` tokens: what can be reused up 
 multiple before it. The hash of ``n`` tokens is ``seed + sum (token_i + 1) * B**i`` modulo 2**64: all prefixes of a
 prompt in one pass, and a tree's nodes from their parents'. It is a hint, not a proof: a collision, or a prompt that
 leaves another one between two multiples, costs a worse choice of replica.
+
+Hashing takes most of a router's time, so it goes in chunks and ends where nobody knows more. With recurrent states a
+request can start from few prefixes only; that a tree goes on beyond a chunk's end is then told as the hash up to there
+with other bits (``passing``).
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +27,46 @@ from weft.cache.radix_tree import Node, RadixTree, Tokens
 
 STEP = 64
 
+CHUNK = 1024
+"""Tokens that are hashed at a time."""
+
 MAX_TOLD = 8192
 """Prefixes that one replica tells; the ones used latest."""
 
 _BASE = 0x9E3779B97F4A7C15
+_PASSING = 0x5555555555555555
 _powers = np.ones(1, dtype=np.uint64)
 
 
 def prefix_hashes(token_ids: list[int], salt: str | None = None) -> list[int]:
     """``hashes[n - 1]`` is that of the first ``n * STEP`` tokens. Only ids of images are negative."""
-    tokens: Tokens | NDArray[np.uint32]
-    try:
-        tokens = np.frombuffer(array("I", token_ids), dtype=np.uint32)
-    except OverflowError:
-        tokens = np.frombuffer(array("q", token_ids), dtype=np.int64)
-    tokens = tokens[: len(token_ids) // STEP * STEP]
-    sums = _terms(0, tokens).reshape(-1, STEP).sum(axis=1)
-    hashes: list[int] = (np.add.accumulate(sums) + np.uint64(_seed(salt))).tolist()
-    return hashes
+    return list(chain.from_iterable(chunks_of_hashes(token_ids, salt)))
+
+
+def chunks_of_hashes(token_ids: list[int], salt: str | None = None) -> Iterator[list[int]]:
+    """``prefix_hashes``, those of ``CHUNK`` tokens at a time; nothing is hashed before it is asked for."""
+    before = _seed(salt)
+    for start in range(0, len(token_ids) // STEP * STEP, CHUNK):
+        chunk = token_ids[start : start + CHUNK]
+        tokens: NDArray[Any]
+        try:
+            tokens = np.frombuffer(array("I", chunk), dtype=np.uint32)
+        except OverflowError:
+            tokens = np.frombuffer(array("q", chunk), dtype=np.int64)
+        sums = _terms(start, tokens[: len(chunk) // STEP * STEP]).reshape(-1, STEP).sum(axis=1)
+        hashes: list[int] = (np.add.accumulate(sums) + np.uint64(before)).tolist()
+        yield hashes
+        before = hashes[-1]
+
+
+def passing(value: int) -> int:
+    """What is told where a tree goes on beyond a chunk's end, whose hash is ``value``, without a request being able to
+    start there."""
+    return value ^ _PASSING
 
 
 def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
-    """Hashes of the prefixes in ``tree`` that a request could start from, the ones used latest first.
+    """Hashes of the prefixes in ``tree`` that a request could start from, and what it passes by, used latest first.
 
     Args:
         needs_state: only those for which a recurrent state is kept.
@@ -55,6 +80,8 @@ def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
             inside = position - node.start
             value = int(hashes[inside - 1]) if inside > 0 else at_step
             found[value] = max(last_used, found.get(value, 0))
+        for position in range(node.start // CHUNK * CHUNK + CHUNK, node.end + 1, CHUNK) if needs_state else ():
+            found[passing(int(hashes[position - node.start - 1]))] = node.last_used
         last = node.end // STEP * STEP - node.start
         at_end = int(hashes[-1]) if len(hashes) else before
         stack += [(c, at_end, int(hashes[last - 1]) if last > 0 else at_step) for c in node.children.values()]

@@ -178,7 +178,8 @@ class ReplicaSet:
 
     def _route(self, message: RequestSpec) -> None:
         try:
-            keys = cache_token_ids(message.prompt_token_ids, message.media)
+            prompt = message.prompt_token_ids
+            keys = cache_token_ids(prompt, message.media) if message.media else prompt
             index = self._router.choose(keys, message.cache_salt)
         except NoReplicaError:
             self._tell([wire.Update(message.request_id, [], finish_reason="error")])

@@ -8,7 +8,8 @@ completion that it has open; once it has as many as it can run, the prompt would
 and ``FULL_TOKENS`` more. So a conversation stays where its cache is until that replica is much busier than another.
 
 What a replica has cached it tells itself from time to time (``refresh``). Until it does, what was sent to it counts as
-cached there: the turns of a conversation, and prompts with one system prompt that come together, find each other.
+cached there, up to the first chunk of tokens that was new: the turns of a conversation, and prompts with one system
+prompt that come together, find each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from weft.engine.prefix_hashes import STEP, prefix_hashes
+from weft.engine.prefix_hashes import STEP, chunks_of_hashes, passing
 
 LOAD_TOKENS = 64
 FULL_TOKENS = 4096
@@ -48,6 +49,10 @@ class Replica:
         """Those of the prefixes that it has."""
         return self.told.intersection(hashes) | (self.sent.keys() & hashes)
 
+    def goes_beyond(self, value: int) -> bool:
+        """Whether it may have more than the prefix with this hash, of whole chunks."""
+        return value in self.sent or value in self.told or passing(value) in self.told
+
     def forget_sent(self, now: float) -> None:
         """What was sent long ago counts no more."""
         self.sent_since = now - RECENT_S
@@ -75,7 +80,7 @@ class Router:
         up = [index for index, replica in enumerate(self.replicas) if replica.is_up]
         if not up:
             raise NoReplicaError
-        hashes = prefix_hashes(token_ids, salt)
+        hashes = self._hashes(token_ids, salt, up)
         cached = self._cached(hashes, up)
         chosen = min(up, key=lambda index: (self._cost(index, len(token_ids) - cached[index], len(token_ids)), index))
         replica, now = self.replicas[chosen], self._clock()
@@ -84,6 +89,15 @@ class Router:
             replica.forget_sent(now)
         replica.sent.update(dict.fromkeys(hashes, now))
         return chosen
+
+    def _hashes(self, token_ids: list[int], salt: str | None, up: list[int]) -> list[int]:
+        """Of the prompt's prefixes, up to the end of the first chunk that no replica has whole."""
+        hashes: list[int] = []
+        for chunk in chunks_of_hashes(token_ids, salt):
+            hashes += chunk
+            if not any(self.replicas[index].goes_beyond(chunk[-1]) for index in up):
+                break
+        return hashes
 
     def _cached(self, hashes: list[int], up: list[int]) -> dict[int, int]:
         """Tokens of the prompt that each replica has, as far as is known."""
