@@ -165,6 +165,21 @@ def encoder(core: EngineCore, vision: VisionConfig, side: int) -> list[dict[str,
 
 
 @torch.inference_mode()
+def encoder_kernels(core: EngineCore, vision: VisionConfig, side: int) -> list[dict[str, Any]]:
+    """Where the device's time goes in one image, kernel by kernel."""
+    media = core._executor._runner.media  # type: ignore[attr-defined]
+    grids, device = [(1, side, side)], media.embeddings.device
+    patches = torch.randn(side**2, vision.patch_dim, device=device, dtype=media.embeddings.dtype)
+    media.run_eager(patches, grids)
+    with torch.profiler.profile() as profile:
+        media.run_eager(patches, grids)
+        synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [{"kernel": event.key[:100], "launches": event.count, "us": round(event.self_device_time_total, 1)}
+            for event in events if event.self_device_time_total][:24]  # fmt: skip
+
+
+@torch.inference_mode()
 def attention_backends(vision: VisionConfig, patches: int) -> dict[str, Any]:
     """Device milliseconds of one block's attention under torch's backends, to choose among them."""
     heads, dim = vision.num_heads, vision.hidden_size // vision.num_heads
@@ -233,6 +248,9 @@ def main() -> None:
     print(result["memory"], flush=True)
     result["startup_s"] = core.startup
     result["encoder"] = encoder(core, vision, args.side)
+    result["encoder_kernels"] = encoder_kernels(core, vision, args.side)
+    for row in result["encoder_kernels"]:
+        print(row, flush=True)
     result["attention"] = attention_backends(vision, args.side**2)
     print(result["attention"], flush=True)
     requests = Requests(core, vision, args.side)

@@ -10,10 +10,14 @@ import torch
 from tests.gpu.conftest import compiled_kernels
 from tests.gpu.test_precision import SEEDS, divergence
 from tests.media import HYBRID, HYBRID_MOE, VL, VL_MOE, Engine, Prompt, make_vision_checkpoint, reference_logits
+from weft.layers.context import ModelContext
+from weft.layers.table import LayerTable
+from weft.layers.vision import VisionLinear
 from weft.messages import TokenLogprobs
 from weft.ops.backend import Backend
 from weft.ops.media_features import add_media_features
 from weft.ops.vision_attention import frame_attention, rotate_patches
+from weft.parallel.tensor_parallel import SingleRank
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +42,18 @@ def test_tower_operations(heads: int, head_dim: int, dtype: torch.dtype) -> None
     attended = frame_attention(got, [64, 64, 22])
     exact = frame_attention(got.double(), [64, 64, 22])
     torch.testing.assert_close(attended.double(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+
+
+@torch.inference_mode()
+def test_activation_in_the_product() -> None:
+    """The matrix library's own GELU is the tanh form."""
+    context = ModelContext(torch.bfloat16, torch.device("cuda"), SingleRank(), Backend.TRITON, LayerTable(), 16)
+    layer, x = VisionLinear(1024, 4096, context), torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.05)
+    product = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    want = torch.nn.functional.gelu(product, approximate="tanh")
+    torch.testing.assert_close(layer.activated(x, "gelu_pytorch_tanh").double(), want, atol=5e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

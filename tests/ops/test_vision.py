@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
+from weft.ops.layer_norm import add_layer_norm
 from weft.ops.media_features import add_media_features
 from weft.ops.vision_attention import bounded_attention, frame_attention, rotate_patches
 
@@ -47,6 +48,17 @@ def test_bounds_on_the_device(lengths: list[int], padding: int, head_dim: int) -
         got = bounded_attention(qkv, bounds, backend=backend)
         assert got.isfinite().all()
         torch.testing.assert_close(got[:total], want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [24, 64])
+def test_sum_and_norm(size: int) -> None:
+    x, y = torch.randn(5, size, device=DEVICE), 3 + torch.randn(5, size, device=DEVICE)
+    weight, bias = torch.randn(size, device=DEVICE), torch.randn(size, device=DEVICE)
+    want = torch.nn.functional.layer_norm((x + y).double(), (size,), weight.double(), bias.double(), 1e-6)
+    for backend in Backend:
+        total, normed = add_layer_norm(x, y, weight, bias, 1e-6, backend=backend)
+        assert torch.equal(total, x + y)
+        torch.testing.assert_close(normed.double(), want, atol=1e-5, rtol=1e-5)
 
 
 def test_features_are_added_to_the_tokens_that_have_some() -> None:

@@ -1,16 +1,18 @@
 """Layers of vision towers: plain linear maps and layer norms with bias, whole on every rank, in the model's dtype.
 
-Job: hold parameters under their published names. Does not know: images, towers. They call torch alone, since a tower
-meets any number of patches and a Triton kernel would be compiled while serving.
+Job: hold parameters under their published names. Does not know: images, towers. A tower meets any number of patches:
+what is no operation of torch is a kernel that is compiled once for all of them.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, WeightModule, empty_parameter, uniform_range, whole
+from weft.ops.layer_norm import add_layer_norm
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -39,6 +41,13 @@ class VisionLinear(WeightModule):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.view(-1, self._in_features), self.bias)
 
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """``forward``, and then an activation; in one product where the matrix library does both."""
+        weight = self.weight.view(-1, self._in_features)
+        if x.is_cuda and x.dtype.itemsize == 2 and activation == "gelu_pytorch_tanh":
+            return torch._addmm_activation(self.bias, x, weight.t(), use_gelu=True)  # on CUDA the tanh form
+        return ACTIVATIONS[activation](F.linear(x, weight, self.bias))
+
     def layouts(self) -> tuple[Layout, ...]:
         return ({"weight": whole(self.weight), "bias": whole(self.bias)},)
 
@@ -53,8 +62,13 @@ class VisionLayerNorm(WeightModule):
 
     def __init__(self, size: int, context: ModelContext) -> None:
         super().__init__()
+        self._backend = context.backend
         self.weight = empty_parameter(size, dtype=context.dtype, device=context.device)
         self.bias = empty_parameter(size, dtype=context.dtype, device=context.device)
+
+    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + y`` and its norm."""
+        return add_layer_norm(x, y, self.weight, self.bias, self.EPS, backend=self._backend)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.EPS)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from weft.config.vision import VisionConfig
 from weft.layers.context import ModelContext
-from weft.layers.vision import ACTIVATIONS, PositionGrid, VisionLayerNorm, VisionLinear
+from weft.layers.vision import PositionGrid, VisionLayerNorm, VisionLinear
 from weft.ops.vision_attention import bounded_attention, frame_attention, rotate_patches
 
 Grid = tuple[int, int, int]
@@ -50,16 +50,16 @@ class VisionMlp(nn.Module):
 
     def __init__(self, config: VisionConfig, context: ModelContext) -> None:
         super().__init__()
-        self._activation = ACTIVATIONS[config.activation]
+        self._activation = config.activation
         self.linear_fc1 = VisionLinear(config.hidden_size, config.intermediate_size, context)
         self.linear_fc2 = VisionLinear(config.intermediate_size, config.hidden_size, context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(self._activation(self.linear_fc1(x)))
+        return self.linear_fc2(self.linear_fc1.activated(x, self._activation))
 
 
 class VisionBlock(nn.Module):
-    """Pre-norm block."""
+    """Pre-norm block: ``x, y`` to ``x, y``, of which the sum is the residual stream."""
 
     def __init__(self, config: VisionConfig, context: ModelContext) -> None:
         super().__init__()
@@ -67,13 +67,15 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config, context)
         self.mlp = VisionMlp(config, context)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos_sin, attend)
-        return x + self.mlp(self.norm2(x))
+    def forward(self, x: Tensor, y: Tensor, cos_sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        x, normed = self.norm1.add(x, y)
+        x, normed = self.norm2.add(x, self.attn(normed, cos_sin, attend))
+        return x, self.mlp(normed)
 
 
 class PatchMerger(nn.Module):
-    """``[N, hidden_size] -> [N / merge_unit, out_hidden_size]``; the norm is of patches, or of merged squares."""
+    """``x, y [N, hidden_size] -> [N / merge_unit, out_hidden_size]``, of their sum; the norm is of patches, or of
+    merged squares."""
 
     def __init__(self, config: VisionConfig, context: ModelContext, *, norm_merged: bool) -> None:
         super().__init__()
@@ -82,9 +84,11 @@ class PatchMerger(nn.Module):
         self.linear_fc1 = VisionLinear(self._merged, self._merged, context)
         self.linear_fc2 = VisionLinear(self._merged, config.out_hidden_size, context)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x.view(-1, self._merged)) if self._norm_merged else self.norm(x).view(-1, self._merged)
-        return self.linear_fc2(ACTIVATIONS["gelu"](self.linear_fc1(x)))
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._norm_merged:
+            x, y = x.view(-1, self._merged), y.view(-1, self._merged)
+        normed = self.norm.add(x, y)[1].view(-1, self._merged)
+        return self.linear_fc2(self.linear_fc1.activated(normed, "gelu"))
 
 
 class PatchEmbedding(nn.Module):
@@ -140,14 +144,14 @@ class VisionTower(nn.Module):
         if lengths is not None:
             attend = partial(frame_attention, lengths=lengths)
         corners, shares = grid_corners(places, isqrt(self.config.num_position_embeddings))
-        x = self.patch_embed(patches.to(self.dtype)) + self.pos_embed(corners, shares).to(self.dtype)
+        x, y = self.patch_embed(patches.to(self.dtype)), self.pos_embed(corners, shares).to(self.dtype)
         cos_sin = self._rotation(places[:, :2])
         features: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            x = block(x, cos_sin, attend)
+            x, y = block(x, y, cos_sin, attend)
             if index in self.config.deepstack_indexes:
-                features.append(self.deepstack_merger_list[len(features)](x))
-        return torch.stack([self.merger(x), *features], dim=1)
+                features.append(self.deepstack_merger_list[len(features)](x, y))
+        return torch.stack([self.merger(x, y), *features], dim=1)
 
     def _rotation(self, places: Tensor) -> Tensor:
         """``[N, 2]`` rows and columns -> ``[N, head_dim]``: cosines, then sines; a half of each turns by the row."""

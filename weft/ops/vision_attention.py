@@ -53,16 +53,15 @@ def frame_attention(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
     Returns:
         ``[N, heads * D]``.
     """
-    out = torch.empty_like(qkv[:, 0])
+    parts = []
     start = 0
     for length, same in groupby(lengths):
         count = len(list(same))
         frames = qkv[start : start + count * length].unflatten(0, (count, length))
         q, k, v = (frames[:, :, i].transpose(1, 2) for i in range(3))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        out[start : start + count * length] = attended.flatten(0, 1)
+        parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
         start += count * length
-    return out.flatten(1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def bounded_attention_reference(qkv: Tensor, bounds: Tensor) -> Tensor:
