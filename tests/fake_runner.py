@@ -8,8 +8,10 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 
@@ -54,12 +56,24 @@ def accepted(drafts: list[int], sampled: list[int]) -> list[int]:
 
 @dataclass
 class FakeRow:
+    """``drafts``, ``num_rejected``: what the row's last verification leaves on the device."""
+
     new: NewRequest
     pages: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    num_rejected: int = 0
 
 
 class FakeRunner:
-    """Runs steps in order; results may be collected later."""
+    """Runs steps in order; results may be collected later.
+
+    Attributes:
+        drafter: from the tokens of a sequence to the drafts that the model's own head makes; None: there is no head.
+        num_followed: sequences' steps that followed one whose results the host did not know.
+    """
+
+    drafter: Callable[[list[int]], list[int]] | None = None
+    num_followed = 0
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int, hybrid: bool = True) -> None:
         self.page_size = page_size
@@ -87,8 +101,8 @@ class FakeRunner:
         for source, target in orders.state_forks:
             self.states[target] = self.states[source]
         seen_decode_end = False
-        rows, tokens = [], []
-        for order in orders.requests:
+        rows, tokens, drafts = [], [], {}
+        for order in map(self._moved, orders.requests):
             is_decode = order.num_tokens == 1 and order.start > 0 and not order.checkpoints
             assert not (is_decode and seen_decode_end), "decodes must come first"
             seen_decode_end |= not is_decode
@@ -97,9 +111,34 @@ class FakeRunner:
                 counted = accepted(order.draft_token_ids, sampled)
                 rows += [order.row] * len(counted)
                 tokens += counted
+                if self.drafter is not None:
+                    drafts[order.row] = self._draft(order, counted)
         for row, token in zip(rows, tokens, strict=True):
             self.last_token[row] = token
-        return ModelOutput(orders.step, rows, tokens)
+        return ModelOutput(orders.step, rows, tokens, draft_token_ids=drafts)
+
+    def _draft(self, order: ScheduledRequest, counted: list[int]) -> list[int]:
+        """Drafts for the next step of a row."""
+        assert self.drafter is not None
+        row, count = self.rows[order.row], len(order.draft_token_ids)
+        row.num_rejected = count + 1 - len(counted)
+        row.drafts = self.drafter(self._cached(row, order.start + order.num_tokens - row.num_rejected) + counted[-1:])
+        return row.drafts
+
+    def _moved(self, order: ScheduledRequest) -> ScheduledRequest:
+        """The order with what only the device knows: where the step begins, its drafts, and the slot that it reads,
+        whose state is put where an order has it."""
+        if not order.follows:
+            return order
+        self.num_followed += 1
+        row, count = self.rows[order.row], len(order.draft_token_ids)
+        assert len(row.drafts) >= count, "there are fewer drafts than the step verifies"
+        slots = [*(slot for _, slot in order.checkpoints), order.state_slot]
+        start = order.start - row.num_rejected
+        if self.hybrid:
+            self.states[order.state_slot] = self.states[slots[count - row.num_rejected]]
+        checkpoints = [(start + 1 + i, slot) for i, slot in enumerate(slots[:-1])]
+        return replace(order, start=start, draft_token_ids=row.drafts[:count], checkpoints=checkpoints)
 
     def _run_one(self, order: ScheduledRequest) -> list[int]:
         """What is sampled: one token, or one after the last token and after every draft."""

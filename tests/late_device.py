@@ -51,12 +51,13 @@ class LateDevice:
         self._launch, self._result = executor.launch, executor.result
         self._waiting: deque[tuple[SchedulerOutput, tuple[Any, ...]]] = deque()
         self._num_run = 0
-        self.num_late = 0
+        self.num_late = self.num_followed = 0
         executor.launch, executor.result = self.launch, self.result  # type: ignore[method-assign]
 
     def launch(self, scheduler_output: SchedulerOutput, *arguments: Any) -> None:
         self._run_some()
         self._waiting.append((scheduler_output, arguments))
+        self.num_followed += any(request.follows for request in scheduler_output.requests)
         self._run_some()
 
     def result(self) -> ModelOutput:

@@ -40,6 +40,14 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     grammar: str | None = None
 
+    @property
+    def edits_logits(self) -> bool:
+        """True if logits change before sampling, by more than temperature, top-k, top-p and min-p: only then do the
+        tokens before a position matter to it. Grammars come on top."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        listed = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return bool(penalties or listed or self.min_tokens)
+
 
 class NewRequest(msgspec.Struct, frozen=True):
     """A request enters (or, after a preemption, re-enters) the runner's tables at ``row``.
@@ -84,6 +92,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
             again for the recurrent states only, but must not be written.
         draft_token_ids: the last tokens of the step, a guess at what will be sampled. A token is sampled after each of
             them too, and they are accepted as far as they are what was sampled.
+        follows: the step verifies drafts, and was scheduled before it was known how many drafts the row's last step
+            rejected: so many tokens earlier it starts, and all its positions are. Its tokens (``draft_token_ids`` only
+            says how many) and the slot that it reads are what that step left on the device.
         media: ``(position, tokens, row)``: these tokens, from this position on, take their embeddings from the encoder
             cache, from this row on. Ascending, within the step.
     """
@@ -98,6 +109,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     write_start: int = 0
     draft_token_ids: list[int] = []
     media: list[tuple[int, int, int]] = []
+    follows: bool = False
 
     @property
     def num_samples(self) -> int:

@@ -169,6 +169,11 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         return self.sampling.grammar is not None or bool(self.logits_processors)
 
     @property
+    def needs_tokens_on_host(self) -> bool:
+        """True if a step of it can be prepared only when all tokens before it are known on the host."""
+        return self.samples_by_history or self.sampling.edits_logits
+
+    @property
     def will_be_full(self) -> bool:
         """True if the tokens out and on their way already reach ``max_tokens``: no further step may be launched."""
         return len(self.output_token_ids) + self.num_pending >= self.max_tokens

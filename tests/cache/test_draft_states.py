@@ -53,7 +53,7 @@ def test_random_steps_lose_no_slot(policy: str, seed: int) -> None:
         if count:
             accepted = rng.randint(0, count)
             reached = dict([*pairs[:count], (start + 1 + count, lease.state_slot)])
-            manager.settle(lease, start + 1 + accepted)
+            manager.settle(lease, count, accepted)
             assert lease.state_slot == reached[start + 1 + accepted]
             tokens += [rng.randrange(9) for _ in range(accepted)]
         tokens.append(1)

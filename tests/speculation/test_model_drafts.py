@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import assert_idle
+from tests.late_device import LateDevice
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from tests.speculation.conftest import Case
 from tests.test_x_matrix import runner_of
@@ -36,16 +37,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Referenc
     return make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path_factory.mktemp("mtp"))
 
 
-@pytest.fixture(scope="module", params=["NONE", "FULL", "FULL_AND_PIECEWISE"])
+MODES = {
+    "NONE, overlap": ("NONE", True),
+    "FULL, overlap": ("FULL", True),
+    "FULL_AND_PIECEWISE": ("FULL_AND_PIECEWISE", False),
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
 def engines(request: pytest.FixtureRequest, checkpoint: tuple[Path, ReferenceHead]) -> Iterator[Engines]:
     folder, reference = checkpoint
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
-    modes = {"cuda_graph_mode": request.param}
-    with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), **SETTINGS, **modes, speculative_config=config) as mtp:
+    mode, overlap = MODES[request.param]
+    modes: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap, "speculative_config": config}
+    with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), **SETTINGS, **modes) as mtp:
+        device = LateDevice(mtp) if overlap else None
         yield plain, mtp, reference
         assert mtp.stats().spec_decode_num_drafts
         graphs = runner_of(mtp).graphs.verify
-        assert graphs is None if request.param == "NONE" else graphs is not None and graphs.counters.replays
+        assert graphs is None if mode == "NONE" else graphs is not None and graphs.counters.replays
+        assert device is None or device.num_followed > 10
         assert_idle(mtp)
 
 

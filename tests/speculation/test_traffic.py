@@ -10,5 +10,5 @@ def test_random_traffic() -> None:
     for episode in episodes:
         episode.run()
     found = figures(episodes, [])
-    counted = ("aborted", "preemptions", "cached_prompt_tokens", "accepted_drafts")
+    counted = ("aborted", "preemptions", "cached_prompt_tokens", "followed", "accepted_drafts")
     assert all(found[name] for name in counted) and found["accepted_drafts"] < found["verified_drafts"], found

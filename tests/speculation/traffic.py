@@ -24,7 +24,7 @@ from tests.fake_runner import VOCAB, oracle
 from tests.scheduler.test_scheduler import PAGE, Rig, make_request
 from weft import report
 from weft.request import Request
-from weft.speculation.planner import DraftPlanner
+from weft.speculation.planner import DraftPlanner, ModelDrafts
 
 
 @dataclass
@@ -38,6 +38,11 @@ class Drafter:
         tokens = oracle(request.known_token_ids, self.rng.choice([count, self.rng.randint(0, count)]))
         wrong = next((i for i in range(len(tokens)) if self.rng.random() >= self.right), len(tokens))
         return tokens[:wrong] + [self.rng.randrange(VOCAB) for _ in tokens[wrong:]]
+
+    def head(self, tokens: list[int], count: int) -> list[int]:
+        """The same as the model's own head makes them, always ``count``."""
+        drafts = oracle(tokens, count)
+        return [d if self.rng.random() < self.right else self.rng.randrange(VOCAB) for d in drafts]
 
     def forget(self, request_id: str) -> None:
         pass
@@ -71,15 +76,18 @@ class Episode:
             checkpoint_policy=rng.choice(["exact", "exact", "aligned", "finish_only"]),
         )
         limits = rng.choice([(), ((1, self.most), (3, max(1, self.most - 2)))])
-        drafts = DraftPlanner(
-            Drafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0])),
+        drafter, on_device = Drafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0])), rng.random() < 0.5
+        rig.scheduler.drafts = DraftPlanner(
+            ModelDrafts() if on_device else drafter,
             rig.manager,
             self.most,
             lambda n: next((k for limit, k in limits if n <= limit), 0) if limits else self.most,
             self.context,
-            reach=rng.choice([0, self.most - 1]),
+            rng.choice([0, self.most - 1]),
+            on_device,
         )
-        rig.scheduler.drafts = drafts
+        if on_device:
+            rig.runner.drafter = lambda tokens: drafter.head(tokens, self.most)
         self._traffic(depth=rng.randint(0, 1))
         self.stats = rig.scheduler.stats()
         rig.manager.reset()
@@ -139,6 +147,7 @@ def figures(done: list[Episode], failed: list[int]) -> dict[str, Any]:
         "cached_prompt_tokens": sum(e.num_cached for e in done),
         "preemptions": sum(e.stats.num_preemptions for e in ended),
         "verified_drafts": sum(e.stats.spec_decode_num_draft_tokens for e in ended),
+        "followed": sum(e.rig.runner.num_followed for e in ended),
         "accepted_drafts": sum(e.stats.spec_decode_num_accepted_tokens for e in ended),
         "failed_seeds": failed,
     }

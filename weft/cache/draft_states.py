@@ -10,6 +10,9 @@ whose content the step has read, the others into spare slots::
     slot         spare[0]    spare[1]    …   spare[k-1]  working slot
 
 If a drafts are accepted, the slot of position start + 1 + a becomes the working slot, and all others are spare.
+
+The next step may be launched before a is known: it stores into the same slots in the same order, whichever of them it
+reads.
 """
 
 from __future__ import annotations
@@ -23,13 +26,16 @@ class DraftStates:
 
     Attributes:
         spare: slots beside the working slot.
-        stored: ``(position, slot)`` of the states that the last step stored, ascending, until the next step.
+        stored: ``(position, slot)`` of the states that the last step stored, ascending, until the next step; of
+            several unsettled steps the first.
         snapshot: ``(position, slot)`` of a state to be kept if that position turns out to be reached (``aligned``).
+        num_unsettled: launched steps of which it is not known yet how many drafts were accepted.
     """
 
     spare: list[int] = field(default_factory=list)
     stored: list[tuple[int, int]] = field(default_factory=list)
     snapshot: tuple[int, int] | None = None
+    num_unsettled: int = 0
 
     def trim(self, num_drafts: int) -> list[int]:
         """Forget what is stored, and keep spare slots for ``num_drafts`` drafts. Returns the others."""
@@ -43,7 +49,24 @@ class DraftStates:
         before = list(zip(range(start + 1, start + 1 + num_drafts), self.spare, strict=False))
         assert len(before) == num_drafts, "a draft has no slot"
         self.stored = [*before, (start + 1 + num_drafts, state_slot)]
+        self.num_unsettled = 1
         return before
+
+    def follow(self) -> list[int]:
+        """A step is launched before the last one is settled. Returns its slots, in order of positions."""
+        assert self.num_unsettled, "there is no step to follow"
+        self.num_unsettled += 1
+        return [slot for _, slot in self.stored]
+
+    def settle(self, num_accepted: int) -> int:
+        """Of the first unsettled step so many drafts were accepted. Returns the slot of the state after them."""
+        self.num_unsettled -= 1
+        slots = [slot for _, slot in self.stored]
+        position = self.stored[num_accepted][0]
+        slot = self.choose(position)
+        if self.num_unsettled:
+            self.stored = list(zip(range(position + 1, position + 1 + len(slots)), slots, strict=True))
+        return slot
 
     def choose(self, position: int) -> int:
         """The slot of the state after ``position`` tokens, which is the working slot from now on."""

@@ -368,6 +368,20 @@ class Manager:
                 states.snapshot = checkpoints[0]
         return checkpoints
 
+    @property
+    def can_follow(self) -> bool:
+        """Whether a step that verifies drafts can be launched before the last one is settled: not where it has to end
+        at certain positions."""
+        return not (self.checkpoint_policy == "aligned" and self._needs_state and self.enable_prefix_caching)
+
+    def follow_drafts(self, lease: Lease, start: int) -> tuple[list[tuple[int, int]], int]:
+        """The ``(position, slot)`` pairs of a step that follows an unsettled one, if that is accepted wholly up to
+        ``start``, and the slot of the state after its last token."""
+        if not self._needs_state:
+            return [], 0
+        *before, last = lease.drafts.follow()
+        return list(zip(range(start + 1, start + 1 + len(before)), before, strict=True)), last
+
     def _draft_checkpoints(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
         if not self._needs_state:
             return []
@@ -378,14 +392,15 @@ class Manager:
             checkpoints.append((end, slot))
         return checkpoints
 
-    def settle(self, lease: Lease, num_tokens: int) -> None:
-        """The step that verified drafts is done, and of the tokens fed exactly ``num_tokens`` are the sequence's."""
-        assert num_tokens <= lease.num_committed_tokens, "more tokens than were fed"
-        lease.num_committed_tokens = num_tokens
+    def settle(self, lease: Lease, num_drafts: int, num_accepted: int) -> None:
+        """The first unsettled step that verified drafts is done; of its ``num_drafts`` the first ``num_accepted``
+        count."""
+        assert num_accepted <= num_drafts, "more tokens than were fed"
+        lease.num_committed_tokens -= num_drafts - num_accepted
         if lease.drafts.stored:
-            lease.state_slot = lease.drafts.choose(num_tokens)
+            lease.state_slot = lease.drafts.settle(num_accepted)
         snapshot, lease.drafts.snapshot = lease.drafts.snapshot, None
-        if snapshot is not None and snapshot[0] == num_tokens:
+        if snapshot is not None and snapshot[0] == lease.num_committed_tokens:
             self._drop_snapshot(lease)
             lease.checkpoints.snapshot = snapshot
         elif snapshot is not None:
@@ -458,7 +473,7 @@ class Manager:
         """Of an accepted run only what lies within ``num_tokens`` tokens counts, if a state is still there."""
         position = lease.drafts.latest(num_tokens)
         if position is not None:
-            self.settle(lease, position)
+            lease.num_committed_tokens, lease.state_slot = position, lease.drafts.choose(position)
 
     def _forget(self, tokens: Tokens, salt: str | None) -> None:
         """Drop the states of every prefix of ``tokens``, and the KV that no other sequence needs."""

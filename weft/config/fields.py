@@ -243,6 +243,14 @@ class EngineConfig:
         """Most tokens drafted per step and request; 0 without speculative decoding."""
         return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
 
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether a step that verifies drafts can be launched before the one before it is done: the model's own head
+        makes them, and whole steps of them run alike (pieces run drafts as short prefills)."""
+        speculation = self.speculative_config
+        is_own = speculation is not None and speculation.method == "mtp"
+        return is_own and self.enable_overlap and self.cuda_graph_mode != "PIECEWISE"
+
     def num_drafts_at(self, num_seqs: int) -> int:
         """Tokens drafted for each of ``num_seqs`` requests that decode together."""
         return self.speculative_config.drafts_at(num_seqs) if self.speculative_config is not None else 0

@@ -62,9 +62,7 @@ class EngineCore:
             max_num_seqs=self.plan.max_num_seqs,
             max_num_batched_tokens=self.plan.max_num_batched_tokens or config.max_num_batched_tokens,
             policy=config.schedule_policy,
-            drafts=DraftPlanner.of(config.speculative_config, self.manager, self.plan.max_model_len)
-            if config.speculative_config
-            else None,
+            drafts=_make_drafts(config, self.manager, self.plan.max_model_len),
             encoder=_make_encoder(config),
         )
         self._max_in_flight = 1 if config.enable_overlap else 0
@@ -188,6 +186,13 @@ class EngineCore:
         self._in_flight.clear()
         self._grammars.close()
         self._executor.stop()
+
+
+def _make_drafts(config: EngineConfig, manager: Manager, max_model_len: int) -> DraftPlanner | None:
+    """The planner of drafts, if the engine speculates."""
+    if config.speculative_config is None:
+        return None
+    return DraftPlanner.of(config.speculative_config, manager, max_model_len, on_device=config.drafts_on_device)
 
 
 def _make_encoder(config: EngineConfig) -> EncoderCache | None:

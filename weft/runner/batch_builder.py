@@ -22,6 +22,7 @@ from weft.forward_context import Batch, BatchDescriptor, ChunkTable, Mixture, Ve
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import StepBuffers
+from weft.runner.following import following_inputs
 from weft.runner.rows import RowTable
 
 _CHUNK_COLUMNS = ("seq", "start", "length", "checkpoint")
@@ -197,7 +198,7 @@ class BatchBuilder:
         max_num_samples = max_num_seqs * (1 + num_drafts)
         groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
-            (torch.int64, max_num_seqs, ("rows",)),
+            (torch.int64, max_num_seqs, ("rows", "follows")),
             (torch.int64, max_num_samples, ("sample_indices", "sample_rows", "top_k", "seeds", "sample_positions")),
             (torch.float32, max_num_samples, ("temperature", "top_p", "min_p")),
             (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
@@ -235,6 +236,7 @@ class BatchBuilder:
         if query_len:
             slots = [slot for r in requests for slot in self._verify_slots(r)]
             self._host["verify_slots"][: len(slots)] = slots
+            self._host["follows"][: len(requests)] = [r.follows for r in requests]
         elif num_decodes < len(requests):
             starts = layout.bounds.tolist()
             num_chunks = tuple((n, self._fill_chunks(requests, starts, num_decodes, n)) for n in self._chunk_sizes)
@@ -391,6 +393,7 @@ class BatchBuilder:
         host["rows"][count:size] = self._rows.padding_row
         host["state_slots"][count:size] = 0
         host["verify_slots"][count * query_len : size * query_len] = 0
+        host["follows"][count:size] = 0
         host["seq_lens"][count:size] = query_len
         host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1) * query_len
         self.pad_samples(real, size * query_len)
@@ -478,7 +481,10 @@ class BatchBuilder:
             if shape.any_mixture
             else None,
         )
-        return StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
+        inputs = StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
+        if shape.query_len and self._rows.drafts.shape[1]:
+            return following_inputs(inputs, rows, device("follows", shape.num_seqs), self._rows, self.page_size)
+        return inputs
 
     def _verification(self, shape: StepShape) -> Verification:
         slots = self._buffers.device("verify_slots", shape.num_seqs * shape.query_len)

@@ -23,6 +23,7 @@ class RowTable:
 
     Args:
         spatial_merge_size: side of the squares of patches that become one token of an image.
+        num_drafts: most drafts of a step that stay on the device.
 
     Attributes:
         padding_row: index of the padding row.
@@ -30,6 +31,9 @@ class RowTable:
         page_table: ``[num_rows + 1, max_pages]`` int32 on the host.
         device_page_table: the same on the device.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
+        drafts: ``[num_rows + 1, num_drafts]`` int64 on the device, what the model's own head made of the row's last
+            step, if that decoded or verified drafts.
+        num_rejected: ``[num_rows + 1]`` int64 on the device, drafts that the row's last verification rejected.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
         num_known_tokens, num_prompt_tokens: tokens that the request brought along, and how many of them are its prompt.
         rope_positions: row -> ``[3, num_prompt_tokens]`` positions of its prompt; of rows whose prompt has images.
@@ -38,13 +42,17 @@ class RowTable:
             in it.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device, spatial_merge_size: int = 1) -> None:
+    def __init__(
+        self, num_rows: int, max_pages: int, device: torch.device, spatial_merge_size: int = 1, num_drafts: int = 0
+    ) -> None:
         self._merge = spatial_merge_size
         self.padding_row = num_rows
         self.max_pages = max_pages
         self.page_table = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
         self.device_page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.drafts = torch.zeros(num_rows + 1, num_drafts, dtype=torch.int64, device=device)
+        self.num_rejected = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.temperature = np.zeros(num_rows + 1, dtype=np.float32)
         self.top_p = np.ones(num_rows + 1, dtype=np.float32)
         self.min_p = np.zeros(num_rows + 1, dtype=np.float32)
@@ -101,3 +109,11 @@ class RowTable:
     def set_last_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
         """Remember the sampled ``token_ids [N]`` of ``rows [N]`` for the next step."""
         self.last_token.index_copy_(0, rows, token_ids)
+
+    def set_drafts(self, rows: Tensor, drafts: Tensor, num_accepted: Tensor) -> None:
+        """Remember what verifying ``rows [N]`` left for the next step: new ``drafts [N, K]``, and that ``num_accepted
+        [N]`` of the old K were right."""
+        count = drafts.shape[1]
+        if self.drafts.shape[1]:
+            self.drafts[:, :count].index_copy_(0, rows, drafts)
+            self.num_rejected.index_copy_(0, rows, count - num_accepted)

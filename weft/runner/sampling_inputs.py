@@ -86,8 +86,7 @@ class SamplingInputs:
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
             allowed[params.allowed_token_ids] = True
             self._allowed[new.row] = to_device(allowed, self._device)
-        kept = any(new.row in table for table in (self._counts, self._bad_words, self._allowed))
-        if kept or params.logit_bias or params.min_tokens:
+        if params.edits_logits:
             self._editing.add(new.row)
         if params.logprobs is not None:
             self._num_logprobs[new.row] = params.logprobs

@@ -131,7 +131,10 @@ class StepFunctions:
         result, acceptance = replace(result, token_ids=token_ids), accept_alike(is_right.view(size, -1))
         rows = samples.rows.index_select(0, acceptance.first)
         self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
-        return self._with_drafts(SampledLogits(logits, result, acceptance), inputs, hidden_states)
+        sampled = self._with_drafts(SampledLogits(logits, result, acceptance), inputs, hidden_states)
+        if sampled.drafts is not None:
+            self._rows.set_drafts(rows, sampled.drafts, acceptance.num_accepted)
+        return sampled
 
     def _with_drafts(self, sampled: SampledLogits, inputs: StepInputs, hidden_states: Tensor) -> SampledLogits:
         if self._draft is None:

@@ -71,7 +71,7 @@ class StepRunner:
         max_captured_tokens: int,
         media: MediaInputs | None = None,
     ) -> None:
-        self._media = media
+        self._media, self._drafts_on_device = media, config.drafts_on_device
         device, model_config = torch.device(config.device), config.model_config
         self._model = model
         self.graphs = StepGraphs()
@@ -85,7 +85,11 @@ class StepRunner:
         self.mover = CacheMover(spec.layers, self.caches, backend, device)
         vision = model_config.vision if media is not None else None
         self.rows = RowTable(
-            plan.max_num_seqs, spec.pages_for(plan.max_model_len), device, vision.spatial_merge_size if vision else 1
+            plan.max_num_seqs,
+            spec.pages_for(plan.max_model_len),
+            device,
+            vision.spatial_merge_size if vision else 1,
+            num_drafts=config.num_drafts if config.drafts_on_device else 0,
         )
         self.builder = BatchBuilder(
             self.rows,
@@ -103,7 +107,8 @@ class StepRunner:
         sampler = Sampler(backend)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
         speculation = config.speculative_config
-        judge = Judge(speculation.synthetic_acceptance_rate if speculation is not None else None)
+        ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
+        judge = Judge(speculation.synthetic_acceptance_rate if speculation is not None else None, ends)
         self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, judge)
         self._draft: StepDrafter | None = None
         if model_config.runs_mtp:
@@ -128,6 +133,7 @@ class StepRunner:
         """Everything that captured graphs read and that must stay where it is, by name."""
         stored = [*self._model.named_parameters(), *self._model.named_buffers()]
         rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
+        rows |= {"drafts": self.rows.drafts, "rejected drafts": self.rows.num_rejected}
         steps = {"step buffers": self.builder.device_block, "hidden states": self.functions.hidden}
         images = self._media.graphs.inputs if self._media is not None else {}
         return dict(stored) | cache_tensors(self.caches) | rows | steps | images
@@ -161,28 +167,34 @@ class StepRunner:
         sampled = sampled_positions(requests) if self.builder.num_drafts else [r for r in requests if r.samples]
         shape = self.builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
-        if choice.mode is GraphMode.FULL and (shape.is_decode or shape.query_len):
-            return self._launch_graph(scheduler_output, sampled, shape, choice.size)
+        whole = shape.query_len and self._drafts_on_device  # also without a graph: what it leaves stays on the device
+        if whole or (choice.mode is GraphMode.FULL and (shape.is_decode or shape.query_len)):
+            return self._launch_whole(scheduler_output, sampled, shape, choice)
         return self._launch_batch(scheduler_output, sampled, shape, choice)
 
-    def _launch_graph(
-        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, size: int
+    def _launch_whole(
+        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
     ) -> PendingStep:
-        """Replay a whole step, in which every sequence decodes, or verifies equally many drafts."""
-        graphs = self.graphs.verify if shape.query_len else self.graphs.decode
-        assert graphs is not None
+        """Run a whole step, in which every sequence decodes, or verifies equally many drafts, as one function."""
+        is_graph = choice.mode is GraphMode.FULL
+        size = choice.size if is_graph else shape.num_seqs
         if shape.query_len:
             self.builder.pad_verification(shape, size, shape.query_len)
         else:
             self.builder.pad_decodes(shape, size)
         self.builder.send()
-        replayed = graphs.replay(size, shape.num_seqs)
+        graphs = self.graphs.verify if shape.query_len else self.graphs.decode
+        if is_graph:
+            assert graphs is not None
+            replayed = graphs.replay(size, shape.num_seqs)
+        else:
+            replayed = self.functions.verify(size)
         result = self._sample(replayed.logits, sampled, replayed)
         drafts = result.drafts
         if drafts is None and replayed.hidden_states is not None:  # other tokens were sampled than in the graph
             drafts = self._drafts(scheduler_output, shape, replayed.hidden_states[: shape.num_tokens], result)
         pending = pending_step(scheduler_output, result, drafts=drafts)
-        pending.mode = str(GraphMode.FULL)
+        pending.mode = str(choice.mode)
         pending.num_padding_tokens = (size - shape.num_seqs) * (shape.query_len or 1)
         return pending
 

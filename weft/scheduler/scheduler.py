@@ -26,20 +26,20 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
-import msgspec
 from msgspec.structs import asdict
 
 from weft.cache.lease import Lease
 from weft.cache.manager import Manager
 from weft.cache.match import Match
-from weft.cache.radix_tree import Tokens, as_tokens
+from weft.cache.radix_tree import as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
+from weft.scheduler.draft_steps import add_drafts, following_step, must_wait, settle, tokens_by_row
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
-from weft.speculation.planner import DraftPlanner, Drafts, refusal
+from weft.scheduler.running import Launched, Lookup, Planned, Running
+from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -49,52 +49,6 @@ LPM_WINDOW = 32
 
 MIN_IN_FLIGHT_MATCH = 64
 """Tokens that a waiting request must save to wait for a prefill in flight instead of computing them itself."""
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A request that holds a row and a lease; ``in_flight`` launched steps use them."""
-
-    request: Request
-    row: int
-    lease: Lease
-    in_flight: int = 0
-    announced: bool = False
-    num_pages_sent: int = 0
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class Lookup:
-    """What is remembered of a waiting request between steps: its tokens as an array, and whose prefill it awaits."""
-
-    tokens: Tokens
-    awaited: Running | None = None
-
-
-NO_DRAFTS: list[int] = []
-"""Never changed."""
-
-
-class Planned(msgspec.Struct, gc=False):  # made for every request of every step
-    """One request's part of the next step: so many tokens, the drafts included, of which the first ``num_proposed`` are
-    meant."""
-
-    running: Running
-    num_tokens: int
-    drafts: list[int] = NO_DRAFTS
-    num_proposed: int = 0
-
-
-class Launched(msgspec.Struct, gc=False):
-    """One request's part of a launched step: whether it samples, and the tokens fed once it is done; the last
-    ``num_drafts`` of these if they are accepted, of which ``num_proposed`` were proposed."""
-
-    running: Running
-    samples: bool
-    num_tokens: int
-    num_drafts: int = 0
-    num_proposed: int = 0
 
 
 class Scheduler:
@@ -187,15 +141,26 @@ class Scheduler:
             return None  # only ended requests are in flight: the tree gets what they have before the next turn
         if self.encoder is not None:
             self.encoder.begin_step()
+        if self.drafts is not None and self._launched:
+            launched = [entry for step in self._launched.values() for entry in step]
+            if must_wait(self.drafts, self._running, launched):
+                return self._follow(self.drafts, launched)
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
         if self._num_preemptions == preempted_before:
             if self.drafts is not None:
-                planned, budget = self._plan_drafts(self.drafts, planned, budget)
+                planned, budget = add_drafts(self.drafts, planned, budget)
             self._plan_waiting(planned, budget)
         if not planned:
             return None
         return self._launch(planned)
+
+    def _follow(self, planner: DraftPlanner, launched: list[Launched]) -> SchedulerOutput | None:
+        """The step after one whose accepted drafts are not known yet; None if that one has to be waited for."""
+        if len(self._launched) > 1 or (self._waiting and self._free_rows):
+            return None
+        planned = following_step(planner, self.manager, self._running, launched)
+        return self._launch(planned) if planned is not None else None
 
     def _plan_running(self) -> tuple[list[Planned], int]:
         """Tokens for each running request; decodes and prefill chunks alike. Returns the plan and the budget left."""
@@ -203,10 +168,9 @@ class Scheduler:
         budget, page_size = self.max_num_batched_tokens, self.manager.spec.page_size
         all_wanted = [running.request.num_tokens_to_compute for running in self._running]
         decoding = all_wanted.count(1)
-        drafts_follow = self.drafts is not None
         for running, wanted in zip(list(self._running), all_wanted, strict=True):
             request = running.request
-            is_due = not ((drafts_follow or request.samples_by_history) and request.num_pending)
+            is_due = not (request.samples_by_history and request.num_pending)
             if request.status is not RequestStatus.RUNNING or request.will_be_full or not is_due:
                 continue  # preempted just now for an earlier one, or its last token is on its way
             is_decode = wanted == 1
@@ -222,20 +186,6 @@ class Scheduler:
             budget -= num_tokens
             planned.append(Planned(running, num_tokens))
         return planned, budget
-
-    def _plan_drafts(self, planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
-        """Drafts for the decoding requests of a plan, from what pages, slots and budget are left."""
-        decoding = [plan for plan in planned if plan.running.request.num_tokens_to_compute == 1]
-        drafts = planner.plan([(p.running.request, p.running.lease) for p in decoding], len(planned), budget)
-        if not drafts:
-            return planned, budget
-        found = {plan.running.row: entry for plan, entry in zip(decoding, drafts, strict=True)}
-        nothing = Drafts(NO_DRAFTS, 0)
-        with_drafts = []
-        for plan in planned:
-            token_ids, num_proposed = found.get(plan.running.row, nothing)
-            with_drafts.append(Planned(plan.running, plan.num_tokens + len(token_ids), token_ids, num_proposed))
-        return with_drafts, budget - sum(len(entry.token_ids) for entry in drafts)
 
     def _grow(self, running: Running, num_tokens: int) -> bool:
         """Pages for ``num_tokens`` tokens in all, if need be by preempting others."""
@@ -402,18 +352,23 @@ class Scheduler:
             running.num_pages_sent = len(lease.pages)
         running.in_flight += 1
         request.num_computed_tokens = start + num_tokens
-        if known_end > request.max_computed_tokens:
-            self._num_new_tokens += known_end - request.max_computed_tokens
-            request.max_computed_tokens = known_end
+        sure_end = known_end - num_drafts if plan.follows else known_end  # the step before may accept no draft
+        if sure_end > request.max_computed_tokens:
+            self._num_new_tokens += sure_end - request.max_computed_tokens
+            request.max_computed_tokens = sure_end
         request.num_pending += samples + num_drafts
-        if self.drafts is not None:
-            lease.drafts.stored.clear()
-        checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)
+        state_slot = lease.state_slot
+        if plan.follows:
+            checkpoints, state_slot = self.manager.follow_drafts(lease, start)
+        else:
+            if self.drafts is not None:
+                lease.drafts.stored.clear()
+            checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)
         self.manager.commit(lease, request.num_computed_tokens)
         media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else []
         return ScheduledRequest(
-            running.row, start, num_tokens, new_pages, lease.state_slot, samples, checkpoints, lease.write_start,
-            drafts, media,
+            running.row, start, num_tokens, new_pages, state_slot, samples, checkpoints, lease.write_start, drafts,
+            media, plan.follows,
         )  # fmt: skip
 
     # -- a step's results come in --------------------------------------------------------------------------------
@@ -427,7 +382,7 @@ class Scheduler:
         results = dict(zip(output.rows, output.token_ids, strict=True))  # of a row with drafts, the last token only
         if self.encoder is not None:
             self.encoder.seconds += output.encoder_seconds
-        runs = _by_row(output) if self.drafts is not None else {}
+        runs = tokens_by_row(output) if self.drafts is not None else {}
         changed: list[Request] = []
         for launched in self._launched.pop(output.step):
             running, request = launched.running, launched.running.request
@@ -437,8 +392,8 @@ class Scheduler:
                 running.failed = True
             elif not running.failed:
                 self.manager.confirm(running.lease, launched.num_tokens)
-            if launched.num_drafts:
-                self._settle(launched, num_accepted=max(0, len(runs.get(running.row, ())) - 1))
+            if self.drafts is not None and launched.num_drafts:
+                settle(self.drafts, self.manager, launched, len(runs.get(running.row, ())))
             if request.finish_reason is not None:
                 self._give_back_if_idle(running)
                 continue
@@ -455,15 +410,6 @@ class Scheduler:
             if launched.samples or request.finish_reason is not None:
                 changed.append(request)
         return changed
-
-    def _settle(self, launched: Launched, num_accepted: int) -> None:
-        """Drafts were verified: what was fed after the accepted ones does not count."""
-        assert self.drafts is not None
-        request = launched.running.request
-        request.num_computed_tokens -= launched.num_drafts - num_accepted
-        self.manager.settle(launched.running.lease, request.num_computed_tokens)
-        if launched.num_proposed:
-            self.drafts.verified(request, launched.num_proposed, min(num_accepted, launched.num_proposed))
 
     def _leave(self, running: Running) -> None:
         """A running request has ended; what it holds goes back as soon as no launched step uses it."""
@@ -507,11 +453,3 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens <= request.num_tokens
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING and request.num_computed_tokens == 0
-
-
-def _by_row(output: ModelOutput) -> dict[int, list[int]]:
-    """Row -> all its tokens."""
-    tokens: dict[int, list[int]] = {}
-    for row, token_id in zip(output.rows, output.token_ids, strict=True):
-        tokens.setdefault(row, []).append(token_id)
-    return tokens

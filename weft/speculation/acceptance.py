@@ -10,7 +10,6 @@ seed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.messages import ScheduledRequest
-from weft.ops.sampling import exponential_noise
 
 NO_DRAFT = -1
 """Stands where no draft follows a position."""
@@ -65,6 +63,19 @@ class Acceptance:
         return Acceptance(self.first[:num_requests], self.num_accepted[:num_requests], self.counted[:num_positions])
 
 
+_MASK_31 = 2**31 - 1
+_FACTORS = -0x61C8864680B583EB, -0x4B47D0C5A1A6CB97
+"""Odd and irregular."""
+
+
+def _random_31(seeds: Tensor, positions: Tensor) -> Tensor:
+    """``[M]`` int64, random numbers below 2**31 by seed and position. What is measured with them must not be their own
+    time, so they are mixed in few operations; texts get better ones (``ops/sampling.py``)."""
+    mixed = torch.add(seeds, positions, alpha=_FACTORS[0])
+    mixed = (mixed ^ mixed >> 29) * _FACTORS[1]
+    return (mixed ^ mixed >> 32) & _MASK_31
+
+
 class Judge:
     """Says of every draft whether it is right.
 
@@ -72,10 +83,14 @@ class Judge:
         synthetic_rate: for measurements with meaningless weights: a draft is right with this probability, by the
             random numbers of its position, and stands in the place of the token that was sampled. None: a draft is
             right if it is that token.
+        never: ids of drafts that are not accepted: what is sampled in their place is then the last token of its step,
+            the same one if it is right. For tokens that end a text: a step that follows without knowing of the end
+            (``ScheduledRequest.follows``) begins with it, so that the state after exactly the text is stored.
     """
 
-    def __init__(self, synthetic_rate: float | None = None) -> None:
-        self._bound = None if synthetic_rate is None else -math.log1p(-min(synthetic_rate, 1 - 1e-12))
+    def __init__(self, synthetic_rate: float | None = None, never: Tensor | None = None) -> None:
+        self._never = never
+        self._bound = None if synthetic_rate is None else round(synthetic_rate * _MASK_31)
 
     def __call__(self, token_ids: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The sequences' tokens ``[M]``, and which drafts are right, ``[M]`` bool; device work only.
@@ -86,9 +101,11 @@ class Judge:
             seeds, positions: ``[M]`` int64, of the random numbers.
         """
         is_draft = drafts != NO_DRAFT
+        if self._never is not None:
+            is_draft &= (drafts[:, None] != self._never).all(1)
         if self._bound is None:
             return token_ids, is_draft & (token_ids == drafts)  # NaN logits may sample anything, NO_DRAFT too
-        is_right = is_draft & (exponential_noise(seeds, positions, 1)[:, 0] < self._bound)
+        is_right = is_draft & (_random_31(seeds, positions) < self._bound)
         return torch.where(is_right, drafts, token_ids), is_right
 
 

@@ -106,8 +106,12 @@ class DraftPlanner:
     """Drafts for the requests of one scheduler.
 
     Args:
-        num_drafts_at: from the requests of a step to the drafts that each of them gets.
+        max_drafts: no request gets more.
+        drafts_at: from the requests of a step to the drafts that each of them gets.
+        max_model_len: most tokens of a sequence.
         reach: tokens past a step's last one for which the head wants pages; where there are none, it guesses worse.
+
+        on_device: drafts are made on the device, so that a step can follow another before its results are known.
 
     Attributes:
         num_drafts: how often a request's drafts were verified.
@@ -120,26 +124,33 @@ class DraftPlanner:
         proposer: Proposer,
         manager: Manager,
         max_drafts: int,
-        num_drafts_at: Callable[[int], int],
+        drafts_at: Callable[[int], int],
         max_model_len: int,
         reach: int = 0,
+        on_device: bool = False,
     ) -> None:
-        self.proposer, self.max_drafts, self._num_drafts_at = proposer, max_drafts, num_drafts_at
-        self._manager, self._max_model_len, self._reach = manager, max_model_len, reach
+        self.proposer, self.max_drafts, self.drafts_at = proposer, max_drafts, drafts_at
+        self._manager, self.max_model_len, self.reach, self.on_device = manager, max_model_len, reach, on_device
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * max_drafts
         self._log = AcceptanceLog()
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, manager: Manager, max_model_len: int) -> DraftPlanner:
+    def of(
+        cls, config: SpeculativeConfig, manager: Manager, max_model_len: int, *, on_device: bool = False
+    ) -> DraftPlanner:
         """As configured."""
         count, at = config.num_speculative_tokens, config.drafts_at
         if config.method == "mtp":
-            return cls(ModelDrafts(), manager, count, at, max_model_len, reach=count - 1)
+            return cls(ModelDrafts(), manager, count, at, max_model_len, count - 1, on_device)
         proposer: Proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
         if config.synthetic_acceptance_rate is not None:
             proposer = Synthetic(proposer)
         return cls(proposer, manager, count, at, max_model_len)
+
+    def num_drafts_at(self, num_seqs: int) -> int:
+        """Drafts of each of ``num_seqs`` requests of a step."""
+        return min(self.max_drafts, self.drafts_at(num_seqs))
 
     def plan(self, decoding: Sequence[Decoding], num_seqs: int, budget: int) -> list[Drafts]:
         """Drafts for requests whose last known token runs in this step; empty if nobody gets any.
@@ -151,7 +162,7 @@ class DraftPlanner:
             num_seqs: requests in the step, prefills included.
             budget: most drafts in all.
         """
-        limit = min(self.max_drafts, self._num_drafts_at(num_seqs))
+        limit = self.num_drafts_at(num_seqs)
         proposed = []
         for request, lease in decoding:
             self._manager.trim_drafts(lease, limit)
@@ -175,9 +186,9 @@ class DraftPlanner:
         if room > len(drafts):
             filler = request.output_token_ids[-1:] * (room - len(drafts))
             drafts = (drafts + filler)[: self._manager.allocate_drafts(lease, request.num_computed_tokens, room)]
-        if self._reach:
-            end = request.num_computed_tokens + 1 + len(drafts) + self._reach
-            self._manager.allocate(lease, min(end, self._max_model_len))
+        if self.reach:
+            end = request.num_computed_tokens + 1 + len(drafts) + self.reach
+            self._manager.allocate(lease, min(end, self.max_model_len))
         return drafts
 
     def _room(self, request: Request, lease: Lease, limit: int) -> int:
@@ -185,7 +196,7 @@ class DraftPlanner:
         start = request.num_computed_tokens
         if start < len(lease.tokens) or request.no_drafts_because:
             return 0
-        return min(limit, self._max_model_len - start - 1)
+        return min(limit, self.max_model_len - start - 1)
 
     def stats(self) -> dict[str, Any]:
         """Fields of ``SchedulerStats``."""

@@ -24,27 +24,26 @@ from torch import Tensor
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
-from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
+from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
 from weft.ops.triton.gdn_decode import store_inputs
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
 class Shape(NamedTuple):
-    """Warps, and whether the next value head's state loads meanwhile."""
+    """Warps, and whether the next token's vectors load meanwhile."""
 
     warps: int
     prefetch: bool
 
 
-def choose_shape(num_programs: int, state_size: int) -> Shape:
-    """As in the decode kernel: few programs hide their own latency, many hide each other's.
+def choose_shape(state_size: int) -> Shape:
+    """As few warps as can hold the state, for every token is summed over all of them: on an H200 four were fastest for
+    any number of sequences, by more than half where there are few (``kernels-verify-h200.json``).
 
     Args:
         state_size: numbers in the state of one value head, which lie in the registers of one program.
     """
-    if num_programs <= MULTIPROCESSORS:
-        return Shape(min(16, max(4, state_size // 1024)), True)
     return Shape(min(16, max(4, state_size // 4096)), False)
 
 
@@ -111,6 +110,21 @@ def _gates(row, A_log, dt_bias, heads, mask, C: tl.constexpr, VALUE_DIM: tl.cons
     return tl.exp(-rate * softplus(b_a)), beta
 
 
+@triton.jit
+def _load_vectors(p_vector, head, o_k, o_v, k_mask, v_mask, FIXED: tl.constexpr):
+    """One token's query, key, value and gate for one value ``head`` of its group, its decay and beta."""
+    GROUP: tl.constexpr = FIXED.num_v_heads // FIXED.num_k_heads
+    K: tl.constexpr = FIXED.head_k_dim
+    V: tl.constexpr = FIXED.head_v_dim
+    query = tl.load(p_vector + o_k, mask=k_mask, other=0.0)
+    key = tl.load(p_vector + K + o_k, mask=k_mask, other=0.0)
+    p_values = p_vector + 2 * K
+    value = tl.load(p_values + head * V + o_v, mask=v_mask, other=0.0)
+    b_gate = tl.load(p_values + (GROUP + head) * V + o_v, mask=v_mask, other=0.0)
+    p_decays = p_values + 2 * GROUP * V
+    return query, key, value, b_gate, tl.load(p_decays + head), tl.load(p_decays + GROUP + head)
+
+
 @jit(do_not_specialize_on_alignment=["state_slots", "slots"])
 def _gdn_verify_kernel(
     projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
@@ -148,8 +162,6 @@ def _gdn_verify_kernel(
     tile = i_key_head * GROUP * K * V + o_k[:, None] * V + o_v[None, :]
     tile_mask = k_mask[:, None] & v_mask[None, :]
     p_state = state + slot * HV * K * V + tile
-    if PREFETCH:
-        b_next = tl.load(p_state, mask=tile_mask, other=0.0)  # under way during all of this
     p_conv = conv_state + slot * C * (W - 1)
     p_vectors = vectors + (i_seq * HK + i_key_head) * T * VECTORS
     row = projected + i_seq * T * stride_row
@@ -191,18 +203,22 @@ def _gdn_verify_kernel(
         store_inputs(p_after, v_kept, v_channels, g_mask & (after > 0), W)
 
     for i in tl.static_range(GROUP):
-        if not PREFETCH:
-            b_next = tl.load(p_state + i * K * V, mask=tile_mask, other=0.0)
-        b_state = b_next.to(tl.float32)
-        if PREFETCH and i + 1 < GROUP:
-            b_next = tl.load(p_state + (i + 1) * K * V, mask=tile_mask, other=0.0)
+        b_state = tl.load(p_state + i * K * V, mask=tile_mask, other=0.0).to(tl.float32)
+        if PREFETCH:
+            q_next, k_next, v_next, gate_next, fade_next, strength_next = _load_vectors(
+                p_vectors, i, o_k, o_v, k_mask, v_mask, FIXED
+            )
         for t in range(T):
-            p_vector = p_vectors + t * VECTORS
-            query = tl.load(p_vector + o_k, mask=k_mask, other=0.0)
-            key = tl.load(p_vector + K + o_k, mask=k_mask, other=0.0)
-            value = tl.load(p_vector + VALUES + i * V + o_v, mask=v_mask, other=0.0)
-            b_gate = tl.load(p_vector + GATES + i * V + o_v, mask=v_mask, other=0.0)
-            fade, strength = tl.load(p_vector + DECAYS + i), tl.load(p_vector + DECAYS + GROUP + i)
+            if PREFETCH:
+                query, key, value, b_gate, fade, strength = q_next, k_next, v_next, gate_next, fade_next, strength_next
+                p_next = p_vectors + tl.minimum(t + 1, T - 1) * VECTORS
+                q_next, k_next, v_next, gate_next, fade_next, strength_next = _load_vectors(
+                    p_next, i, o_k, o_v, k_mask, v_mask, FIXED
+                )
+            else:
+                query, key, value, b_gate, fade, strength = _load_vectors(
+                    p_vectors + t * VECTORS, i, o_k, o_v, k_mask, v_mask, FIXED
+                )
             b_out, new_state = delta_rule_step(b_state, query, key, value, fade, strength)
             stored = new_state.to(state.dtype.element_ty)
             after = tl.load(p_slots + t).to(tl.int64)
@@ -241,7 +257,7 @@ def gdn_verify_triton(
     vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
     if num_seqs:
         block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
-        shape = shape or choose_shape(num_seqs * g.num_k_heads, block_k * block_v)
+        shape = shape or choose_shape(block_k * block_v)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
             block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), shape.prefetch,

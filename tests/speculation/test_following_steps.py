@@ -1,0 +1,154 @@
+"""Steps launched before it is known how many drafts of the one before were accepted: nothing but the speed changes.
+
+The head is replaced by a table on the device that holds each row's tokens, some of them wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.conftest import assert_idle
+from tests.late_device import LateDevice
+from tests.models.mtp_reference import make_mtp_checkpoint
+from tests.test_x_matrix import runner_of
+from weft import LLM, SamplingParams
+from weft.messages import ScheduledRequest
+from weft.runner.step_drafter import StepDrafter
+from weft.speculation.acceptance import Judge
+
+NUM_DRAFTS, LONGEST, ROWS, WRONG = 3, 160, 3, 0.25
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": ROWS,
+    "max_num_batched_tokens": 40,
+    "max_model_len": LONGEST,
+    "page_size": 4,
+    "num_kv_pages": 120,
+    "skip_tokenizer_init": True,
+}
+TABLE = torch.zeros(ROWS + 1, LONGEST, dtype=torch.int64)
+"""Of every row (and of padding) the tokens at all positions."""
+
+Texts = dict[tuple[int, ...], list[int]]
+"""All tokens by prompt."""
+
+
+def _from_table(rows: Tensor, last: Tensor) -> Tensor:
+    """What follows the token after position ``last [N]`` of ``rows [N]``."""
+    places = last[:, None] + torch.arange(2, 2 + NUM_DRAFTS)
+    return TABLE.index_select(0, rows).gather(1, places.clamp(max=LONGEST - 1))
+
+
+def _after_full_step(self: StepDrafter, inputs: Any, hidden_states: Tensor, acceptance: Any) -> Tensor:
+    last = torch.arange(inputs.batch.num_seqs) if acceptance is None else acceptance.last
+    return _from_table(inputs.samples.rows.index_select(0, last), inputs.batch.positions.index_select(0, last))
+
+
+def _after_any_step(
+    self: StepDrafter, requests: Sequence[ScheduledRequest], shape: Any, hidden_states: Tensor, acceptance: Any
+) -> Tensor:
+    sampling = [r for r in requests if r.samples]
+    last = torch.tensor([r.start + r.num_tokens - 1 - len(r.draft_token_ids) for r in sampling], dtype=torch.int64)
+    accepted = acceptance.num_accepted if acceptance is not None else 0
+    return _from_table(torch.tensor([r.row for r in sampling], dtype=torch.int64), last + accepted)
+
+
+class Engines:
+    """One without drafts, and one whose steps follow each other."""
+
+    def __init__(self, plain: LLM, following: LLM) -> None:
+        self.plain, self.following, self.device = plain, following, LateDevice(following)
+        self.texts: Texts = {}
+        launch, self._rng = following._core._executor.launch, random.Random(0)
+
+        def fill_and_launch(*arguments: Any) -> None:
+            for running in following._core.scheduler._running:
+                text = self.texts.get(tuple(running.request.prompt_token_ids), [])[:LONGEST]
+                TABLE[running.row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+            launch(*arguments)
+
+        following._core._executor.launch = fill_and_launch  # type: ignore[method-assign]
+
+    def expect(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        """What the plain engine gives, a part of which is the table's content from now on."""
+        outputs = run(self.plain, prompts, params)
+        for output in outputs:
+            text = [*output.prompt_token_ids, *output.outputs[0].token_ids, *[5] * NUM_DRAFTS]
+            wrong = [t if self._rng.random() >= WRONG else (t + 1) % 200 for t in text]
+            self.texts[tuple(output.prompt_token_ids)] = wrong
+        return outputs
+
+
+@pytest.fixture(scope="module", params=["NONE", "FULL_DECODE_ONLY"])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path_factory.mktemp("mtp"))
+    config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    modes = {"cuda_graph_mode": request.param, "enable_overlap": True, "speculative_config": config}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepDrafter, "after_full_step", _after_full_step)
+        patch.setattr(StepDrafter, "__call__", _after_any_step)
+        with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), **SETTINGS, **modes) as following:
+            yield Engines(plain, following)
+            assert_idle(following)
+            graphs = runner_of(following).graphs.verify
+            assert graphs is None if request.param == "NONE" else graphs is not None and graphs.counters.replays
+
+
+def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], abort_after: int = 0) -> list[Any]:
+    """Outputs of requests of which some come while others run; the invariants hold after every step."""
+    outputs: dict[str, Any] = {}
+    waiting = [(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+    rng = random.Random(len(prompts))
+    while waiting or not llm.is_finished():
+        if waiting and (llm.is_finished() or rng.random() < 0.1):
+            name, prompt, one = waiting.pop(0)
+            llm.add_request({"prompt_token_ids": prompt}, one, request_id=name)
+        for output in llm.step():
+            outputs[output.request_id] = output
+        abort_after -= 1
+        if abort_after == 0:
+            outputs["0"] = llm.abort("0")
+        llm._core.scheduler.check()
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_tokens_are_those_without_drafts(engines: Engines, stops: bool) -> None:
+    """Also of conversations that go on from the states that the first answers left in the cache."""
+    rng, before = random.Random(stops), engines.device.num_followed
+    ends = list(range(3, 12)) if stops else None
+    prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in (1, 9, 30, 30, 5)]
+    params = [
+        SamplingParams(temperature=t, seed=s, max_tokens=n, ignore_eos=True, stop_token_ids=ends, logprobs=lp)
+        for s, (t, n, lp) in enumerate([(0, 40, None), (1.0, 25, 2), (0.7, 31, None), (0, 7, None), (1.2, 40, None)])
+    ]
+    for _ in range(2):
+        expected, found = engines.expect(prompts, params), run(engines.following, prompts, params)
+        for a, b in zip(expected, found, strict=True):
+            assert a.outputs[0].token_ids == b.outputs[0].token_ids
+            assert a.outputs[0].finish_reason == b.outputs[0].finish_reason
+            assert [*map(list, a.outputs[0].logprobs or [])] == [*map(list, b.outputs[0].logprobs or [])]
+        prompts = [[*o.prompt_token_ids, *o.outputs[0].token_ids, 7, 8] for o in found]
+    assert engines.device.num_followed - before > (5 if stops else 20)
+    stats = engines.following.stats()
+    assert stats.spec_decode_num_accepted_tokens > 0.4 * stats.spec_decode_num_draft_tokens
+
+
+def test_an_aborted_request_leaves_the_others_alone(engines: Engines) -> None:
+    prompts = [[5, 6, 7], [9] * 12, [8, 8]]
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 3
+    expected = [output.outputs[0].token_ids for output in engines.expect(prompts, params)]
+    found = [output.outputs[0].token_ids for output in run(engines.following, prompts, params, abort_after=14)]
+    assert found[1:] == expected[1:] and found[0] == expected[0][: len(found[0])] and len(found[0]) < 30
+
+
+def test_a_draft_that_ends_the_text_is_the_last_token_of_its_step() -> None:
+    sampled = torch.tensor([4, 2, 9, 5])
+    drafts, nothing = torch.tensor([4, 2, 9, -1]), torch.zeros(4, dtype=torch.int64)
+    tokens, is_right = Judge(never=torch.tensor([2, 3]))(sampled, drafts, nothing, nothing)
+    assert tokens.tolist() == [4, 2, 9, 5] and is_right.tolist() == [True, False, True, False]

@@ -1,0 +1,58 @@
+"""What the scheduler remembers of requests that wait or run, and of its plans and launched steps: records only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from weft.cache.lease import Lease
+from weft.cache.radix_tree import Tokens
+from weft.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request that holds a row and a lease; ``in_flight`` launched steps use them."""
+
+    request: Request
+    row: int
+    lease: Lease
+    in_flight: int = 0
+    announced: bool = False
+    num_pages_sent: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What is remembered of a waiting request between steps: its tokens as an array, and whose prefill it awaits."""
+
+    tokens: Tokens
+    awaited: Running | None = None
+
+
+NO_DRAFTS: list[int] = []
+"""Never changed."""
+
+
+class Planned(msgspec.Struct, gc=False):  # made for every request of every step
+    """One request's part of the next step: so many tokens, the drafts included, of which the first ``num_proposed`` are
+    meant; ``follows`` as in ``ScheduledRequest``."""
+
+    running: Running
+    num_tokens: int
+    drafts: list[int] = NO_DRAFTS
+    num_proposed: int = 0
+    follows: bool = False
+
+
+class Launched(msgspec.Struct, gc=False):
+    """One request's part of a launched step: whether it samples, and the tokens fed once it is done; the last
+    ``num_drafts`` of these if they are accepted, of which ``num_proposed`` were proposed."""
+
+    running: Running
+    samples: bool
+    num_tokens: int
+    num_drafts: int = 0
+    num_proposed: int = 0
