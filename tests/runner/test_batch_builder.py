@@ -6,8 +6,9 @@ import torch
 from msgspec.structs import replace
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.runner.batch_builder import BatchBuilder, StepInputs, StepShape, chunk_bounds
+from weft.runner.batch_builder import BatchBuilder, chunk_bounds
 from weft.runner.rows import RowTable
+from weft.runner.step_shape import StepInputs, StepShape
 
 PAGE = 16
 CPU = torch.device("cpu")

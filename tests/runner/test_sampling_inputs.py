@@ -8,9 +8,9 @@ import torch
 
 from weft.layers.sampler import SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
-from weft.runner.batch_builder import SampleRows
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import NOTHING, SamplingInputs
+from weft.runner.step_shape import SampleRows
 
 VOCAB = 12
 CPU = torch.device("cpu")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.media import VL, make_vision_checkpoint
+from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
 from weft.config import resolve
 from weft.errors import CapacityError
@@ -38,6 +40,19 @@ def test_graphs_of_the_vision_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(check.agrees and check.max_abs_value > 0.1 for check in (decode, *checks))
     monkeypatch.setattr(Tape, "replay", lambda self: None)
     assert not any(check.agrees for check in verify_graphs(runner))
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+def test_verification_graphs_agree_with_eager_steps(method: str, tmp_path: Path) -> None:
+    """Also where sequences follow a step whose rejected drafts only the device knows."""
+    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    config = {"method": method, "num_speculative_tokens": 2}
+    settings: dict[str, Any] = SIZES | {"cuda_graph_mode": "FULL_DECODE_ONLY", "cuda_graph_bs": [1, 5]}
+    runner = ModelRunner(resolve(model=str(folder), enable_overlap=True, speculative_config=config, **settings))
+    checks = list(verify_graphs(runner))
+    kinds = [("decode", 1, 1), ("decode", 5, 4), ("verification", 1, 3), ("verification", 5, 12)]
+    assert [(check.kind, check.size, check.num_rows) for check in checks] == kinds
+    assert all(check.agrees and check.max_abs_value > 0.1 for check in checks), checks
 
 
 def test_a_graph_that_does_not_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,150 +11,25 @@ from the static device buffers for given, possibly padded sizes, with device wor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weft.cache.checkpoints import MAX_CHECKPOINTS
-from weft.forward_context import Batch, BatchDescriptor, ChunkTable, Mixture, Verification
+from weft.forward_context import Batch, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import StepBuffers
 from weft.runner.following import following_inputs
+from weft.runner.layout import Layout
+from weft.runner.media_placing import place_media
+from weft.runner.padding import CHUNK_COLUMNS, Padding
 from weft.runner.rows import RowTable
-
-_CHUNK_COLUMNS = ("seq", "start", "length", "checkpoint")
+from weft.runner.step_shape import SampleRows, StepInputs, StepShape
 
 FROM_LAST_TOKEN = -1
 """Stands in ``input_ids`` on the host where the token is the one sampled last, known to the device only."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """Sizes of one step, all known on the host. Padded sizes make another ``StepShape``.
-
-    Attributes:
-        num_tokens, num_seqs, num_decodes, max_query_len, max_seq_len: as in ``Batch``.
-        num_chunks: ``(chunk length, rows of its table)`` for every chunk length of the model; empty where every
-            sequence decodes.
-        num_samples: sequences that sample a token.
-        padded: True if rows beyond the real ones are present; their number is then known to the device only.
-        query_len: tokens of every sequence where all of them verify as many drafts, 0 otherwise.
-        may_have_media: as in ``Batch``.
-        any_mixture: True if also how many sequences decode is known to the device only.
-    """
-
-    num_tokens: int
-    num_seqs: int
-    num_decodes: int
-    max_query_len: int
-    max_seq_len: int
-    num_chunks: tuple[tuple[int, int], ...]
-    num_samples: int
-    padded: bool = False
-    any_mixture: bool = False
-    query_len: int = 0
-    may_have_media: bool = False
-
-    @property
-    def is_decode(self) -> bool:
-        """Every sequence brings one token, of text, and samples one."""
-        return self.num_decodes == self.num_seqs == self.num_samples and not self.may_have_media
-
-    def descriptor(self) -> BatchDescriptor:
-        """What chooses the graph."""
-        return BatchDescriptor(
-            self.num_tokens,
-            self.num_seqs,
-            uniform_decode=self.is_decode,
-            num_prefills=self.num_seqs - self.num_decodes,
-            num_chunks=self.num_chunks,
-            num_decodes=self.num_decodes,
-        )
-
-    @staticmethod
-    def decodes(size: int, max_seq_len: int) -> StepShape:
-        """What a graph of ``size`` decodes computes."""
-        return StepShape(size, size, size, 1, max_seq_len, (), size, padded=True)
-
-    @staticmethod
-    def verification(size: int, query_len: int, max_seq_len: int) -> StepShape:
-        """What a graph of ``size`` sequences computes that verify ``query_len - 1`` drafts each."""
-        tokens = size * query_len
-        return StepShape(tokens, size, 0, query_len, max_seq_len, (), tokens, padded=True, query_len=query_len)
-
-    @staticmethod
-    def mixture(
-        num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: Sequence[int], may_have_media: bool = False
-    ) -> StepShape:
-        """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
-        num_seqs = min(num_tokens, max_num_seqs)
-        chunks = tuple((size, chunk_capacity(num_tokens, size)) for size in chunk_sizes)
-        return StepShape(
-            num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True,
-            may_have_media=may_have_media,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRows:
-    """Sampling parameters of the sequences that sample, ``[N]`` each, from the static buffers.
-
-    ``indices``: flat index of the last token; ``rows``: where the token is remembered; the others as in the sampler.
-    """
-
-    indices: Tensor
-    rows: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
-    positions: Tensor
-
-    def select(self, places: Tensor) -> SampleRows:
-        """Some of them: ``places [M]`` int64."""
-        return SampleRows(*(getattr(self, name).index_select(0, places) for name in self.__slots__))
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Device tensors of one step."""
-
-    input_ids: Tensor
-    batch: Batch
-    samples: SampleRows
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the requests of a step lie, ``[S]`` int64 each.
-
-    Attributes:
-        rows: of the runner's tables.
-        first: position of the first token to run.
-        counts: tokens to run.
-        seq_lens: tokens after this step.
-        bounds: ``[S + 1]``, where each request begins on the flat token axis, and the end.
-    """
-
-    rows: np.ndarray
-    first: np.ndarray
-    counts: np.ndarray
-    seq_lens: np.ndarray
-    bounds: np.ndarray
-
-    @staticmethod
-    def of(requests: list[ScheduledRequest]) -> _Layout:
-        rows, first, counts = (
-            np.array(column, dtype=np.int64)
-            for column in ([r.row for r in requests], [r.start for r in requests], [r.num_tokens for r in requests])
-        )
-        bounds = np.zeros(len(requests) + 1, dtype=np.int64)
-        np.cumsum(counts, out=bounds[1:])
-        return _Layout(rows, first, counts, first + counts, bounds)
 
 
 class BatchBuilder:
@@ -189,7 +64,7 @@ class BatchBuilder:
         first_media_position: int = 0,
     ) -> None:
         self._first_media_id, self._first_media_position = first_media_id, first_media_position
-        self._rows = rows
+        self._rows, self._padding = rows, Padding(rows.padding_row)
         self.page_size = page_size
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
@@ -209,7 +84,7 @@ class BatchBuilder:
         for size in self._chunk_sizes:
             # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint or draft.
             max_chunks = max_num_tokens // size + (2 + max(MAX_CHECKPOINTS, num_drafts)) * max_num_seqs
-            columns = tuple(f"chunk_{column}_{size}" for column in _CHUNK_COLUMNS)
+            columns = tuple(f"chunk_{column}_{size}" for column in CHUNK_COLUMNS)
             groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens, size)), columns))
             groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
         arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
@@ -227,7 +102,7 @@ class BatchBuilder:
         self._host = self._buffers.begin()
         self._num_updates = self._fill_page_updates(requests)
         num_decodes = sum(r.is_decode for r in requests)  # they come first
-        layout = _Layout.of(requests)
+        layout = Layout.of(requests)
         self._fill_tokens(requests, layout)
         self._fill_sequences(requests, layout)
         num_samples = self._fill_samples(requests, layout)
@@ -291,7 +166,7 @@ class BatchBuilder:
             index, page = self._buffers.device("page_updates", 2 * count).view(count, 2).unbind(1)
             self._rows.device_page_table.view(-1).index_copy_(0, index, page.to(torch.int32))
 
-    def _fill_tokens(self, requests: list[ScheduledRequest], layout: _Layout) -> None:
+    def _fill_tokens(self, requests: list[ScheduledRequest], layout: Layout) -> None:
         """Token ids, rows, positions and cache slots on the flat axis."""
         end, counts, starts = int(layout.bounds[-1]), layout.counts, layout.bounds[:-1]
         ids, slots, table = self._host["input_ids"], self._host["slot_mapping"], self._rows
@@ -312,33 +187,16 @@ class BatchBuilder:
             if r.start < r.write_start:  # to page 0: what is stored here belongs to others
                 slots[at : at + min(r.num_tokens, r.write_start - r.start)] = 0
         if table.rope_positions:
-            self._place_media(requests, layout)
+            place_media(self._host, requests, layout, table, self._first_media_id, self._first_media_position)
 
-    def _place_media(self, requests: list[ScheduledRequest], layout: _Layout) -> None:
-        """Positions of sequences with images; ids and positions of the images' tokens."""
-        table, ids, positions = self._rows, self._host["input_ids"], self._host["positions"]
-        positions[: layout.bounds[-1]] += np.repeat(table.rope_delta[layout.rows], layout.counts)
-        for i in (layout.first < table.num_prompt_tokens[layout.rows]).nonzero()[0].tolist():
-            r, at = requests[i], int(layout.bounds[i])
-            if r.row not in table.rope_positions:
-                continue
-            prompt = table.rope_positions[r.row][0, r.start : r.start + r.num_tokens]
-            positions[at : at + len(prompt)] = prompt
-            for position, count, _ in r.media:
-                assert self._first_media_id is not None, "an image came to a model without a vision tower"
-                first = at + position - r.start
-                numbers = np.arange(first, first + count)
-                ids[first : first + count] = self._first_media_id + numbers
-                positions[first : first + count] = self._first_media_position + numbers
-
-    def _fill_sequences(self, requests: list[ScheduledRequest], layout: _Layout) -> None:
+    def _fill_sequences(self, requests: list[ScheduledRequest], layout: Layout) -> None:
         count = len(requests)
         self._host["cu_seqlens_q"][: count + 1] = layout.bounds
         self._host["seq_lens"][:count] = layout.seq_lens
         self._host["state_slots"][:count] = [r.state_slot for r in requests]
         self._host["rows"][:count] = layout.rows
 
-    def _fill_samples(self, requests: list[ScheduledRequest], layout: _Layout) -> int:
+    def _fill_samples(self, requests: list[ScheduledRequest], layout: Layout) -> int:
         counts = np.array([r.num_samples for r in requests] if self.num_drafts else [r.samples for r in requests], int)
         rows, host, table = np.repeat(layout.rows, counts), self._host, self._rows
         n = len(rows)
@@ -357,7 +215,7 @@ class BatchBuilder:
         self, requests: list[ScheduledRequest], starts: list[int], num_decodes: int, chunk_size: int
     ) -> int:
         """A chunk table of the sequences from ``num_decodes`` on. Returns the number of chunks."""
-        seq, start, length, checkpoint = (self._host[f"chunk_{column}_{chunk_size}"] for column in _CHUNK_COLUMNS)
+        seq, start, length, checkpoint = (self._host[f"chunk_{column}_{chunk_size}"] for column in CHUNK_COLUMNS)
         first = self._host[f"chunk_first_{chunk_size}"]
         first[: num_decodes + 1] = 0
         at = 0
@@ -374,61 +232,20 @@ class BatchBuilder:
         return at
 
     def pad_decodes(self, real: StepShape, size: int) -> None:
-        """Fill a step of decodes up to ``size``: padding sequences decode token 0 at position 0 of page 0 with state
-        slot 0, and are sampled greedily."""
-        count, host = real.num_seqs, self._host
-        self._pad_tokens(count, size)
-        host["rows"][count:size] = self._rows.padding_row
-        host["state_slots"][count:size] = 0
-        host["seq_lens"][count:size] = 1
-        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1)
-        self.pad_samples(real, size)
-        host["sample_indices"][count:size] = np.arange(count, size)
+        """See ``Padding``."""
+        self._padding.decodes(self._host, real, size)
 
     def pad_verification(self, real: StepShape, size: int, query_len: int) -> None:
-        """Fill a step of verifications up to ``size`` sequences: padding ones verify token 0 at the first positions of
-        page 0 with state slot 0, and are sampled greedily."""
-        count, host = real.num_seqs, self._host
-        self._pad_tokens(count * query_len, size * query_len)
-        host["rows"][count:size] = self._rows.padding_row
-        host["state_slots"][count:size] = 0
-        host["verify_slots"][count * query_len : size * query_len] = 0
-        host["follows"][count:size] = 0
-        host["seq_lens"][count:size] = query_len
-        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1) * query_len
-        self.pad_samples(real, size * query_len)
-        host["sample_indices"][count * query_len : size * query_len] = np.arange(count * query_len, size * query_len)
+        """See ``Padding``."""
+        self._padding.verification(self._host, real, size, query_len)
 
     def pad_mixture(self, real: StepShape, size: int) -> None:
-        """Fill any step up to ``size`` tokens that belong to no sequence, and with sequences that have no token."""
-        padded = self.mixture_shape(size, 0)
-        host, seqs = self._host, slice(real.num_seqs, padded.num_seqs)
-        self._pad_tokens(real.num_tokens, size)
-        host["rows"][seqs] = self._rows.padding_row
-        host["state_slots"][seqs] = host["seq_lens"][seqs] = 0
-        host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens
-        host["decode_slots"][: real.num_decodes] = host["state_slots"][: real.num_decodes]
-        host["decode_slots"][real.num_decodes : padded.num_seqs] = 0
-        num_real = dict(real.num_chunks)
-        for length, count in padded.num_chunks:
-            chunks = slice(num_real.get(length, 0), count)
-            for column, value in zip(_CHUNK_COLUMNS, (0, 0, 0, -1), strict=True):
-                host[f"chunk_{column}_{length}"][chunks] = value
-            first = host[f"chunk_first_{length}"]
-            first[0 if length not in num_real else real.num_seqs + 1 : padded.num_seqs + 1] = num_real.get(length, 0)
+        """See ``Padding``."""
+        self._padding.mixture(self._host, real, self.mixture_shape(size, 0))
 
     def pad_samples(self, real: StepShape, size: int) -> None:
-        """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, for nobody."""
-        pad, host = slice(real.num_samples, size), self._host
-        for name in ("sample_indices", "sample_positions", "temperature", "min_p", "top_k", "seeds"):
-            host[name][pad] = 0
-        host["sample_rows"][pad] = self._rows.padding_row
-        host["top_p"][pad] = 1.0
-
-    def _pad_tokens(self, real: int, padded: int) -> None:
-        for name in ("input_ids", "positions", "slot_mapping"):
-            self._host[name][real:padded] = 0
-        self._host["token_rows"][real:padded] = self._rows.padding_row
+        """See ``Padding``."""
+        self._padding.samples(self._host, real, size)
 
     def send_padding(self, shape: StepShape) -> None:
         """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
@@ -492,7 +309,7 @@ class BatchBuilder:
 
     def _chunk_table(self, shape: StepShape, size: int, num_chunks: int) -> ChunkTable:
         device = self._buffers.device
-        seq, start, length, checkpoint_slot = (device(f"chunk_{c}_{size}", num_chunks) for c in _CHUNK_COLUMNS)
+        seq, start, length, checkpoint_slot = (device(f"chunk_{c}_{size}", num_chunks) for c in CHUNK_COLUMNS)
         return ChunkTable(
             size=size,
             seq=seq,

@@ -7,15 +7,12 @@ Does not know: who follows, graphs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.runner.rows import RowTable
-
-if TYPE_CHECKING:
-    from weft.runner.batch_builder import StepInputs
+from weft.runner.step_shape import StepInputs
 
 
 def following_inputs(

@@ -17,9 +17,9 @@ from torch import Tensor
 from weft.layers.sampler import BlockedTokens, LogitBias, LogitsProcessor, Penalties, SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.ops.sampling import filter_candidates
-from weft.runner.batch_builder import SampleRows
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
+from weft.runner.step_shape import SampleRows
 
 NOTHING = -1
 """Stands in a token history where there is no token, and in a bad word's prefix where any token will do."""

@@ -18,9 +18,10 @@ from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.messages import ScheduledRequest
 from weft.models.mtp import DraftInputs, MtpDrafter
-from weft.runner.batch_builder import BatchBuilder, StepInputs, StepShape
+from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
+from weft.runner.step_shape import StepInputs, StepShape
 from weft.speculation.acceptance import Acceptance
 
 _SAMPLED = -1

@@ -20,11 +20,12 @@ from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
-from weft.runner.batch_builder import BatchBuilder, SampleRows, StepInputs, StepShape
+from weft.runner.batch_builder import BatchBuilder
 from weft.runner.compilation import ModelCompiler
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_drafter import StepDrafter
+from weft.runner.step_shape import SampleRows, StepInputs, StepShape
 from weft.speculation.acceptance import Acceptance, Judge, accept_alike, drafts_of
 
 

@@ -22,11 +22,11 @@ from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.graph.pieces import PiecewiseModel
 from weft.graph.profile import ModeTable
-from weft.runner.batch_builder import StepShape
 from weft.runner.compilation import ModelCompiler
 from weft.runner.encoder_graphs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
 from weft.runner.step_functions import SampledLogits, StepFunctions
+from weft.runner.step_shape import StepShape
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.mtp import MtpDrafter
 from weft.ops.backend import Backend
-from weft.runner.batch_builder import BatchBuilder, StepShape
+from weft.runner.batch_builder import BatchBuilder
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches, cache_tensors
 from weft.runner.moves import CacheMover
@@ -40,6 +40,7 @@ from weft.runner.step_drafter import StepDrafter
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_sampler import SampledTokens, StepSampler
+from weft.runner.step_shape import StepShape
 from weft.speculation.acceptance import Judge, sampled_positions
 
 

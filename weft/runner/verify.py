@@ -22,11 +22,11 @@ from weft.config.graph_modes import GraphMode
 from weft.errors import CapacityError
 from weft.forward_context import forward_context
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.runner.batch_builder import StepShape
 from weft.runner.buffers import to_device
 from weft.runner.measuring import StepMaker
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import SampledLogits
+from weft.runner.step_shape import StepShape
 
 MAX_PROMPT_TOKENS = 130
 
@@ -36,7 +36,7 @@ RELATIVE_TOLERANCE = 1e-5
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """The same for pieces, by the model's dtype."""
 
-Kind = Literal["decode", "forward", "sampling", "pieces", "encoder"]
+Kind = Literal["decode", "verification", "forward", "sampling", "pieces", "encoder"]
 
 Outcome = tuple[Tensor, Tensor | None]
 """``[N, V]`` logits or ``[T, hidden_size]`` hidden states, and the sampled tokens if there are any."""
@@ -47,7 +47,8 @@ class SizeCheck:
     """What one captured size gave.
 
     Attributes:
-        kind: of graph: a decode step, a forward pass, sampling, a forward pass in pieces, the vision tower.
+        kind: of graph: a decode step, a step that verifies drafts, a forward pass, sampling, a forward pass in pieces, the
+            vision tower.
         size, num_rows: captured size; real rows in it.
         max_abs_diff: largest difference of two values (logits, or hidden states of a forward pass).
         max_abs_value: largest value, to judge the difference by.
@@ -79,6 +80,8 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
     graphs = runner.graphs
     for size in graphs.decode.sizes if graphs.decode is not None else ():
         yield checks.decode(_decode(_start(runner, max(1, size - 1), rng)), size)
+    for size in graphs.verify.sizes if graphs.verify is not None else ():
+        yield checks.verification(_verification(runner, max(1, size - 1), graphs.query_len(size), rng), size)
     for size in graphs.forward.sizes if graphs.forward is not None else ():
         yield checks.forward(size)
     for size in graphs.samples.sizes if graphs.samples is not None else ():
@@ -110,6 +113,22 @@ class _Checks:
             graphs.results(size).logits,
         )
         return _check("decode", size, shape.num_seqs, eager, replayed)
+
+    @torch.inference_mode()
+    def verification(self, step: SchedulerOutput, size: int) -> SizeCheck:
+        steps, graphs = self._steps, self._steps.graphs.verify
+        assert graphs is not None
+        shape = steps.builder.fill(step)
+        assert shape.query_len == steps.functions.query_len(size)
+        steps.builder.pad_verification(shape, size, shape.query_len)
+        steps.builder.send()
+        eager, replayed = self._both(
+            step,
+            lambda: _of(steps.functions.verify(size)),
+            lambda: _of(graphs.replay(size, shape.num_seqs)),
+            graphs.results(size).logits,
+        )
+        return _check("verification", size, shape.num_tokens, eager, replayed)
 
     @torch.inference_mode()
     def forward(self, size: int) -> SizeCheck:
@@ -190,14 +209,20 @@ class _Checks:
     ) -> tuple[Outcome, Outcome]:
         """What both give, as copies, from the same states and last tokens; ``results``, the replay's, are NaN before
         it."""
-        runner, last = self._runner, self._steps.rows.last_token
-        slots = to_device(torch.tensor([r.state_slot for r in step.requests], dtype=torch.int64), runner.device)
+        runner, rows = self._runner, self._steps.rows
+        used = [slot for r in step.requests for slot in (r.state_slot, *(slot for _, slot in r.checkpoints))]
+        slots = to_device(torch.tensor(used, dtype=torch.int64), runner.device)
         states = [runner.caches[name][t.name] for name, spec in runner.spec.layers.items() for t in spec.states]
-        before, last_token = [t.index_select(0, slots) for t in states], last.clone()
+        before, remembered = (
+            [t.index_select(0, slots) for t in states],
+            (rows.last_token, rows.drafts, rows.num_rejected),
+        )
+        left = [tensor.clone() for tensor in remembered]
         first = _copied(eager())
         for tensor, values in zip(states, before, strict=True):
             tensor.index_copy_(0, slots, values)
-        last.copy_(last_token)
+        for tensor, values in zip(remembered, left, strict=True):
+            tensor.copy_(values)
         results.fill_(torch.nan)
         return first, _copied(replay())
 
@@ -230,12 +255,13 @@ class _Sequence:
     pages: list[int]
 
 
-def _start(runner: ModelRunner, count: int, rng: random.Random) -> list[_Sequence]:
-    """Prefill ``count`` sequences of random prompts; half of them sample, which checks the random numbers too."""
+def _start(runner: ModelRunner, count: int, rng: random.Random, query_len: int = 1) -> list[_Sequence]:
+    """Prefill ``count`` sequences of random prompts; half of them sample, which checks the random numbers too. There is
+    room for ``query_len`` tokens more, and as many slots for each, of which the last is its working slot."""
     plan, spec = runner.plan, runner.spec
-    room = min(MAX_PROMPT_TOKENS, plan.max_model_len - 1, runner.config.max_num_batched_tokens)
-    pages = min(spec.pages_for(room + 1), (plan.num_pages - 1) // count)
-    longest = min(room, pages * spec.page_size - 1)
+    room = min(MAX_PROMPT_TOKENS, plan.max_model_len - query_len, runner.config.max_num_batched_tokens)
+    pages = min(spec.pages_for(room + query_len), (plan.num_pages - 1) // count)
+    longest = min(room, pages * spec.page_size - query_len)
     if longest < 1:
         raise CapacityError(
             f"{plan.num_pages} KV pages of {spec.page_size} tokens are too few for {count} sequences of two tokens; "
@@ -243,7 +269,7 @@ def _start(runner: ModelRunner, count: int, rng: random.Random) -> list[_Sequenc
         )
     sequences = []
     for row in range(count):
-        slot = row + 1 if spec.has_states else 0
+        slot = (row + 1) * query_len if spec.has_states else 0
         own = list(range(1 + row * pages, 1 + (row + 1) * pages))
         sequence = _Sequence(row, slot, rng.randint(1, longest), own)
         _prefill(runner, sequence, rng)
@@ -261,3 +287,24 @@ def _prefill(runner: ModelRunner, sequence: _Sequence, rng: random.Random) -> No
 
 def _decode(sequences: list[_Sequence]) -> SchedulerOutput:
     return SchedulerOutput(1, [ScheduledRequest(s.row, s.length, 1, [], s.slot, True) for s in sequences])
+
+
+def _verification(runner: ModelRunner, count: int, query_len: int, rng: random.Random) -> SchedulerOutput:
+    """``count`` sequences that verify random drafts. Where drafts stay on the device, every second one follows a step
+    that has rejected one of its drafts."""
+    vocab, rows, num_drafts = runner.config.model_config.vocab_size, runner.steps.rows, query_len - 1
+    requests = []
+    for s in _start(runner, count, rng, query_len):
+        drafts = [rng.randrange(vocab) for _ in range(num_drafts)]
+        follows = bool(runner.config.drafts_on_device and s.row % 2 and s.length > 1)
+        if follows:
+            rows.drafts[s.row, :num_drafts] = to_device(torch.tensor(drafts), runner.device)
+            rows.num_rejected[s.row] = 1
+        slots = range(s.slot - num_drafts, s.slot) if s.slot else ()
+        states = [(s.length + 1 + i, slot) for i, slot in enumerate(slots)]
+        requests.append(
+            ScheduledRequest(
+                s.row, s.length, query_len, [], s.slot, True, states, draft_token_ids=drafts, follows=follows
+            )
+        )
+    return SchedulerOutput(1, requests)

@@ -1,0 +1,81 @@
+"""Padding of a step to the sizes of the graph that it is to run in.
+
+Job: fill the step's host arrays behind what is real. Owns: what padding looks like. Does not know: graphs, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from weft.runner.step_shape import StepShape
+
+CHUNK_COLUMNS = ("seq", "start", "length", "checkpoint")
+"""Of a chunk table; its arrays are called ``chunk_{column}_{chunk length}``."""
+
+Host = Mapping[str, np.ndarray]
+
+
+class Padding:
+    """Args: ``padding_row``: the row of the runner's tables that belongs to nobody."""
+
+    def __init__(self, padding_row: int) -> None:
+        self._row = padding_row
+
+    def decodes(self, host: Host, real: StepShape, size: int) -> None:
+        """Fill a step of decodes up to ``size``: padding sequences decode token 0 at position 0 of page 0 with state
+        slot 0, and are sampled greedily."""
+        count = real.num_seqs
+        self._tokens(host, count, size)
+        host["rows"][count:size] = self._row
+        host["state_slots"][count:size] = 0
+        host["seq_lens"][count:size] = 1
+        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1)
+        self.samples(host, real, size)
+        host["sample_indices"][count:size] = np.arange(count, size)
+
+    def verification(self, host: Host, real: StepShape, size: int, query_len: int) -> None:
+        """Fill a step of verifications up to ``size`` sequences: padding ones verify token 0 at the first positions of
+        page 0 with state slot 0, and are sampled greedily."""
+        count, tokens = real.num_seqs, slice(real.num_seqs * query_len, size * query_len)
+        self._tokens(host, tokens.start, tokens.stop)
+        host["rows"][count:size] = self._row
+        host["state_slots"][count:size] = 0
+        host["verify_slots"][tokens] = 0
+        host["follows"][count:size] = 0
+        host["seq_lens"][count:size] = query_len
+        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1) * query_len
+        self.samples(host, real, size * query_len)
+        host["sample_indices"][tokens] = np.arange(tokens.start, tokens.stop)
+
+    def mixture(self, host: Host, real: StepShape, padded: StepShape) -> None:
+        """Fill any step up to the sizes of ``padded`` with tokens that belong to no sequence, and with sequences that
+        have no token."""
+        seqs = slice(real.num_seqs, padded.num_seqs)
+        self._tokens(host, real.num_tokens, padded.num_tokens)
+        host["rows"][seqs] = self._row
+        host["state_slots"][seqs] = host["seq_lens"][seqs] = 0
+        host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens
+        host["decode_slots"][: real.num_decodes] = host["state_slots"][: real.num_decodes]
+        host["decode_slots"][real.num_decodes : padded.num_seqs] = 0
+        num_real = dict(real.num_chunks)
+        for length, count in padded.num_chunks:
+            chunks = slice(num_real.get(length, 0), count)
+            for column, value in zip(CHUNK_COLUMNS, (0, 0, 0, -1), strict=True):
+                host[f"chunk_{column}_{length}"][chunks] = value
+            first = host[f"chunk_first_{length}"]
+            first[0 if length not in num_real else real.num_seqs + 1 : padded.num_seqs + 1] = num_real.get(length, 0)
+
+    def samples(self, host: Host, real: StepShape, size: int) -> None:
+        """Fill the sequences that sample up to ``size``: greedily, from the first token's logits, for nobody."""
+        pad = slice(real.num_samples, size)
+        for name in ("sample_indices", "sample_positions", "temperature", "min_p", "top_k", "seeds"):
+            host[name][pad] = 0
+        host["sample_rows"][pad] = self._row
+        host["top_p"][pad] = 1.0
+
+    def _tokens(self, host: Host, real: int, padded: int) -> None:
+        for name in ("input_ids", "positions", "slot_mapping"):
+            host[name][real:padded] = 0
+        host["token_rows"][real:padded] = self._row

@@ -1,0 +1,108 @@
+"""A step's sizes and its tensors on the device: values that the builder of batches makes and everybody else reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.forward_context import Batch, BatchDescriptor
+from weft.graph.capture_sizes import chunk_capacity
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of one step, all known on the host. Padded sizes make another ``StepShape``.
+
+    Attributes:
+        num_tokens, num_seqs, num_decodes, max_query_len, max_seq_len: as in ``Batch``.
+        num_chunks: ``(chunk length, rows of its table)`` for every chunk length of the model; empty where every
+            sequence decodes.
+        num_samples: sequences that sample a token.
+        padded: True if rows beyond the real ones are present; their number is then known to the device only.
+        query_len: tokens of every sequence where all of them verify as many drafts, 0 otherwise.
+        may_have_media: as in ``Batch``.
+        any_mixture: True if also how many sequences decode is known to the device only.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    num_chunks: tuple[tuple[int, int], ...]
+    num_samples: int
+    padded: bool = False
+    any_mixture: bool = False
+    query_len: int = 0
+    may_have_media: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence brings one token, of text, and samples one."""
+        return self.num_decodes == self.num_seqs == self.num_samples and not self.may_have_media
+
+    def descriptor(self) -> BatchDescriptor:
+        """What chooses the graph."""
+        return BatchDescriptor(
+            self.num_tokens,
+            self.num_seqs,
+            uniform_decode=self.is_decode,
+            num_prefills=self.num_seqs - self.num_decodes,
+            num_chunks=self.num_chunks,
+            num_decodes=self.num_decodes,
+        )
+
+    @staticmethod
+    def decodes(size: int, max_seq_len: int) -> StepShape:
+        """What a graph of ``size`` decodes computes."""
+        return StepShape(size, size, size, 1, max_seq_len, (), size, padded=True)
+
+    @staticmethod
+    def verification(size: int, query_len: int, max_seq_len: int) -> StepShape:
+        """What a graph of ``size`` sequences computes that verify ``query_len - 1`` drafts each."""
+        tokens = size * query_len
+        return StepShape(tokens, size, 0, query_len, max_seq_len, (), tokens, padded=True, query_len=query_len)
+
+    @staticmethod
+    def mixture(
+        num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: Sequence[int], may_have_media: bool = False
+    ) -> StepShape:
+        """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
+        num_seqs = min(num_tokens, max_num_seqs)
+        chunks = tuple((size, chunk_capacity(num_tokens, size)) for size in chunk_sizes)
+        return StepShape(
+            num_tokens, num_seqs, 0, num_tokens, max_seq_len, chunks, num_seqs, padded=True, any_mixture=True,
+            may_have_media=may_have_media,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """Sampling parameters of the sequences that sample, ``[N]`` each, from the static buffers.
+
+    ``indices``: flat index of the last token; ``rows``: where the token is remembered; the others as in the sampler.
+    """
+
+    indices: Tensor
+    rows: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+    def select(self, places: Tensor) -> SampleRows:
+        """Some of them: ``places [M]`` int64."""
+        return SampleRows(*(getattr(self, name).index_select(0, places) for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Device tensors of one step."""
+
+    input_ids: Tensor
+    batch: Batch
+    samples: SampleRows
