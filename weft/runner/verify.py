@@ -47,7 +47,7 @@ class SizeCheck:
     """What one captured size gave.
 
     Attributes:
-        kind: of graph: a decode step, a step that verifies drafts, a forward pass, sampling, a forward pass in pieces, the
+        kind: of graph: a decode step, one that verifies drafts, a forward pass, sampling, a forward pass in pieces, the
             vision tower.
         size, num_rows: captured size; real rows in it.
         max_abs_diff: largest difference of two values (logits, or hidden states of a forward pass).
