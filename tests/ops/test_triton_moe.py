@@ -10,6 +10,7 @@ from tests.ops.interpreter import DEVICE
 from weft.ops.moe import clamped_swiglu, fused_moe_reference, sigmoid_router_reference, topk_router_reference
 from weft.ops.triton import moe_sum
 from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
+from weft.ops.triton.moe_groups import FEW_PAIRS, group_pairs
 from weft.ops.triton.router import sigmoid_router_triton, topk_router_triton
 
 ON_GPU = DEVICE == "cuda"
@@ -74,6 +75,22 @@ def check_moe(
 @pytest.mark.parametrize("padding", [0, 1])
 def test_equals_pair_by_pair(shape: tuple[int, ...], dtype: torch.dtype, padding: int) -> None:
     check_moe(shape, dtype, padding)
+
+
+@pytest.mark.parametrize("num_tokens", [4, FEW_PAIRS // 2, FEW_PAIRS // 2 + 3], ids=["4", "few", "many"])
+def test_groups(num_tokens: int) -> None:
+    """Every pair is in one block, of its expert; a block has up to 16 pairs, and the kernels look at all blocks."""
+    ids = torch.randint(-1, 7, (num_tokens, 2), dtype=torch.int32, device=DEVICE)
+    (pairs, first_place, block_expert, block_first, num_blocks), max_blocks = group_pairs(ids, 8, 16)
+    assert num_blocks[0] <= max_blocks
+    found = torch.full_like(ids.flatten(), -1)
+    for block in range(int(num_blocks[0])):
+        expert, first = int(block_expert[block]), int(block_first[block])
+        if expert >= 0:
+            end = min(first + 16, int(first_place[expert + 1]))
+            assert first < end and (found[pairs[first:end]] == -1).all()
+            found[pairs[first:end]] = expert
+    assert torch.equal(found, ids.flatten())
 
 
 @pytest.mark.parametrize("num_tokens", [2, 90])
