@@ -40,7 +40,7 @@ def bucket_of(index: int, total: int) -> Bucket:
     return SHORT if index < CURRICULUM[0] * total or index % 4 == 3 else LONG
 
 
-TOOL_CHATS, JSON_TURNS = 0.22, 0.07  # shares, once every kind of problem is in full
+TOOL_CHATS, JSON_TURNS = 0.3, 0.1  # shares, once every kind of problem is in full
 
 
 def turn(rng: Random, progress: float) -> tuple[str, str]:

@@ -39,7 +39,9 @@ GROUP = (  # m times p
     "{N} [puts|sets|places|packs|lays|plants|arranges|sticks] {p} {x} [in|on|into|onto] each of {m} {g}|{m} {g} [each have|each hold|each contain|have|hold|carry] {p} {x}[ each|]|"
     "{N} [orders|buys|gets] {m} {g} of {x}. [There are|You find|He counts|{N} finds] {p} {x} [in|to] [a|each|every|one] {g1}|"
     "there are {p} {x} [per|in a|in every|to a|to each] {g1}[ and|,] [there are |]{m} {g}[ in all|]|for each of {m} {g} {N} [buys|needs|brings|makes|wants] {p} {x}|"
-    "[all|the] {m} {g} [in|of|at] {place} [have|hold|need|get] {p} {x} [each|apiece]|{N} has {p} {x} for [each|every one] of {his} {m} {g}]"
+    "[all|the] {m} {g} [in|of|at] {place} [have|hold|need|get] {p} {x} [each|apiece]|{N} has {p} {x} for [each|every one] of {his} {m} {g}|"
+    "[{N} has|{N} makes|{N} fills|there are|in {place} there are] {m} {g} [full of|of|with] {x}, {p} [to a|to each|to the|in each|per|in every|a|for each] {g1}|"
+    "{m} {g} [with|of] {x}, {p} [to a|in each|per] {g1}, [are|stand|lie] in {place}|[a|the] {y1} [of|with] {m} {g} with {p} {x} each]"
 )
 AWAY = (  # minus q
     "[{q} [{x} |of them |of the {x} |][are [broken|empty|missing|taken|occupied|full|used|booked|reserved|in use|not there|out of order|closed|spoiled|damaged|bad|burnt|lost|dead|absent|torn|rotten|faulty|"
@@ -81,6 +83,15 @@ THEREST = "[the [rest|others|remaining {x}|remainder|good ones|rest of them] [is
 THEMALL = "[[all|everything|all of them|all {x}|they|the {x}] [is|are|get|go] [divided|shared|split|put|packed|sorted|distributed|handed out]|{he} [shares|splits|divides|packs|puts|sorts|hands out] [all|everything|them|all of them|all the {x}]]"
 NOW = "[now|then|in the end|after that|today|]"
 
+KINDS3 = "[{N} [has|sees|counts|buys|brings|finds]|there are|in {place} there are|[a|the] {g1} [holds|has|contains]] {a} {x}, {b} {y} and {c} {zz}"
+KINDS2 = "[{N} [has|sees|counts|buys|brings|finds]|there are|in {place} there are|[a|the] {g1} [holds|has|contains]] {a} {x} and {b} {y}"
+GONE = (
+    "[are [broken|missing|taken|sold|lost|stolen|removed|gone|eaten|ill|bad|used|given away|thrown away|asleep|moulting|burnt|torn|spoiled|empty]|break|fall down|leave|"
+    "go|disappear|get lost|roll away|run away|fly off|die|go bad|fall off|had gone|were gone|were sold|went]"
+)
+OPEN = "[{N} has {a} {x}|there are {a} {x} in {place}|[a|the] {g1} [holds|has|contains|is filled with|was filled with] {a} {x}|{a} {x} [lie|stand|are] in {place}]"
+W1 = "[on {D}|by {D}|in {D}|on the first day|in the morning|before noon|in the first hour|first|last week|with the first wave]"
+W2 = "[on {E}|by {E}|in {E}|on the second day|in the evening|after noon|in the next hour|later|this week|with the next one]"
 FRAMES = [
     *[(f"{GROUP}. {COUNT}", "p*m")] * 2,
     *[(f"{GROUP}. {AWAY}. {REST}", "p*m; #-q")] * 4,
@@ -166,8 +177,26 @@ FRAMES = [
     (f"{{N}} [has|owns] {{a}} {{x}}, {{M}} {{b}} [fewer|less|fewer than {{he}}]. [They|The two] [find|get|buy|win] {{p}} more[ together|]. How many {{x}} [do they have|are there] {ALL}?", "a-b; #+a; #+p"),
     ("{N} buys {m} {x} at {s} {money} each and a {y1} for {p} {money}. {He} [pays with|gives] {a} {money}. [How much change does {he} get|How much does {he} get back|What is the change]?", "s*m; #+p; a-#"),
     (f"{{N}} [earns|gets|makes] {{p}} {{money}} {PER} for {{m}} {TIMES}[ and|. {{He}}] [spends|pays|loses|gives away] {{q}} [{{money}} |][for|on] {{y}} and {{s}} [for|on] {{zz}}. How much [money |]is left?", "p*m; #-q; #-s"),
+    # several kinds of things at once
+    *[(f"{KINDS3}. [{{d}} of [them|these|the things|all these|the lot]|{{d}} of the {{x}}] {{GONE}}. [How many [things |]are [left|still there]?|How many [of them |]are not?|How many remain?]", "a+b; #+c; #-d")] * 2,
+    (f"{KINDS2}. {{c}} of [them|these|the things|all these] {{GONE}}. [How many [things |]are [left|still there]?|How many [of them |]are not?|How many remain?]", "a+b; #-c"),
+    (f"{KINDS3}. How many [things|of them|pieces] [is that|are there|are that] {ALL}?", "a+b; #+c"),
+    (f"{KINDS2}. How many [things|of them|pieces] [is that|are there|are that] {ALL}?", "a+b"),
+    # said the other way round
+    (f"{THING} {MEASURE}. [That|This|It] is {{b}} [cm|{{money}}|{{x}}|grams|kg|points|] {ADJ_MORE} than {OTHER}. {ONEASK}", "a-b"),
+    (f"{THING} {MEASURE}. [That|This|It] is {{b}} [cm|{{money}}|{{x}}|grams|kg|points|] {ADJ_LESS} than {OTHER}. {ONEASK}", "a+b"),
+    ("{N} has {a} {x}, {b} more than {M}. How many {x} does {M} have?", "a-b"),
+    ("{N} has {a} {x}, {b} [fewer|less] than {M}. How many {x} does {M} have?", "a+b"),
+    ("{N} has {a} {x}, {b} more than {M}. How many {x} do they have together?", "a-b; #+a"),
+    # what grows and what shrinks
+    (f"{{N}} [gets|makes|gains|earns|receives|takes in|buys] {{p}} {{x}} {PER} and [ships|sells|loses|uses|spends|gives away|burns] {{s}} {PER}. By how [many {{x}}|much] does [the number|the stock|that|it] [grow|rise|increase] in {{m}} {TIMES}?", "p-s; #*m"),
+    (f"{{N}} [ships|sells|loses|uses|spends|gives away|burns] {{p}} {{x}} {PER} and [gets|makes|gains|earns|receives|takes in|buys] {{s}} {PER}. By how [many {{x}}|much] does [the number|the stock|that|it] [shrink|fall|sink|decrease] in {{m}} {TIMES}?", "p-s; #*m"),
+    # what is said once and meant twice
+    *[(f"{{OPEN}}. {{b}} {{GONE}} {{W1}}[,| and|, then] {{c}} [more |others |]{{W2}}. {REST}", "a-b; #-c")] * 2,
+    *[("{OPEN}. {b} [more |][come|arrive|are added|are found|are bought|are put there] {W1}[,| and|, then] {c} [more |others |]{W2}. How many {x} [are there|is that|are there now]?", "a+b; #+c")] * 2,
+    (f"{{OPEN}}. {{N}} [needs|uses|takes|sells|eats|loses|spends] {{b}} [for {{y}}|for a {{y1}}|{{W1}}] and {{M}} {{c}} [for {{zz}}|for the {{g1}}|{{W2}}]. {REST}", "a-b; #-c"),
+    (f"{{OPEN}}. {{b}} [of them |]{{GONE}}; {{M}} [finds|brings back|gets back|saves|repairs] {{c}}[ of them|][ again|]. {REST}", "a-b; #+c"),
 ]
-
 SCENES = 0.35  # share of fixed scenes
 
 
@@ -177,6 +206,8 @@ def draw(rng: Random) -> Template:
         return rng.choice(scenes.SCENES if kind < 0.7 * SCENES else templates.GUIDING)
     index = rng.randrange(len(FRAMES))
     text, steps = FRAMES[index]
+    for slot, phrases in (("{GONE}", GONE), ("{OPEN}", OPEN), ("{W1}", W1), ("{W2}", W2)):
+        text = text.replace(slot, phrases)
     if rng.random() < 0.65:
         holder, thing = (noun.replace("-", " ") for noun in rng.choice(PAIRS).split())
         names = {"{g1}": holder, "{g}": plural(holder), "{x1}": thing, "{x}": plural(thing)}

@@ -12,6 +12,14 @@ CITIES = (
     "Quito Havana Accra Nairobi Seoul Hanoi Perth Sydney Toronto Bern Riga Sofia Tunis Malta Porto Milan Lyon Ghent"
 ).split()
 NAMES_OF_FILES = "notes.txt report.pdf photo.png data.csv todo.md main.py letter.doc song.mp3 plan.txt old.log budget.xls".split()
+PEOPLE = (
+    "Aaron Abby Agnes Alan Albert Alex Alice Alicia Amelia Amir Amy Andrea Andrew Angela Anita Anna Anne Anthony Aria Arthur Barbara Beth Bill Bob Boris "
+    "Brian Carl Carmen Carol Charles Charlotte Chen Chris Claire Daniel Dave Deborah Denis Diana Diego Donna Edward Elena Eli Elizabeth Ethan Evelyn "
+    "Francis Frank Fred Gary George Gina Gloria Grace Harry Heidi Henry Hiro Howard Isaac Isabel Jake James Jane Jason Jean Jeff Jenny Jim Joan Joe John "
+    "Jose Joseph Joyce Juan Judy Kate Keith Ken Kevin Larry Laura Lee Leon Linda Lisa Louis Luca Maria Mark Martha Martin Mary Matt Megan Michael Mike "
+    "Molly Monica Nancy Nathan Nick Nicole Oliver Oscar Pablo Pamela Patrick Pedro Phil Rachel Ralph Ray Rebecca Richard Rob Roger Rose Roy Ryan Sally "
+    "Samuel Sandra Scott Sean Sheila Steve Sue Susan Tanya Teresa Tim Tony Tyler Ursula Vincent Walter Wendy Yoko Yuki Zara"
+).split()
 SKIES = "sunny cloudy rainy windy foggy stormy dry clear".split()
 SENTENCES = (
     "the bus is late|dinner is ready|the meeting is at noon|the key is under the mat|the shop is closed today|"
@@ -42,44 +50,44 @@ class Tool(NamedTuple):
 TOOLS = [
     Tool(
         "get_weather|weather|current_weather", "Get the weather in a city.", (("city|location|place", "city"),),
-        "What is the weather in {city}?|How is the weather in {city} today?|Is it warm in {city}?|"
+        "What is the weather in {city}?|{city} weather|Weather in {city}, please.|What will the weather be like in {city}?|I am going to {city}. How is the weather there?|Do I need a coat in {city}?|How is the weather in {city} today?|Is it warm in {city}?|"
         "Tell me the weather in {city}.|What weather do they have in {city}?",
         '{{"degrees": {r}, "sky": "{sky}"}}', "In {city} it is {r} degrees and {sky}.",
     ),
     Tool(
         "get_time|clock|local_time", "Get the local time of a city.", (("city|place|location", "city"),),
-        "What time is it in {city}?|Tell me the time in {city}.|How late is it in {city}?|What does the clock say in {city}?",
+        "What time is it in {city}?|time in {city}|Current time in {city}?|What is the local time in {city}?|I need the time in {city}.|Tell me the time in {city}.|How late is it in {city}?|What does the clock say in {city}?",
         "{h}:{r2}", "It is {h}:{r2} in {city}.",
     ),
     Tool(
         "get_price|price_of|look_up_price", "Get the price of a thing in dollars.", (("item|product|thing", "item"),),
-        "What does a {item} cost?|How much is a {item}?|Look up the price of a {item}.|What do I pay for a {item}?",
+        "What does a {item} cost?|price of {item}|What is the price of the {item}?|Is the {item} expensive?|Give me the price of {item}.|How much is a {item}?|Look up the price of a {item}.|What do I pay for a {item}?",
         "{r}", "A {item} costs {r} dollars.",
     ),
     Tool(
         "count_stock|in_stock|stock", "Count how many of a thing are in the store.", (("item|name|product", "item"),),
-        "How many of the {item} are in stock?|Check the stock of the {item}.|Do we still have the {item}?|"
+        "How many of the {item} are in stock?|stock of {item}|How many {item} do we have?|Is there any {item} left?|Check the stock of the {item}.|Do we still have the {item}?|"
         "What is left of the {item} in the store?",
         "{r}", "There are {r} in stock.",
     ),
     Tool(
         "add|sum|plus", "Add two numbers.", (("a|x|first", "n"), ("b|y|second", "k")),
-        "Use a tool to add {n} and {k}.|Let the tool compute {n} + {k}.|Call the function for {n} plus {k}.",
+        "Use a tool to add {n} and {k}.|Add up {n} and {k} with the function.|{n} + {k}, use the tool.|Use the function to compute {n} + {k}.|What is the sum of {n} and {k}? Use a tool.|Let the tool compute {n} + {k}.|Call the function for {n} plus {k}.",
         "{sum}", "The result is {sum}.",
     ),
     Tool(
         "send_message|tell|message", "Send a message to a person.", (("to|person|name", "person"), ("text|message", "say")),
-        "Tell {person} that {say}.|Send {person} a message: {say}.|Write to {person} that {say}.|Let {person} know that {say}.",
+        "Tell {person} that {say}.|Message {person}: {say}|Text {person} that {say}.|I want {person} to know that {say}.|Drop {person} a line: {say}|Send this to {person}: {say}|Send {person} a message: {say}.|Write to {person} that {say}.|Let {person} know that {say}.",
         "sent", "I have told {person}.",
     ),
     Tool(
         "set_timer|timer|start_timer", "Start a timer.", (("minutes|length", "n"),),
-        "Set a timer of {n} minutes.|Start a timer for {n} minutes.|Wake me in {n} minutes.|Give me a timer of {n} minutes.",
+        "Set a timer of {n} minutes.|timer {n} minutes|I want a timer for {n} minutes.|Tell me when {n} minutes are over.|Timer, {n} minutes.|Ring in {n} minutes.|Start a timer for {n} minutes.|Wake me in {n} minutes.|Give me a timer of {n} minutes.",
         "started", "The timer is set to {n} minutes.",
     ),
     Tool(
         "book_table|reserve|book", "Book a table in a city.", (("city|where", "city"), ("people|guests|seats", "n")),
-        "Book a table for {n} people in {city}.|Reserve a table in {city} for {n}.|We are {n} and want to eat in {city}.",
+        "Book a table for {n} people in {city}.|I need a table for {n} in {city}.|A table in {city} for {n} people, please.|Find us a table for {n} in {city}.|Table for {n}, {city}.|We want to have dinner in {city}, {n} of us.|Reserve a table in {city} for {n}.|We are {n} and want to eat in {city}.",
         '{{"number": {r}}}', "Your table in {city} has number {r}.",
     ),
     Tool(
@@ -90,8 +98,8 @@ TOOLS = [
         "{r}", "That is {r} {money2}.",
     ),
     Tool(
-        "search|web_search|find|look_up", "Search for pages about a topic.", (("query|q|topic|text", "item"),),
-        "Search for {item}.|Find something about the {item}.|Look up {item} for me.|What can you find about the {item}?|Search the web for {item}.",
+        "search|web_search|find|look_up", "Search for pages about a topic.", (("query|q|topic|text", "phrase"),),
+        "Search for {phrase}.|Find pages about {phrase}.|Look up {phrase}.|Search: {phrase}|Google {phrase}.|I want to know more about {phrase}.|Search the internet for {phrase}.|Find something about the {phrase}.|Look up {phrase} for me.|What can you find about the {phrase}?|Search the web for {phrase}.",
         "{r} pages found", "I found {r} pages.",
     ),
     Tool(

@@ -10,12 +10,13 @@ import re
 from random import Random
 from typing import NamedTuple
 
-from demo import arithmetic, frames, stories, tales, templates, words
+from demo import arithmetic, frames, rewording, stories, tales, templates, words
 from demo.templates import Template
 
 CHOICE = re.compile(r"\[([^\[\]]*)\]")  # the innermost; they may be nested
 SLOT = re.compile(r"\{(\w+)\}")
 SPLITS = 24  # one part in 24 is kept for development problems, another for the evaluation
+SHORT_RANGES = [(11, 99), (3, 40), (2, 20), (2, 99)]
 WIDE_RANGES = [(2, 20), (11, 99), (11, 480), (11, 480), (100, 900)]
 OLD, TALES = 0.25, 0.3  # shares of the stories; the others are frames
 IDLE = 0.1  # share of the stories with a sentence that says nothing
@@ -59,7 +60,7 @@ def draw(template: Template, rng: Random, distract: float = 0.15, wide: bool = F
     filling = (words.draw(rng) if wide else _words(rng)) | numbers
     question = SLOT.sub(lambda m: str(filling[m[1]]), text)
     if wide:
-        question = _tidy(question)
+        question = _tidy(rewording.reworded(question, rng))
     identity = tuple(numbers[s] for s in letters)  # an idle number makes no other problem
     lines, answer = worked
     return Problem(template.name, identity, question, "\n".join([*lines, f"Answer: {answer}"]), answer, len(lines))
@@ -78,6 +79,7 @@ def _numbers(steps: str, letters: list[str], rng: Random, wide: bool) -> tuple[d
     while worked is None:
         if wide and attempt % 50 == 0:
             ranges |= {s: rng.choice(WIDE_RANGES) for s in "abcdef"}
+            ranges |= {s: rng.choice(SHORT_RANGES) for s in "pqrvstuw"} if rng.random() < 0.5 else {}
         numbers = {s: rng.randint(*ranges[s]) for s in letters}
         worked = solve(steps, numbers)
         attempt += 1

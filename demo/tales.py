@@ -77,6 +77,8 @@ def _chain(rng: Random) -> Template:
     events = [rng.choice(pool).replace("{v}", "{" + letter + "}") for pool, letter in zip(pools, LETTERS, strict=False)]
     if table is not domains.PLACE and things[0] not in MEASURES and (not asks[0] or rng.random() < 0.25):
         asks = OWN_ASKS
+    if len(signs) == 2 and signs[0] == signs[1] and rng.random() < 0.45:
+        events = [_said_once(events[0], rng)]
     if table is domains.PLACE:
         text = _in_place(rng, rng.choice(opening), events, is_past)
     else:
@@ -91,14 +93,24 @@ def _chain(rng: Random) -> Template:
     return Template("tale-" + "".join(signs), _filled(text, thing), steps)
 
 
+
+def _said_once(event: str, rng: Random) -> str:
+    """One verb for two numbers: "sells 12 on Monday and 30 more on Tuesday"."""
+    verb = event[: event.index("{b}") + 3] if not event.startswith(("{b}", "!{b}")) else event
+    whens = [("on {D}", "on {E}"), ("at first", "later"), ("in the morning", "in the evening"), ("last week", "this week"), ("by {D}", "by {E}")]
+    (first, then), more = rng.choice(whens), rng.choice(("", "", "more ", "others "))
+    return f"{verb} {first}{rng.choice((' and', ', then', ', and'))} {{c}} {more}{then}"
+
+
 MEASURES = ("metres", "minutes", "kilograms", "members", "pages")  # these are not had
 REPLACEABLE = ("books", "coins", "photos", "cards", "boxes", "trees", "tickets", "shirts", "bikes", "paintings")
 
 
 def _filled(text: str, thing: str) -> str:
     """With its things, other person and places; these may come again and are slots of the drawing."""
-    text = re.sub(r"\bX\b", thing, text)
-    return re.sub(r"\bM\b", "{M}", re.sub(r"\bP\b", "{place}", re.sub(r"\bD\b", "{D}", text.replace("{D}", "D"))))
+    text = re.sub(r"\bX\b", thing, text.replace("{D}", "D").replace("{E}", "E"))
+    text = re.sub(r"\b([DE])\b", r"{\1}", text)
+    return re.sub(r"\bM\b", "{M}", re.sub(r"\bP\b", "{place}", text))
 
 
 def _by_subject(rng: Random, who: Subject, opening: str, events: list[str], is_past: bool) -> str:

@@ -9,12 +9,12 @@ import json
 from random import Random
 from typing import NamedTuple
 
-from demo import about, functions, lexicon, words
-from demo.functions import RECORDS, TOOLS, Tool
+from demo import about, functions, lexicon, rewording, words
+from demo.functions import RECORDS, TOOLS, Record, Tool
 
 NO_TOOL = "Sorry, I have no tool for that."
 INVENTED = 0.2  # share of names of functions, parameters and keys that are invented
-EXTRACTION, FINAL = 0.22, 0.15  # shares of chats in which an object is asked for as a call, or the answer is one
+EXTRACTION, FINAL = 0.25, 0.12  # shares of chats in which an object is asked for as a call, or the answer is one
 TYPES = {"n": "integer", "k": "integer", "r": "integer", "price": "number", "flag": "boolean", "list": "array", "names": "array"}
 CHOICES = {
     "colour": functions.COLOURS, "sky": functions.SKIES, "mood": list(functions.GOOD), "language": functions.LANGUAGES,
@@ -40,6 +40,19 @@ EXTRACT_ASKS = ["{text}"] * 6 + [
     "Extract: {text}", "Extract the {name} from this: {text}", "Read this: {text}", "{text} Extract the {name}.", "Parse this text: {text}",
     "Get the {name} details.\n\n{text}", "Here is a text: {text}", "Extract the data from the following sentence: {text}",
 ]  # fmt: skip
+POLITE = [
+    "Could you {ask}?", "Can you {ask}?", "Please {ask}.", "Would you {ask}?", "I want you to {ask}.", "I need you to {ask}.", "Can you please {ask}?",
+]  # fmt: skip
+TERSE = [
+    "{name} {values}", "{name}: {values}", "{values}, {name}", "{does}: {values}", "{does} {pairs}.", "Call {name} with {pairs}.", "Use {name}, {pairs}.",
+    "{name}({pairs})", "I need {name} for {values}.", "Run {name} for {values}, please.",
+]  # fmt: skip
+ENDINGS = [" Thanks.", " Thank you!", " please", ", please.", " now.", " for me.", " right away.", " if you can."]
+GREETINGS = ["Hi,", "Hey!", "Hello.", "OK.", "One more thing:", "Good morning!", "Quick question:", "Now:"]
+IMPERATIVES = frozenset(
+    "Tell Send Write Let Set Start Give Book Reserve Find Use Call Add Put Search Look Schedule Plan Make Turn Heat Play Show Order Buy Get Translate "
+    "Save Remember Delete Remove Erase Read Open Convert Change Multiply Check Mail Text Message".split()
+)
 SYSTEM = (
     "You are a helpful assistant.|You are a helpful agent.|You are an expert assistant.|You answer with tool calls.|Use the tools to answer the question.|"
     "Always be polite and short.|You can call functions to solve the task.|Think about which function fits.|Never invent values.|If no tool fits, say so.|"
@@ -55,16 +68,17 @@ def slots(rng: Random) -> dict[str, str | int]:
     city, city2 = (_place(rng) for _ in range(2))
     n, k, r = rng.randint(2, 99), rng.randint(2, 99), rng.randint(11, 59)
     things = [_thing(rng) for _ in range(rng.choice((2, 2, 3)))]
-    people = [lexicon.person(rng) for _ in range(rng.choice((2, 2, 3)))]
+    people = [_person(rng) for _ in range(rng.choice((2, 2, 3)))]
     money, money2 = rng.sample(functions.MONIES, 2)
-    mood, person = rng.choice(list(functions.GOOD)), lexicon.person(rng)
-    filling = {"item": _thing(rng), "city": city, "city2": city2, "person": person, "say": rng.choice(functions.SENTENCES)}
+    mood, person = rng.choice(list(functions.GOOD)), _person(rng)
+    filling = {"item": _thing(rng), "city": city, "city2": city2, "person": person, "say": _said(rng)}
+    filling["phrase"] = " ".join(_thing(rng) for _ in range(rng.choice((1, 1, 2, 3))))
     filling |= {"n": n, "k": k, "r": r, "r2": r, "h": rng.randint(1, 23), "sum": n + k, "product": n * k}
     filling |= {"list": _listed(things), "names": _listed(people), "money": money, "money2": money2, "mood": mood}
     filling |= {"sky": rng.choice(functions.SKIES), "colour": rng.choice(functions.COLOURS), "room": rng.choice(functions.ROOMS)}
     filling |= {"day": rng.choice(functions.DAYS), "event": rng.choice(functions.EVENTS), "language": rng.choice(functions.LANGUAGES)}
     filling |= {"file": rng.choice(functions.NAMES_OF_FILES), "good": rng.choice(functions.GOOD[mood]), "feel": rng.choice(functions.FEEL[mood])}
-    filling |= {"mail": f"{person.lower()}@{words.invented(rng)}.{rng.choice(('com', 'org', 'net'))}", "price": rng.randint(11, 199) / 2}
+    filling |= {"mail": f"{'.'.join(person.lower().split())}@{words.invented(rng)}.{rng.choice(('com', 'org', 'net'))}", "price": rng.randint(11, 199) / 2}
     return filling | {"not": rng.choice(("", "not ")), "": json.dumps([things, people])}
 
 
@@ -76,11 +90,29 @@ def value(filling: dict, slot: str) -> str | int | float | bool | list[str]:
 
 
 def _place(rng: Random) -> str:
-    return words.invented(rng).capitalize() if rng.random() < 0.3 else rng.choice(functions.CITIES)
+    return rewording.noun(rng).capitalize() if rng.random() < 0.5 else rng.choice(functions.CITIES)
 
 
 def _thing(rng: Random) -> str:
-    return words.invented(rng) if rng.random() < 0.3 else rng.choice(words.NOUNS)
+    """A thing: mostly one that must be copied letter by letter."""
+    noun = rewording.noun(rng)
+    if (kind := rng.random()) < 0.2:
+        return f"{rng.choice((*words.COLOURS, rewording.noun(rng)))} {noun}"
+    return words.plural(noun) if kind < 0.4 else noun
+
+
+def _person(rng: Random) -> str:
+    kind = rng.random()
+    name = rng.choice(functions.PEOPLE) if kind < 0.4 else rewording.noun(rng).capitalize() if kind < 0.75 else lexicon.person(rng)
+    return f"{name} {rewording.noun(rng).capitalize()}" if rng.random() < 0.15 else name
+
+
+def _said(rng: Random) -> str:
+    """What is said to somebody: of a few sentences, or any."""
+    noun, other, name = rewording.noun(rng), rewording.noun(rng), _person(rng)
+    told = f"the {noun} is {rng.choice(words.COLOURS)}|I have a {noun}|we meet at the {noun}|{name} has {rng.randint(2, 99)} {words.plural(noun)}"
+    told += f"|you need the {noun} and the {other}|{name} is in the {noun}|it is in the {noun}|I will bring the {noun}|{noun} {other}|the {noun} has a {other}"
+    return rng.choice(functions.SENTENCES) if rng.random() < 0.25 else rng.choice(told.split("|"))
 
 
 def _listed(parts: list[str]) -> str:
@@ -90,6 +122,29 @@ def _listed(parts: list[str]) -> str:
 def _wording(variants: str, rng: Random, held_out: bool) -> str:
     """One of the wordings; the last is kept for the evaluation."""
     *trained, kept = variants.split("|")
+    if held_out:
+        return kept
+    chosen = rng.choice(trained)
+    if rng.random() < 0.1:
+        chosen = chosen.rstrip(".") + rng.choice(ENDINGS)
+    if (kind := rng.random()) < 0.25 and chosen.split(" ")[0] in IMPERATIVES and chosen.count(".") == 1:
+        return rng.choice(POLITE).replace("{ask}", chosen[0].lower() + chosen[1:].rstrip("."))
+    if kind > 0.9:
+        return f"{rng.choice(GREETINGS)} {chosen}"
+    return chosen[0].lower() + chosen[1:].rstrip(".?") if kind > 0.82 and chosen[1:2].islower() else chosen
+
+
+def _terse(offered: "Offered", filling: dict, rng: Random) -> str:
+    """A function asked for by its name or description and its values: no wording of its own to be known by."""
+    given = [(name.replace("_", " "), str(filling[slot])) for name, slot in offered.parameters]
+    texts = {"values": " ".join(value for _, value in given), "pairs": _listed([" ".join(pair) for pair in given]) if len(given) > 1 else " ".join(given[0])}
+    name = offered.name if rng.random() < 0.3 else offered.name.replace("_", " ").removeprefix("get ")
+    return rng.choice(TERSE).format(name=name, does=offered.tool.does.rstrip("."), **texts)
+
+
+def _told(record: Record, rng: Random, held_out: bool) -> str:
+    """One of an object's sentences; the last is kept for the evaluation."""
+    *trained, kept = record.texts.split("|")
     return kept if held_out else rng.choice(trained)
 
 
@@ -155,7 +210,11 @@ def exchange(offered: list[Offered], rng: Random, held_out: bool = False) -> lis
     """A question for one of the functions, its one or two calls, what they return, and the answer."""
     chosen = rng.choice(offered)
     fillings = [slots(rng) for _ in range(2 if rng.random() < 0.12 else 1)]
-    asks = [_wording(chosen.tool.asks, rng, held_out).format(**filling) for filling in fillings]
+    terse = not held_out and rng.random() < 0.15
+    asks = [
+        _terse(chosen, filling, rng) if terse else _wording(chosen.tool.asks, rng, held_out).format(**filling)
+        for filling in fillings
+    ]
     results = [{"role": "tool", "content": chosen.tool.result.format(**filling)} for filling in fillings]
     answer = " ".join(chosen.tool.answer.format(**filling) for filling in fillings)
     calls = {"role": "assistant", "content": "", "tool_calls": [chosen.call(filling) for filling in fillings]}
@@ -183,13 +242,13 @@ def _plain(rng: Random, turns: int) -> tuple[list[dict], list[dict]]:
     offered, missing = [offer(tool, rng) for tool in picked], [t for t in TOOLS if t not in picked]
     messages: list[dict] = []
     for _ in range(rng.randint(1, max(1, turns // 3))):
-        if (kind := rng.random()) < 0.75:
+        if (kind := rng.random()) < 0.86:
             messages += exchange(offered, rng)
             continue
         question, answer = about.draw(rng), NO_TOOL
-        text = question[0] if kind < 0.85 else _wording(rng.choice(missing).asks, rng, False).format(**slots(rng))
+        text = question[0] if kind < 0.94 else _wording(rng.choice(missing).asks, rng, False).format(**slots(rng))
         messages += [{"role": "user", "content": text}]
-        messages += [{"role": "assistant", "content": question[1] if kind < 0.85 else answer}]
+        messages += [{"role": "assistant", "content": question[1] if kind < 0.94 else answer}]
     return messages, [each.schema for each in offered]
 
 
@@ -204,7 +263,7 @@ def _extraction(rng: Random, turns: int) -> tuple[list[dict], list[dict]]:
     offered, messages = offer(tool, rng, False), []
     for _ in range(rng.randint(1, max(1, turns // 4))):
         filling = slots(rng)
-        text = _wording(record.texts, rng, False).format(**filling)
+        text = _told(record, rng, False).format(**filling)
         ask = rng.choice(EXTRACT_ASKS).format(text=text, name=offered.name)
         messages += [{"role": "user", "content": ask}, {"role": "assistant", "content": "", "tool_calls": [offered.call(filling)]}]
         messages += [{"role": "tool", "content": "ok"}, {"role": "assistant", "content": "Done."}]
@@ -241,7 +300,7 @@ def json_answer(rng: Random, held_out: bool = False, invented: bool | None = Non
     parameters = tuple((key, slot) for key, (_, slot) in zip(keys, record.keys, strict=True))
     fillings = [slots(rng) for _ in range(rng.choice((2, 3)) if not held_out and rng.random() < 0.15 else 1)]
     objects = [{key: value(filling, slot) for key, slot in parameters} for filling in fillings]
-    text = " ".join(_wording(record.texts, rng, held_out).format(**filling) for filling in fillings)
+    text = " ".join(_told(record, rng, held_out).format(**filling) for filling in fillings)
     schema, asked = object_schema(parameters, "Entry" if rng.random() < 0.3 else "", rng.random() < 0.3), objects[0]
     if len(objects) > 1:
         name = rng.choice(("entries", "items", "list", "results"))

@@ -10,7 +10,7 @@ import torch
 
 from demo import data, evaluate, geometry, train
 from demo.model import Trainable
-from demo.mtp import Head, TrainableHead
+from demo.mtp import Head, TrainableHead, has_head, load_head
 
 
 class HeadTrainer(train.Trainer):
@@ -19,7 +19,9 @@ class HeadTrainer(train.Trainer):
     def build(self, dtype: torch.dtype, compiled: bool) -> tuple[torch.nn.Module, TrainableHead]:
         self.first_batch = train.LATE * self.args.steps
         self.trunk = evaluate.load(self.args.model, torch.float32, str(self.device))[0]
-        self.head, with_trunk = Head(self.trunk).to(self.device), self.args.with_trunk
+        with_trunk = self.args.with_trunk
+        head = load_head(self.trunk, self.args.model) if has_head(self.args.model) else Head(self.trunk)
+        self.head = head.to(self.device)
         self.trunk.requires_grad_(with_trunk)
         trained = torch.nn.ModuleDict({"trunk": self.trunk, "head": self.head}) if with_trunk else self.head
         return trained, TrainableHead(Trainable(self.trunk, dtype, compiled), self.head, compiled, with_trunk)
