@@ -16,7 +16,7 @@ from tests.server.running import RunningServer
 from weft import report
 
 
-def tool(name: str, does: str, **kinds: str) -> dict[str, Any]:
+def tool(name: str, does: str, /, **kinds: str) -> dict[str, Any]:
     properties = {key: {"type": kind} for key, kind in kinds.items()}
     schema = {"type": "object", "properties": properties, "required": list(kinds)}
     return {"type": "function", "function": {"name": name, "description": does, "parameters": schema}}
@@ -48,11 +48,39 @@ CASES = [
     ([W, R, T], "How is the weather in Vienna?", ("get_weather", {"location": "Vienna"})),
 ]
 
+C = tool("cancel_order", "Cancel an order.", order_id="integer")
+L = tool("lock_door", "Lock a door of the house.", door="string")
+F = tool("find_flight", "Find a flight.", origin="string", destination="string")
+P = tool("play_video", "Play a video.", title="string")
+U = tool("create_user", "Create a user.", name="string", age="integer")
 
-def right(client: OpenAI, choice: str) -> tuple[int, list[dict[str, Any]]]:
+LATER = [  # written before the training of the second weights with calls; some functions no training had
+    ([C], "Please cancel order 71.", ("cancel_order", {"order_id": 71})),
+    ([C, W], "I changed my mind about order 38, cancel it.", ("cancel_order", {"order_id": 38})),
+    ([L], "Lock the garage.", ("lock_door", {"door": "garage"})),
+    ([F], "I am looking for a flight from Oslo to Lima.", ("find_flight", {"origin": "Oslo", "destination": "Lima"})),
+    ([F, T], "Fly me from Paris to Cairo.", ("find_flight", {"origin": "Paris", "destination": "Cairo"})),
+    ([P], "I would like to watch garden.", ("play_video", {"title": "garden"})),
+    ([U], "Create a user for Nina, who is 34.", ("create_user", {"name": "Nina", "age": 34})),
+    ([W], "Is it raining in Lisbon?", ("get_weather", {"location": "Lisbon"})),
+    ([W, S], "Give me the forecast for Madrid.", ("get_weather", {"location": "Madrid"})),
+    ([T], "Let me know in 45 minutes.", ("set_timer", {"minutes": 45})),
+    (
+        [M],
+        "Please let Carla know that the train has left.",
+        ("send_message", {"to": "Carla", "text": "the train has left"}),
+    ),
+    ([S], "Search the internet for old maps.", ("search", {"query": "old maps"})),
+    ([B], "Dinner for 3 in Lyon, please.", ("book_table", {"city": "Lyon", "guests": 3})),
+    ([A], "Call the add function with 64 and 27.", ("add", {"a": 64, "b": 27})),
+    ([R, W], "What is the distance between Berlin and Prague?", ("get_route", {"start": "Berlin", "end": "Prague"})),
+]
+
+
+def right(client: OpenAI, choice: str, cases: list[Any]) -> tuple[int, list[dict[str, Any]]]:
     """How many prompts get exactly the call that was asked for, and what the others got."""
     wrong = []
-    for tools, prompt, (name, arguments) in CASES:
+    for tools, prompt, (name, arguments) in cases:
         messages: Any = [{"role": "user", "content": prompt}]
         more: Any = {"tools": tools, "tool_choice": choice}
         reply = client.chat.completions.create(
@@ -62,7 +90,7 @@ def right(client: OpenAI, choice: str) -> tuple[int, list[dict[str, Any]]]:
         calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
         if calls != [(name, arguments)]:
             wrong.append({"prompt": prompt, "calls": calls, "content": message.content})
-    return len(CASES) - len(wrong), wrong
+    return len(cases) - len(wrong), wrong
 
 
 def main() -> None:
@@ -73,11 +101,12 @@ def main() -> None:
     try:
         server.wait_ready()
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
-        figures = {}
-        for choice in ("auto", "required"):
-            count, wrong = right(client, choice)
-            figures[choice] = {"prompts": len(CASES), "right": count, "wrong": wrong}
-            print(choice, count, "of", len(CASES))
+        figures: dict[str, Any] = {}
+        for name, cases in (("first", CASES), ("later", LATER)):
+            for choice in ("auto", "required"):
+                count, wrong = right(client, choice, cases)
+                figures.setdefault(name, {})[choice] = {"prompts": len(cases), "right": count, "wrong": wrong}
+                print(name, choice, count, "of", len(cases))
     finally:
         server.close()
     report.write_json(path, {"figures": figures} | report.provenance("cpu"))
