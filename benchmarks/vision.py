@@ -29,7 +29,7 @@ from weft.config import resolve
 from weft.config.vision import VisionConfig
 from weft.engine.core import EngineCore
 from weft.messages import RowSampling
-from weft.multimodal.items import MediaItem, content_hash
+from weft.multimodal.items import MediaItem, content_hash, pixel_bytes
 from weft.request import Request, RequestSpec
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -45,7 +45,7 @@ class Requests:
     """Requests of one engine."""
 
     def __init__(self, core: EngineCore, vision: VisionConfig | None, side: int = 0, seed: int = 0) -> None:
-        self._side = side
+        self._side, self._dtype = side, core._executor._runner.config.dtype  # type: ignore[attr-defined]
         self._core, self._vision, self._rng = core, vision, np.random.default_rng(seed)
         self._num_ids = vision.tokens.start if vision is not None else 150_000
 
@@ -53,7 +53,8 @@ class Requests:
         """The grid and the patches of a new image."""
         assert self._vision is not None
         grid = (1, self._side, self._side)
-        return grid, self._rng.standard_normal((self._side**2, self._vision.patch_dim), dtype=np.float32).tobytes()
+        values = self._rng.standard_normal((self._side**2, self._vision.patch_dim), dtype=np.float32)
+        return grid, pixel_bytes(values, self._dtype)
 
     def text(self, count: int) -> list[int]:
         return self._rng.integers(0, self._num_ids, count).tolist()
@@ -64,7 +65,7 @@ class Requests:
         grid, pixels = image
         count, tokens = self._vision.num_tokens(grid), self._vision.tokens
         ids = [tokens.start, *[tokens.image] * count, tokens.end, *text]
-        item = MediaItem("image", content_hash(pixels, grid, "benchmark"), [(1, count)], grid, pixels)
+        item = MediaItem("image", content_hash(pixels, grid, "benchmark"), [(1, count)], grid, pixels, self._dtype)
         return self.of(ids, max_tokens, [item])
 
     def of(self, ids: list[int], max_tokens: int = 1, media: Sequence[MediaItem] = ()) -> Request:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec import structs
 
 from tests.media import (
     HYBRID,
@@ -20,6 +22,7 @@ from tests.media import (
     make_vision_checkpoint,
     reference_logits,
 )
+from weft.multimodal.items import pixel_bytes
 from weft.request import Request
 
 PROMPTS = [
@@ -174,3 +177,17 @@ def test_random_conversations_with_few_images(made: Callable[[str], Made]) -> No
         cached += sum(request.num_cached_tokens or 0 for request in requests)
         known += batch
     assert cached > 100
+
+
+def test_pixels_of_another_dtype_are_rounded(made: Callable[[str], Made]) -> None:
+    """Patches in the model's dtype or in float32: the same tokens, the same encoder cache."""
+    prompt = Prompt().text(6).image(4, 6, 1).text(9)
+    (item,) = prompt.media
+    narrow = structs.replace(item, pixel_values=pixel_bytes(item.patches(), "bfloat16"), dtype="bfloat16")
+    embeddings = []
+    for media in ([item], [narrow]):
+        engine = engine_of(made(VL), dtype="bfloat16")
+        engine.run(Prompt(prompt.token_ids, media))
+        embeddings.append(engine.core._executor._runner.media.embeddings[:6])  # type: ignore[attr-defined]
+    assert torch.equal(*embeddings) and embeddings[0].abs().sum() > 0
+    assert torch.equal(torch.tensor(narrow.patches()), torch.tensor(item.patches()).bfloat16().float())

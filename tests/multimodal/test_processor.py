@@ -84,6 +84,22 @@ def expanded(folder: Path, text: str, processed: list[Processed]) -> Any:
 IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_patches_in_the_models_dtype(dtype: str, folder: Path) -> None:
+    """Rounded as the tower would round them."""
+    images = {"image": [picture(40, 24, seed) for seed in range(3)]}
+    for narrow, wide in zip(
+        make(folder, dtype=dtype).process(images, ROOM, PARAM), make(folder).process(images, ROOM, PARAM), strict=True
+    ):
+        assert (narrow.content_hash, narrow.dtype, 2 * len(narrow.pixel_values)) == (
+            wide.content_hash,
+            dtype,
+            len(wide.pixel_values),
+        )
+        want = torch.frombuffer(bytearray(wide.pixel_values), dtype=torch.float32).to(getattr(torch, dtype))
+        assert torch.equal(torch.frombuffer(bytearray(narrow.pixel_values), dtype=want.dtype), want)
+
+
 def test_images_as_transformers(folder: Path, processor: MediaProcessor, reference: Any) -> None:
     """Sizes that grow, shrink, and stay; odd shapes; adjacent, first and last in the prompt."""
     images = [picture(*size, seed=i) for i, size in enumerate([(24, 16), (3, 3), (200, 9), (31, 97), (64, 64)])]

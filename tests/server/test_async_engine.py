@@ -47,7 +47,7 @@ class Link:
             message = wire.decode_from_engine(wire.encode(message))
             self.engine.receive(message) if isinstance(message, wire.Outputs) else self.engine.show(message)
         else:
-            self.inbox += wire.decode_to_engine(wire.encode([message]))
+            self.inbox += wire.decode_to_engine(wire.encode_to_engine([message]))
 
     def run(self, steps: int = 1) -> None:
         for _ in range(steps):

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.media import Prompt
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, ServerChannel
 from weft.engine.clock_offset import ClockOffset
 from weft.errors import EngineDeadError
+from weft.messages import RowSampling
+from weft.request import RequestSpec
 
 GUARD_S = 30.0
 
@@ -53,6 +56,18 @@ def test_on_one_machine_the_sockets_are_files(tmp_path: Path) -> None:
         channel.close()
 
     asyncio.run(main())
+
+
+def test_pixels_of_several_completions_are_sent_once() -> None:
+    prompt = Prompt().text(3).image(8, 8, 1).text(2).image(4, 4, 2)
+    other = Prompt().image(8, 8, 1)
+    specs = [RequestSpec(f"r{i}", p.token_ids, RowSampling(), 4, arrival=i, media=p.media)
+             for i, p in enumerate((prompt, prompt, other))]  # fmt: skip
+    messages = [*specs, wire.FinishRequests(["x"])]
+    content = wire.encode_to_engine(messages)
+    assert wire.decode_to_engine(content) == messages
+    pixels = sum(len(item.pixel_values) for item in prompt.media)
+    assert pixels < len(content) < 1.2 * pixels
 
 
 def test_another_clock() -> None:

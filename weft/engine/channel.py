@@ -84,7 +84,7 @@ class ServerChannel:
         if not messages or self._requests.closed:
             return
         try:
-            content = wire.encode(messages)
+            content = wire.encode_to_engine(messages)
             self._requests.send(content, zmq.NOBLOCK, copy=len(content) < _LARGE)
         except zmq.Again:
             self._unsent = messages

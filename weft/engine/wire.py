@@ -12,6 +12,8 @@ which all processes of a machine share on Linux.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 from msgspec.structs import replace
 
@@ -20,6 +22,7 @@ from weft.config.transport import decode_other, encode_other
 from weft.engine.views import Snapshot
 from weft.errors import ConfigError, WeftError
 from weft.messages import TokenLogprobs
+from weft.multimodal.items import MediaItem
 from weft.outputs import CacheReport
 from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
@@ -178,8 +181,38 @@ FromEngine = Configured | Stage | Ready | Failed | Outputs | Inspected | CachedP
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
-decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=decode_other).decode
+_decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine], dec_hook=decode_other).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=decode_other).decode
+
+
+def encode_to_engine(messages: Sequence[ToEngine]) -> bytes:
+    """Messages that are sent together. Pixels that several of their requests have, as the completions of one prompt do,
+    are sent once."""
+    sent: set[bytes] = set()
+
+    def once(item: MediaItem) -> MediaItem:
+        if item.content_hash in sent:
+            return item.without_pixels()
+        sent.add(item.content_hash)
+        return item
+
+    return encode([_with_media(message, once) for message in messages])
+
+
+def decode_to_engine(content: bytes | memoryview) -> list[ToEngine]:
+    """The messages of ``encode_to_engine``."""
+    pixels: dict[bytes, bytes] = {}
+
+    def whole(item: MediaItem) -> MediaItem:
+        return replace(item, pixel_values=pixels.setdefault(item.content_hash, item.pixel_values))
+
+    return [_with_media(message, whole) for message in _decode_to_engine(content)]
+
+
+def _with_media(message: ToEngine, change: Callable[[MediaItem], MediaItem]) -> ToEngine:
+    if not isinstance(message, RequestSpec) or not message.media:
+        return message
+    return replace(message, media=[change(item) for item in message.media])
 
 
 def failure(error: BaseException) -> Failed:

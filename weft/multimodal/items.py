@@ -31,8 +31,9 @@ class MediaItem(msgspec.Struct, frozen=True):
             image, one per temporal patch for a video, whose timestamps stand between them. Together as many tokens as
             the encoder gives embeddings.
         grid: temporal, vertical and horizontal patches ``(t, h, w)``.
-        pixel_values: float32, ``[t * h * w, channels * temporal_patch * patch * patch]`` in C order, in the order
-            of the checkpoint's processor.
+        pixel_values: ``[t * h * w, channels * temporal_patch * patch * patch]`` in C order, in the order of the
+            checkpoint's processor.
+        dtype: of ``pixel_values``; the model's, to which the encoder would round them first of all.
     """
 
     modality: Modality
@@ -40,6 +41,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     placeholders: list[tuple[int, int]]
     grid: tuple[int, int, int]
     pixel_values: bytes
+    dtype: str = "float32"
 
     @property
     def num_patches(self) -> int:
@@ -76,10 +78,24 @@ class MediaItem(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, pixel_values=b"")
 
     def patches(self) -> NDArray[np.float32]:
-        """``pixel_values`` as ``[num_patches, patch_dim]`` float32, read only, without a copy."""
+        """``pixel_values`` as ``[num_patches, patch_dim]`` float32, read only."""
         import numpy as np
 
-        return np.frombuffer(self.pixel_values, dtype=np.float32).reshape(self.num_patches, -1)
+        if self.dtype == "bfloat16":  # the upper half of a float32, which numpy has no name for
+            values = (np.frombuffer(self.pixel_values, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(self.pixel_values, self.dtype).astype(np.float32, copy=False)
+        return values.reshape(self.num_patches, -1)
+
+
+def pixel_bytes(values: NDArray[np.float32], dtype: str) -> bytes:
+    """Finite float32 values, rounded to the nearest number of ``dtype`` (float32, float16, bfloat16), ties to even."""
+    import numpy as np
+
+    if dtype != "bfloat16":
+        return values.astype(dtype, copy=False).tobytes()
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16).tobytes()
 
 
 def media_name(cache_token_id: int) -> str:

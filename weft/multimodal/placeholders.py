@@ -98,4 +98,4 @@ def _put_in(ids: list[int], item: Processed, vision: VisionConfig, encode: Encod
             ids += [*encode(f"<{seconds:.1f} seconds>"), vision.tokens.start]
             runs.append((len(ids), length))
             ids += [vision.tokens.video] * length + [vision.tokens.end]
-    return MediaItem(item.modality, item.content_hash, runs, item.grid, item.pixel_values)
+    return MediaItem(item.modality, item.content_hash, runs, item.grid, item.pixel_values, item.dtype)

@@ -23,7 +23,7 @@ from weft.config import EngineConfig
 from weft.config.media_limits import MediaLimits
 from weft.config.vision import VisionConfig
 from weft.errors import ConfigError, ContextLengthError, RequestError
-from weft.multimodal.items import Modality
+from weft.multimodal.items import Modality, pixel_bytes
 from weft.multimodal.media import MediaUrl, ReadLimits, SourceReader, check_size, decode_image, pillow, to_rgb
 from weft.multimodal.video import Video, VideoSettings, sample_frames, timestamps, video_patches
 
@@ -55,6 +55,7 @@ class Processed:
     content_hash: bytes
     grid: tuple[int, int, int]
     pixel_values: bytes
+    dtype: str
     times: tuple[float, ...] | None = None
 
 
@@ -73,6 +74,7 @@ def load_processor(config: EngineConfig) -> MediaProcessor | None:
         config.limit_mm_per_prompt,
         config.max_num_encoder_input_tokens,
         cache_bytes,
+        config.dtype,
     )
 
 
@@ -86,6 +88,7 @@ class MediaProcessor:
         limit_per_prompt: most items of each modality in a prompt.
         max_tokens: most placeholder tokens of one item.
         cache_bytes: for what was processed.
+        dtype: of the patches; the model's.
 
     Attributes:
         vision, limits, max_tokens: as given.
@@ -102,8 +105,9 @@ class MediaProcessor:
         limit_per_prompt: MediaLimits,
         max_tokens: int,
         cache_bytes: int,
+        dtype: str = "float32",
     ) -> None:
-        self.vision = vision
+        self.vision, self._dtype = vision, dtype
         self.limits = limits
         self._limit_per_prompt = limit_per_prompt
         self.max_tokens = max_tokens
@@ -201,7 +205,7 @@ class MediaProcessor:
         self._check_tokens("an image", num_patches // self.vision.merge_unit, image.size, param)
         found = self._images(images=[image], return_tensors="np")
         t, h, w = (int(size) for size in found["image_grid_thw"][0])
-        return Processed("image", content_hash, (t, h, w), found["pixel_values"].tobytes())
+        return Processed("image", content_hash, (t, h, w), pixel_bytes(found["pixel_values"], self._dtype), self._dtype)
 
     def _check_tokens(self, name: str, num_tokens: int, size: tuple[int, int], param: str) -> None:
         if num_tokens > self.max_tokens:
@@ -225,8 +229,10 @@ class MediaProcessor:
             self._check_tokens("a video", self.vision.num_tokens(grid), first.size, param)
             digest = hashlib.sha256(f"video {grid} {self._settings}\n".encode())
             patches = video_patches((self._decoded(frame, param) for frame in frames), grid, self._videos, param)
-            digest.update(patches)
-        return Processed("video", digest.digest(), grid, patches, timestamps(indices, video, self._videos))
+            digest.update(patches.data)
+            pixels = pixel_bytes(patches, self._dtype)
+        times = timestamps(indices, video, self._videos)
+        return Processed("video", digest.digest(), grid, pixels, self._dtype, times)
 
     def _encoded_frames(self, frames: Sequence[Any], reader: SourceReader) -> list[Any]:
         """Frames as encoded bytes, or as they are if they are decoded. Raises RequestError."""

@@ -168,9 +168,11 @@ def timestamps(indices: Sequence[int], video: Video, settings: VideoSettings) ->
     return tuple((padded[i] / fps + padded[i + step - 1] / fps) / 2 for i in range(0, len(padded), step))
 
 
-def video_patches(frames: Iterable[Image], grid: tuple[int, int, int], settings: VideoSettings, param: str) -> bytes:
-    """Frames, each resized as it comes, as patches in the processor's order: float32
-    ``[t * h * w, channels * temporal_patch * patch * patch]``.
+def video_patches(
+    frames: Iterable[Image], grid: tuple[int, int, int], settings: VideoSettings, param: str
+) -> NDArray[np.float32]:
+    """Frames, each resized as it comes, as patches in the processor's order: contiguous float32 of as many numbers as
+    ``[t * h * w, channels * temporal_patch * patch * patch]`` has.
 
     Raises:
         RequestError: frames of different sizes.
@@ -189,7 +191,7 @@ def video_patches(frames: Iterable[Image], grid: tuple[int, int, int], settings:
         pixels[count - 1] = np.asarray(resized).transpose(2, 0, 1)
     pixels[count:] = pixels[count - 1]
     blocks = pixels.reshape(t, step, 3, h // merge, merge, patch, w // merge, merge, patch)
-    return _normalised(blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8), settings).tobytes()
+    return np.ascontiguousarray(_normalised(blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8), settings))
 
 
 def _normalised(blocks: NDArray[np.uint8], settings: VideoSettings) -> NDArray[np.float32]:

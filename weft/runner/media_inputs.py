@@ -19,6 +19,7 @@ from weft.config import EngineConfig
 from weft.messages import Encoding, ScheduledRequest
 from weft.models.qwen_vision import Grid, frame_lengths, patch_places
 from weft.models.vision_language import VisionDecoder, VisionLanguageModel
+from weft.multimodal.items import MediaItem
 from weft.runner.buffers import to_device
 from weft.runner.encoder_graphs import EncoderGraphs
 from weft.runner.mrope import frequency_axes, rotary_rows
@@ -82,7 +83,7 @@ class MediaInputs:
         """Queue the encoding of these images; their embeddings go to the rows that the scheduler chose."""
         took = EncoderTime(self._device)
         items = [encoding.item for encoding in encodings]
-        encoded = self.run(self._patches([item.patches() for item in items]), [item.grid for item in items])
+        encoded = self.run(self._patches(items), [item.grid for item in items])
         start = 0
         for encoding in encodings:
             end = start + encoding.item.num_tokens
@@ -101,12 +102,16 @@ class MediaInputs:
         encoded: Tensor = self._decoder.visual(patches, places, frame_lengths(grids))
         return encoded
 
-    def _patches(self, parts: list[np.ndarray]) -> Tensor:
-        """The items' patches one after the other, on the device."""
-        on_gpu = self._device.type == "cuda"
-        shape = (sum(len(part) for part in parts), self._vision.patch_dim)
-        together = torch.empty(shape, dtype=torch.float32, pin_memory=on_gpu)
-        np.concatenate(parts, out=together.numpy())
+    def _patches(self, items: Sequence[MediaItem]) -> Tensor:
+        """The items' patches one after the other, on the device, in the tower's dtype."""
+        on_gpu, dtype = self._device.type == "cuda", self.embeddings.dtype
+        shape = (sum(item.num_patches for item in items), self._vision.patch_dim)
+        together = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
+        for item, rows in zip(items, together.split([item.num_patches for item in items]), strict=True):
+            if item.dtype == str(dtype).removeprefix("torch."):
+                rows.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(item.pixel_values, np.uint8)
+            else:
+                rows.copy_(torch.tensor(item.patches()))
         return together.to(self._device, non_blocking=True)
 
     def load(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
