@@ -10,6 +10,7 @@ from weft.ops.backend import Backend
 from weft.ops.layer_norm import add_layer_norm
 from weft.ops.media_features import add_media_features
 from weft.ops.vision_attention import bounded_attention, frame_attention, rotate_patches
+from weft.ops.vision_positions import grid_positions
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 12)])
@@ -48,6 +49,19 @@ def test_bounds_on_the_device(lengths: list[int], padding: int, head_dim: int) -
         got = bounded_attention(qkv, bounds, backend=backend)
         assert got.isfinite().all()
         torch.testing.assert_close(got[:total], want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(1, 7, 24), (5, 5, 16), (9, 3, 24)])
+def test_positions_between_grid_points(height: int, width: int, size: int) -> None:
+    grid = torch.randn(25, size, device=DEVICE)
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    ends = torch.tensor([height - 1, width - 1]).expand(height * width, 2)
+    places = torch.cat([torch.stack([rows.flatten(), columns.flatten()], 1), ends, ends], 1).int().to(DEVICE)
+    stretched = grid.T.reshape(1, size, 5, 5).double()
+    want = torch.nn.functional.interpolate(stretched, (height, width), mode="bilinear", align_corners=True)
+    for backend in Backend:
+        got = grid_positions(grid, places, backend=backend)
+        torch.testing.assert_close(got.double(), want[0].flatten(1).T, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [24, 64])

@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, WeightModule, empty_parameter, uniform_range, whole
 from weft.ops.layer_norm import add_layer_norm
+from weft.ops.vision_positions import grid_positions
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -85,11 +86,12 @@ class PositionGrid(WeightModule):
 
     def __init__(self, num_positions: int, size: int, context: ModelContext) -> None:
         super().__init__()
+        self._backend = context.backend
         self.weight = empty_parameter(num_positions, size, dtype=context.dtype, device=context.device)
 
-    def forward(self, corners: Tensor, weights: Tensor) -> Tensor:
-        """``[N, 4]`` grid points and ``[N, 4]`` float32 shares of them -> ``[N, size]`` float32."""
-        return (F.embedding(corners, self.weight) * weights[:, :, None]).sum(1)
+    def forward(self, places: Tensor) -> Tensor:
+        """Of patches, as ``patch_places`` says where they stand: ``[N, size]``."""
+        return grid_positions(self.weight, places, backend=self._backend)
 
     def layouts(self) -> tuple[Layout, ...]:
         return ({"weight": whole(self.weight)},)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from math import isqrt
 
 import numpy as np
 import torch
@@ -143,8 +142,7 @@ class VisionTower(nn.Module):
         attend: Attend = partial(bounded_attention, bounds=places[:, 4:], backend=self._backend)
         if lengths is not None:
             attend = partial(frame_attention, lengths=lengths)
-        corners, shares = grid_corners(places, isqrt(self.config.num_position_embeddings))
-        x, y = self.patch_embed(patches.to(self.dtype)), self.pos_embed(corners, shares).to(self.dtype)
+        x, y = self.patch_embed(patches.to(self.dtype)), self.pos_embed(places)
         cos_sin = self._rotation(places[:, :2])
         features: list[Tensor] = []
         for index, block in enumerate(self.blocks):
@@ -184,15 +182,3 @@ def _rows_and_columns(height: int, width: int, merge: int) -> NDArray[np.int32]:
     """Of the patches of a frame, square by square: ``[height * width, 2]``."""
     squares = np.indices((height, width), dtype=np.int32).reshape(2, height // merge, merge, width // merge, merge)
     return squares.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
-
-
-def grid_corners(places: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The four points of the ``side * side`` grid of learned positions around each patch, and their shares: bilinear,
-    corner on corner. ``[N, 4]`` int64 and ``[N, 4]`` float32, from ``patch_places``."""
-    exact = places[:, :2].float() * (side - 1) / places[:, 2:4].clamp(min=1)
-    low = exact.floor()
-    shares = torch.stack([1 - (exact - low), exact - low], dim=-1)  # [N, axis, low or high]
-    low = low.long()
-    points = torch.stack([low, (low + 1).clamp(max=side - 1)], dim=-1)
-    corners = points[:, 0, :, None] * side + points[:, 1, None, :]
-    return corners.flatten(1), (shares[:, 0, :, None] * shares[:, 1, None, :]).flatten(1)
