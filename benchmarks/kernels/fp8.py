@@ -32,6 +32,7 @@ if not ON_GPU:
     from tests.ops import interpreter  # noqa: F401
 
 from weft import report
+from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
@@ -46,7 +47,7 @@ from weft.ops.triton.fp8_linear import (
     outputs,
     quantized_product,
 )
-from weft.ops.triton.fp8_moe import choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.triton.fp8_moe import SINGLE, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.launch import Kernel, launches_handled
 from weft.ops.triton.moe import Tile, Tiles
@@ -89,11 +90,11 @@ SIZES = [
 TOKENS = [1, 8, 32, 128, 1024, 8192]
 EXPERTS = (512, 10, 2048, 512)
 """Of Qwen3-Next: experts, experts per token, hidden size, width."""
-EXPERT_TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 8192)
+EXPERT_TOKENS = [1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 8192]
 SQUARE = 8192
 if not ON_GPU:
     SIZES = [Size("block", 256, 256, 128), Size("rows", 256, 256, 0, True)]
-    TOKENS, EXPERTS, EXPERT_TOKENS, SQUARE = [1], (4, 2, 128, 128), (1,), 128
+    TOKENS, EXPERTS, EXPERT_TOKENS, SQUARE = [1], (4, 2, 128, 128), [1, 4], 128
 
 Config = FewRows | ManyRows | Library
 
@@ -122,8 +123,23 @@ def expert_candidates(tokens: int) -> list[Tiles]:
     num_experts, top_k, *_ = EXPERTS
     found = [fp8_moe_tiles(tokens * top_k, num_experts)]
     if not ON_GPU:
-        return found
+        return [*found, SINGLE]
+    single = [  # pairs are not grouped
+        ((1, 8, 128, 4, 6), (1, 16, 128, 4, 4)),
+        ((1, 8, 128, 2, 8), (1, 16, 128, 2, 4)),
+        ((1, 16, 128, 4, 6), (1, 32, 128, 4, 4)),
+        ((1, 16, 128, 4, 12), (1, 32, 128, 8, 4)),
+        ((1, 16, 128, 2, 8), (1, 32, 128, 2, 4)),
+        ((1, 32, 128, 4, 4), (1, 64, 128, 4, 4)),
+        ((1, 32, 128, 4, 8), (1, 64, 128, 2, 4)),
+        ((1, 64, 128, 8, 4), (1, 128, 128, 8, 4)),
+    ]
     shapes = {
+        16: [
+            *single,
+            ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
+            ((16, 32, 128, 4, 6), (16, 32, 128, 4, 4)),
+        ],
         128: [
             ((16, 32, 128, 4, 3), (16, 64, 128, 4, 3)),
             ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
@@ -148,7 +164,7 @@ def expert_candidates(tokens: int) -> list[Tiles]:
             ((128, 64, 128, 8, 4), (128, 128, 128, 8, 3)),
             ((128, 64, 128, 8, 3), (128, 64, 128, 4, 4)),
         ],
-    }[min(limit for limit in (128, 1024, 8192) if limit >= tokens)]
+    }[min(limit for limit in (16, 128, 1024, 8192) if limit >= tokens)]
     return [*found, *(Tiles(Tile(*up), Tile(*down)) for up, down in shapes)]
 
 
@@ -223,25 +239,32 @@ class Product:
 
 
 class Experts:
-    """The experts of one layer, and several routings, so that few tokens meet different experts on every call."""
+    """The experts of one layer, and several routings, so that few tokens meet different experts on every call. Up to
+    256 tokens a shared expert is one of each token's."""
 
     def __init__(self, device: str = DEVICE, count: int = EXPERTS[0]) -> None:
         """``count`` experts; fewer than there are will do for compiling."""
         _, self.top_k, hidden, width = EXPERTS
         self.num_experts = count
-        self.gate_up = fp8_weight(2 * width, hidden, 128, count, device=device)
-        self.down = fp8_weight(hidden, width, 128, count, device=device)
+        self.gate_up = fp8_weight(2 * width, hidden, 128, count + 1, device=device)
+        self.down = fp8_weight(hidden, width, 128, count + 1, device=device)
 
     def inputs(self, tokens: int, device: str = DEVICE) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         x = torch.randn(tokens, EXPERTS[2], device=device).to(DTYPE)
         routings = []
         for _ in range(8):
             ids = torch.rand(tokens, self.num_experts, device=device).topk(self.top_k, dim=1).indices.int()
-            routings.append((torch.rand(tokens, self.top_k, device=device), ids))
+            if tokens <= MOST_ROUTED_ROWS:
+                ids = torch.cat([ids, torch.full_like(ids[:, :1], self.num_experts)], dim=1)
+            routings.append((torch.rand(ids.shape, device=device), ids))
         return x, routings
 
+    def matrices(self, tokens: int) -> tuple[Tensor, ...]:
+        count = self.num_experts + (tokens <= MOST_ROUTED_ROWS)
+        return tuple(tensor[:count] for tensor in (*self.gate_up, *self.down))
+
     def run(self, x: Tensor, routing: tuple[Tensor, Tensor], tiles: Tiles | None) -> Tensor:
-        return fp8_fused_moe_triton(x, *self.gate_up, *self.down, *routing, block=128, tiles=tiles)
+        return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, block=128, tiles=tiles)
 
     def want(self, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
         """Of the first tokens."""
@@ -265,6 +288,8 @@ class Experts:
     def floor_us(self, tokens: int) -> float:
         num_experts, top_k, hidden, width = EXPERTS
         hit = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+        if tokens <= MOST_ROUTED_ROWS:
+            hit, top_k = hit + 1, top_k + 1
         return (
             max(hit * 3 * hidden * width / COPY_BYTES_PER_S, 6 * tokens * top_k * hidden * width / FP8_FLOP_PER_S) * 1e6
         )
@@ -310,12 +335,12 @@ def measure_products(sizes: Sequence[Size], tune: bool) -> tuple[list[dict[str, 
 
 def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     rows, table, experts = [], [], Experts()
-    num_experts, top_k, hidden, width = EXPERTS
+    _num_experts, _top_k, hidden, width = EXPERTS
     for tokens in EXPERT_TOKENS:
         x, routings = experts.inputs(tokens)
-        few = min(tokens, 4)
+        down, few = experts.matrices(tokens)[2], min(tokens, 4)
         want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
-        chosen = choose_tiles(experts.down[0], tokens, top_k, 128)
+        chosen = choose_tiles(down, tokens, routings[0][1].shape[1], 128)
         tried = []
         for tiles in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
             try:
@@ -328,7 +353,7 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
         if not tried:
             continue
         us, wrong, tiles = min(tried, key=lambda entry: entry[0])
-        row = {"experts": num_experts, "hidden": hidden, "width": width, "block": 128, "tokens": tokens}
+        row = {"experts": down.shape[0], "hidden": hidden, "width": width, "block": 128, "tokens": tokens}
         floor = round(experts.floor_us(tokens), 2)
         rows.append(row | {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": _listed(tried)})
         table.append(row | {"up": list(tiles.up), "down": list(tiles.down)})
@@ -336,6 +361,8 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
             f"experts {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {tuple(map(tuple, tiles))}",
             flush=True,
         )
+        for other, wrong, config in sorted(tried, key=lambda entry: entry[0])[1:]:
+            print(f"    {other:8.2f} error {wrong:.1e} {tuple(map(tuple, config))}", flush=True)
     return rows, table
 
 
@@ -408,7 +435,7 @@ def compile_all(only: str | None) -> None:
                     jobs.setdefault((small, min(tokens, 128), config), (small, min(tokens, 128), config))
     for tokens in EXPERT_TOKENS if only in (None, "experts") else ():
         for tiles in expert_candidates(tokens):
-            jobs.setdefault((tokens > 3, tiles), (min(tokens, 16), tiles))
+            jobs.setdefault(tiles, (min(tokens, 16), tiles))
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _compile_offline) as pool:
         list(pool.map(_compile, jobs.values(), chunksize=1))
     print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)
@@ -440,12 +467,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--sizes", default="", help="products whose names begin so")
-    parser.add_argument("--tokens", type=int, nargs="*", help="rows of products; default: all")
+    parser.add_argument("--tokens", type=int, nargs="*", help="rows of products, tokens of experts; default: all")
     parser.add_argument("--install", action="store_true", help="put what was tuned into the tables beside the kernels")
     parser.add_argument("--only", choices=("square", "experts", "products"), help="leave the others out")
     args = parser.parse_args()
     SIZES[:] = [size for size in SIZES if size.name.startswith(args.sizes)]
-    TOKENS[:] = [tokens for tokens in TOKENS if args.tokens is None or tokens in args.tokens]
+    for listed in (TOKENS, EXPERT_TOKENS):
+        listed[:] = [tokens for tokens in listed if args.tokens is None or tokens in args.tokens]
     torch.manual_seed(0)
     if args.tune and ON_GPU:
         compile_all(args.only)
@@ -453,6 +481,7 @@ def main() -> None:
     experts, expert_table = measure_experts(args.tune) if args.only in (None, "experts") else ([], [])
     if args.tune and experts:
         write_table("fp8_moe_h200.json", expert_table, args.install)
+    write_json("fp8_kernels.json", [*squares, *experts])
     products: list[dict[str, Any]] = []
     product_table: list[dict[str, Any]] = []
     for size in SIZES if args.only in (None, "products") else []:

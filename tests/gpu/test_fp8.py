@@ -12,7 +12,8 @@ from tests.fp8_checkpoints import SCHEMES, Reference, make_fp8_checkpoint
 from tests.gpu.test_precision import divergence
 from tests.harness import Harness
 from tests.models.test_parity import prompt
-from tests.ops.test_triton_fp8 import assert_near, check_moe, fp8_matrix, inputs, product
+from tests.ops.test_triton_fp8 import assert_near, fp8_matrix, inputs, product
+from tests.ops.test_triton_fp8_moe import check_moe
 from weft.ops.backend import Backend
 from weft.ops.triton import fp8_linear, fp8_moe
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from tests.ops.test_triton_moe import expected_moe, routing
 from weft.ops.backend import Backend
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import (
@@ -19,9 +18,8 @@ from weft.ops.fp8 import (
     fp8_linear,
     fp8_linear_silu_mul,
     quantize_inputs_reference,
-    quantize_rows,
 )
-from weft.ops.triton import fp8_few_rows
+from weft.ops.triton import fp8_few_rows, fp8_quantize
 from weft.ops.triton import fp8_linear as fp8_linear_module
 from weft.ops.triton.fp8_few_rows import FewRows, few_rows_config
 from weft.ops.triton.fp8_linear import (
@@ -32,17 +30,12 @@ from weft.ops.triton.fp8_linear import (
     many_rows_config,
     outputs,
 )
-from weft.ops.triton.fp8_moe import fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
-from weft.ops.triton.moe import Tile, Tiles
 
 ON_GPU = DEVICE == "cuda"
 # Relative error of a whole product: one rounding to the dtype, float32 sums before it. Matrix units for FP8 add up with
 # some 13 bits within a step of 128, which leaves 1e-4 to 2e-4 of a product (measured on an H200).
 TOLERANCE = {torch.float32: 4e-4 if ON_GPU else 2e-6, torch.float16: 6e-4 if ON_GPU else 4e-4, torch.bfloat16: 3e-3}
-# Experts: hidden values are quantised between the products. One near a border may fall to either side: with an error of
-# 2e-4 one in 300 does, by up to an eighth.
-ROUNDED_TWICE = {torch.float32: 1e-2 if ON_GPU else 1e-4, torch.float16: 1e-2 if ON_GPU else 3e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 
 
@@ -72,7 +65,7 @@ MANY_SHAPES = [(65, 256, 384), (130, 200, 210)]
 MANY_CASES = sampled(MANY_SHAPES, MANY, SCHEMES)
 if not ON_GPU:  # the widths of tiles matter to scales by block alone
     MANY_CASES = [((65, 136, 256), MANY[0], "block"), *((MANY_SHAPES[1], config, "block") for config in MANY[1:])]
-    MANY_CASES += [(MANY_SHAPES[1], MANY[1], scheme) for scheme in ("token", "static")]
+    MANY_CASES += [((65, 136, 210), MANY[0], scheme) for scheme in ("token", "static")]
 
 
 def block_of(scheme: str) -> int:
@@ -92,6 +85,11 @@ def inputs(tokens: int, inner: int, dtype: torch.dtype, scheme: str) -> tuple[Te
     return wide.to(dtype)[:, :inner], static
 
 
+def quantised(x: Tensor, static: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """As the kernels quantise; interpreted, they do exactly as the reference does, which takes less time."""
+    return (quantize_inputs_triton if ON_GPU else quantize_inputs_reference)(x, static, block=block)
+
+
 def product(values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, block: int) -> Tensor:
     wide = dequantize_inputs(values, scales.reshape(1, 1) if scales.dim() == 1 else scales, block=block)
     return wide.double() @ dequantize_weight(weight, scale, block=block).double().T
@@ -104,10 +102,14 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float | None = None
 
 @pytest.mark.parametrize(
     ("shape", "scheme", "dtype"),
-    with_dtypes(sampled([(1, 128), (5, 384), (2, 1030), (3, 210), (514, 128)], SCHEMES)),
+    with_dtypes(sampled([(1, 128), (5, 384), (2, 1030), (3, 210), (11, 128)], SCHEMES)),
     ids=str,
 )
-def test_quantised_inputs_are_those_of_the_reference(shape: tuple[int, int], scheme: str, dtype: torch.dtype) -> None:
+def test_quantised_inputs_are_those_of_the_reference(
+    shape: tuple[int, int], scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By programs of one row, and of several, as there are for many rows."""
+    monkeypatch.setattr(fp8_quantize, "_MANY_ROWS", 10)
     x, static = inputs(*shape, dtype, scheme)
     x[0] = 0.0
     values, scales = quantize_inputs_triton(x, static, block=block_of(scheme))
@@ -143,7 +145,7 @@ def check_product(
     x, static = inputs(tokens, inner, dtype, scheme)
     weight, scale = fp8_matrix(rows, inner, block)
     bias = torch.randn(rows, device=DEVICE).to(dtype)
-    values, scales = quantize_inputs_triton(x, static, block=block)
+    values, scales = quantised(x, static, block)
     wide = torch.full((tokens, rows + 8), float("nan"), dtype=dtype, device=DEVICE)
     fp8_product_triton(x, static, weight, scale, bias, wide[:, :rows], block=block, config=config)
     assert_near(wide[:, :rows], product(values, scales, weight, scale, block) + bias.double())
@@ -155,7 +157,7 @@ def test_gated_product(config: FewRows, scheme: str) -> None:
     block = block_of(scheme)
     x, static = inputs(5, 384, torch.float32, scheme)
     weight, scale = fp8_matrix(512, 384, block)
-    values, scales = quantize_inputs_triton(x, static, block=block)
+    values, scales = quantised(x, static, block)
     out = torch.empty(5, 256, device=DEVICE)
     fp8_product_triton(x, static, weight, scale, None, out, block=block, silu_mul=True, config=config)
     gate, up = product(values, scales, weight, scale, block).chunk(2, dim=-1)
@@ -200,7 +202,7 @@ def test_dispatch(tokens: int, scheme: str) -> None:
         assert_near(got, want.double(), near)
 
 
-@pytest.mark.parametrize(("tokens", "scheme"), [(17, "block"), (64, "static"), (8, "token")])
+@pytest.mark.parametrize(("tokens", "scheme"), [(17, "block"), (64, "static"), (2, "token")])
 def test_few_rows_are_quantised_by_the_product_itself(
     tokens: int, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +231,7 @@ def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pyte
     weight, scale = fp8_matrix(256, 384, 128)
     out, bias = outputs(tokens, 300, x), torch.randn(256, device=DEVICE)
     fp8_product_triton(x, None, weight, scale, bias, out[:, :256], block=128, config=Library())
-    values, scales = quantize_inputs_triton(x, None, block=128)
+    values, scales = quantised(x, None, 128)
     assert_near(out[:, :256], product(values, scales, weight, scale, 128) + bias.double())
 
 
@@ -270,126 +272,3 @@ def test_the_matrix_library_takes_what_it_can(
     assert isinstance(choose_config(weight, 300, False, block), ManyRows)
     monkeypatch.setattr(fp8_linear_module, "has_table", lambda device: True)
     assert isinstance(choose_config(weight, 300, False, block), Library if library else ManyRows)
-
-
-# --- experts ----------------------------------------------------------------------------------------------------------
-
-# tokens, experts, experts per token, hidden size, expert width
-MOE_SHAPES = [(1, 8, 2, 256, 128), (7, 5, 3, 128, 256), (33, 6, 4, 256, 128)]
-RAGGED = [(5, 4, 2, 200, 72)]
-"""Widths that 128 does not divide: with scales by channel only."""
-
-
-def check_moe(
-    shape: tuple[int, ...], scheme: str, dtype: torch.dtype, padding: int, tiles: Tiles | None = None
-) -> None:
-    num_tokens, num_experts, top_k, hidden, width = shape
-    block = block_of(scheme)
-    weights, ids = routing(num_tokens, num_experts, top_k, padding)
-    x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
-    static = (torch.tensor([0.01], device=DEVICE), torch.tensor([0.02], device=DEVICE)) if scheme == "static" else None
-    gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
-    down, down_scale = fp8_matrix(hidden, width, block, num_experts)
-    want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block)
-    x[num_tokens - padding :] = torch.nan
-    out = fp8_fused_moe_triton(
-        x, gate_up, gate_up_scale, down, down_scale, weights, ids, block=block, tiles=tiles,
-        gate_up_input_scale=static[0] if static else None, down_input_scale=static[1] if static else None,
-    )  # fmt: skip
-    assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
-    real = slice(num_tokens - padding)
-    error, size = (out[real].double() - want[real]).norm(), want[real].norm()
-    assert error <= ROUNDED_TWICE[dtype] * size, f"relative error {error / size:.2e}"
-
-
-def reference_moe(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    static: tuple[Tensor, Tensor] | None,
-    block: int,
-) -> Tensor:
-    """Pair by pair, products in float64; hidden values are rounded to x's dtype and quantised in between."""
-    out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
-    for token, experts in enumerate(ids.tolist()):
-        for place, expert in enumerate(experts):
-            if expert < 0:
-                continue
-            values, scales = quantize_inputs_reference(x[token : token + 1], static and static[0], block=block)
-            both = product(values, scales, gate_up[expert], gate_up_scale[expert], block)
-            gate, up = both.chunk(2, dim=-1)
-            hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-            values, scales = quantize_inputs_reference(hidden, static and static[1], block=block)
-            result = product(values, scales, down[expert], down_scale[expert], block)
-            out[token] += weights[token, place].double() * result[0]
-    return out
-
-
-@pytest.mark.parametrize(
-    ("shape", "scheme", "padding", "dtype"),
-    with_dtypes(
-        [(shape, scheme, (i + j) % 2) for i, shape in enumerate(MOE_SHAPES) for j, scheme in enumerate(SCHEMES)]
-    ),
-    ids=str,
-)
-def test_experts_pair_by_pair(shape: tuple[int, ...], scheme: str, padding: int, dtype: torch.dtype) -> None:
-    check_moe(shape, scheme, dtype, padding)
-
-
-@pytest.mark.parametrize("shape", RAGGED)
-@pytest.mark.parametrize("scheme", ["token", "static"])
-def test_experts_of_awkward_widths(shape: tuple[int, ...], scheme: str) -> None:
-    check_moe(shape, scheme, torch.float32, 1)
-
-
-@pytest.mark.parametrize(("pairs", "scheme"), sampled([10, 10240, 20480], SCHEMES)[:: 1 if ON_GPU else 4])
-def test_every_tile_of_experts(pairs: int, scheme: str) -> None:
-    """Each set of tiles that any number of tokens selects."""
-    tiles = fp8_moe_tiles(pairs, 512)
-    check_moe((300, 3, 2, 384, 256) if ON_GPU else (40, 3, 2, 128, 128), scheme, torch.float32, 3, tiles)
-
-
-def test_experts_quantise_alike_in_both_products() -> None:
-    """A wide up tile quantises its hidden values itself; the down product would have done the same."""
-    weights, ids = routing(9, 4, 2, 0)
-    x = torch.randn(9, 128, device=DEVICE)
-    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
-    outs = [
-        fp8_fused_moe_triton(
-            x,
-            *gate_up,
-            *down,
-            weights,
-            ids,
-            block=128,
-            tiles=Tiles(Tile(16, columns, 128, 4, 2), Tile(16, 64, 128, 4, 2)),
-        )
-        for columns in (32, 128)
-    ]
-    torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
-
-
-def test_a_shared_expert_is_gated_and_added() -> None:
-    weights, ids = routing(5, 4, 2, 1)
-    x = torch.randn(5, 128, device=DEVICE)
-    gate_up, down = fp8_matrix(256, 128, 128, 4), fp8_matrix(128, 128, 128, 4)
-    shared, logits = torch.randn(5, 128, device=DEVICE), torch.randn(5, 9, device=DEVICE)
-    plain = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128)
-    gated = logits[:, 8:]
-    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=128, shared=shared, shared_gate=gated)
-    torch.testing.assert_close(out, plain + torch.sigmoid(gated) * shared)
-
-
-def test_unquantised_experts_are_near() -> None:
-    """Quantising by channel and token costs a few percent, not more: scales are applied to what they belong to."""
-    weights, ids = routing(33, 4, 2, 0)
-    x, wide_up, wide_down = (torch.randn(s, device=DEVICE) for s in ((33, 256), (4, 256, 256), (4, 256, 128)))
-    wide_up, wide_down = wide_up / 16, wide_down / 11
-    gate_up, down = quantize_rows(wide_up), quantize_rows(wide_down)
-    out = fp8_fused_moe_triton(x, *gate_up, *down, weights, ids, block=0)
-    want = expected_moe(x, wide_up, wide_down, weights, ids)
-    assert (out - want).norm() < 0.08 * want.norm()

@@ -25,16 +25,16 @@ class LinearBase(WeightModule):
     Attributes:
         shard: which rows and columns this rank holds.
         quantizable: whether a checkpoint may hold it quantised.
-        place: where its weight is to be, if not in memory of its own (``[rows, columns]``; unquantised weights).
+        places: parameters (``weight``, ``weight_scale``) that are not in memory of their own, and where they are.
     """
 
     quant_method: LinearMethod
-    place: Tensor | None = None
     quantizable: ClassVar[bool] = True
 
     def __init__(self, shard: MatrixShard, bias: bool, context: ModelContext) -> None:
         super().__init__()
         self.shard, self._tp = shard, context.tp
+        self.places: dict[str, Tensor] = {}
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = empty_parameter(shard.rows, dtype=context.dtype, device=context.device)

@@ -41,6 +41,10 @@ class Experts(WeightModule):
         local_experts: which of them this rank holds, or holds a share of.
         gate_up_shard, down_shard: which rows and columns of one expert this rank holds.
         clamped, interleaved: see ``MoeConfig``.
+        shared_linears: ``gate_up`` and ``down`` of a shared expert with matrices of the same shape as the others', or
+            None.
+        shared_joins: these matrices stand behind the others in memory, so that ids may reach them.
+        joined: what ``allocate`` made, by parameter: all experts' matrices or scales, the shared one's included.
         gate_up_bias, down_bias: ``[E, 2 * I / tp]`` and ``[E, H]``, or None. Where ranks hold a share of every expert,
             the first alone has ``down_bias``.
     """
@@ -88,6 +92,23 @@ class Experts(WeightModule):
             )
             if rank == 0:
                 self.down_bias = empty_parameter(count, hidden_size, dtype=context.dtype, device=context.device)
+
+    def allocate(
+        self, matrix: str, part: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate ``weight`` or ``weight_scale`` of ``gate_up`` or ``down``, ``[E, *shape]``, as parameter ``gate_up``
+        or ``gate_up_scale`` and so on; if the shared expert joins, with a place for it behind the others."""
+        count, name = len(self.local_experts), matrix if part == "weight" else f"{matrix}_scale"
+        joined = torch.empty((count + self.shared_joins, *shape), dtype=dtype, device=device)
+        self.register_parameter(name, nn.Parameter(joined[:count], requires_grad=False))
+        self.joined[name] = joined
+        if self.shared_joins:
+            assert self.shared_linears is not None
+            self.shared_linears[matrix].places[part] = joined[count]
+
+    def matrices(self, shared: bool) -> dict[str, Tensor]:
+        """What ``allocate`` made, by name; ``shared``: with the shared expert, if it joins."""
+        return self.joined if shared else {name: self.get_parameter(name) for name in self.joined}
 
     def forward(
         self,

@@ -21,6 +21,8 @@ from weft.ops.fp8_moe import fp8_fused_moe
 from weft.quantization.storage import OnlineStorage, QuantizedRows, Storage, random_ranges
 from weft.quantization.unquantized import fused_layout
 
+_DTYPES = {"weight": E4M3, "weight_scale": torch.float32}
+
 
 class Fp8Linear(LinearMethod):
     """``weight [M, K]`` in e4m3 and ``weight_scale``; ``input_scale [1]`` where inputs have a static one; and
@@ -38,9 +40,11 @@ class Fp8Linear(LinearMethod):
         shard, device = layer.shard, self._context.device
         plain = [run.target for part in self._plain for run in shard.parts[part].runs]
         rows, columns = min(plain, default=shard.rows), shard.columns
-        layer.weight = empty_parameter(rows, columns, dtype=E4M3, device=device)
-        scale_shape = self._storage.scale_shape(rows, columns)
-        layer.weight_scale = empty_parameter(*scale_shape, dtype=torch.float32, device=device)
+        shapes = {"weight": (rows, columns), "weight_scale": self._storage.scale_shape(rows, columns)}
+        for name, shape in shapes.items():
+            place = layer.places.get(name)
+            parameter = empty_parameter(*shape, dtype=_DTYPES[name], device=device, place=place)
+            layer.register_parameter(name, parameter)
         layer.register_parameter("input_scale", _input_scale(self._storage, device))
         if plain:
             dtype = self._context.dtype
@@ -110,11 +114,9 @@ class Fp8Experts(ExpertsMethod):
             )
         device = self._context.device
         for name, shard in _matrices(layer):
-            shape, scales = (shard.rows, shard.columns), self._storage.scale_shape(shard.rows, shard.columns)
-            count = len(layer.local_experts)
-            layer.register_parameter(name, empty_parameter(count, *shape, dtype=E4M3, device=device))
-            scale = empty_parameter(count, *scales, dtype=torch.float32, device=device)
-            layer.register_parameter(f"{name}_scale", scale)
+            shape = shard.rows, shard.columns
+            for part, of_part in (("weight", shape), ("weight_scale", self._storage.scale_shape(*shape))):
+                layer.allocate(name, part, of_part, _DTYPES[part], device)
             layer.register_parameter(f"{name}_input_scale", _input_scale(self._storage, device))
         self._expert(layer, 0)  # raises where blocks do not fit
 
@@ -151,12 +153,13 @@ class Fp8Experts(ExpertsMethod):
         shared: Tensor | None,
         shared_gate: Tensor | None,
     ) -> Tensor:
+        matrices = experts.matrices(shared is None)
         return fp8_fused_moe(
             x,
-            experts.get_parameter("gate_up"),
-            experts.get_parameter("gate_up_scale"),
-            experts.get_parameter("down"),
-            experts.get_parameter("down_scale"),
+            matrices["gate_up"],
+            matrices["gate_up_scale"],
+            matrices["down"],
+            matrices["down_scale"],
             weights,
             ids,
             gate_up_input_scale=_optional(experts, "gate_up_input_scale"),

@@ -43,12 +43,14 @@ def create_weights(model: LoadableModel, quantization: QuantizationConfig | None
             module.quant_method.create(module)
         elif isinstance(module, Experts):
             module.quant_method = chooser.experts(name)
+            module.shared_joins = chooser.shared_joins(module)
             module.quant_method.create(module)
 
 
 class _Chooser:
     def __init__(self, model: LoadableModel, quantization: QuantizationConfig | None, context: ModelContext) -> None:
         self._table, self._config, self._context = model.weight_table, quantization, context
+        self._names = {module: name for name, module in model.named_modules()}
         self._storage = None
         if quantization is not None:
             key = (quantization.source, quantization.weights, quantization.activations)
@@ -69,10 +71,19 @@ class _Chooser:
         parts = {part: f"{name}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")}
         plain = self._plain(parts)
         if self._storage is None or len(plain) == len(parts):
-            return UnquantizedExperts(self._context, joins=self._config is None)
+            return UnquantizedExperts(self._context)
         if plain:
             self._refuse(name, parts.values())
         return Fp8Experts(self._storage, self._context, name)
+
+    def shared_joins(self, experts: Experts) -> bool:
+        """Whether a shared expert as wide as the others is stored as they are; inputs' scales are not static, because
+        the others have one for all of them."""
+        linears = experts.shared_linears or {}
+        kinds = {type(self.linear(self._names[layer], layer)) for layer in linears.values()}
+        static = self._storage is not None and self._storage.static
+        alike = {UnquantizedExperts: UnquantizedLinear, Fp8Experts: Fp8Linear}[type(experts.quant_method)]
+        return kinds == {alike} and not static
 
     def _plain(self, parts: dict[str, str]) -> frozenset[str]:
         """The parts that are not quantised, of some given by their names in the model."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
@@ -25,7 +24,11 @@ class UnquantizedLinear(LinearMethod):
     def create(self, layer: LinearBase) -> None:
         shard = layer.shard
         layer.weight = empty_parameter(
-            shard.rows, shard.columns, dtype=self._context.dtype, device=self._context.device, place=layer.place
+            shard.rows,
+            shard.columns,
+            dtype=self._context.dtype,
+            device=self._context.device,
+            place=layer.places.get("weight"),
         )
         layer.weight[shard.num_filled :].zero_()
 
@@ -41,27 +44,14 @@ class UnquantizedLinear(LinearMethod):
 
 
 class UnquantizedExperts(ExpertsMethod):
-    """``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``.
+    """``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``."""
 
-    Args:
-        joins: a shared expert as wide as the others stands behind them in one tensor ``[E + 1, ...]``, of which its
-            linear layers' weights are parts.
-    """
-
-    def __init__(self, context: ModelContext, *, joins: bool) -> None:
-        self._context, self._joins = context, joins
+    def __init__(self, context: ModelContext) -> None:
+        self._context = context
 
     def create(self, layer: Experts) -> None:
-        layer.shared_joins = self._joins and layer.shared_linears is not None
         for name, shard in (("gate_up", layer.gate_up_shard), ("down", layer.down_shard)):
-            count = len(layer.local_experts)
-            shape = (count + layer.shared_joins, shard.rows, shard.columns)
-            joined = torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
-            layer.register_parameter(name, nn.Parameter(joined[:count], requires_grad=False))
-            layer.joined[name] = joined
-            if layer.shared_joins:
-                assert layer.shared_linears is not None
-                layer.shared_linears[name].place = joined[count]
+            layer.allocate(name, "weight", (shard.rows, shard.columns), self._context.dtype, self._context.device)
 
     def layouts(self, layer: Experts) -> tuple[Layout, ...]:
         """One by one (``7.gate_proj.weight``), or fused over experts (``gate_up_proj``, ``down_proj``)."""
@@ -86,12 +76,11 @@ class UnquantizedExperts(ExpertsMethod):
         shared: Tensor | None,
         shared_gate: Tensor | None,
     ) -> Tensor:
-        matrices = experts.joined if shared is None else {name: experts.get_parameter(name) for name in experts.joined}
-        gate_up, down, clamped = matrices["gate_up"], matrices["down"], experts.clamped
+        matrices, clamped = experts.matrices(shared is None), experts.clamped
         return fused_moe(
             x,
-            gate_up,
-            down,
+            matrices["gate_up"],
+            matrices["down"],
             weights,
             ids,
             gate_up_bias=experts.gate_up_bias,

@@ -31,7 +31,7 @@ _HELD_BYTES = 32768
 """Weights that a program of four warps holds in registers before they are widened."""
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
-_OWN_TOKENS, _OWN_INNER = 8, 8192
+_OWN_TOKENS, _OWN_INNER = 2, 8192
 """Up to so many rows of up to so many inputs a program looks through for their largest magnitudes."""
 
 

@@ -1,12 +1,13 @@
 """Mixture-of-experts kernels for FP8 weights: up, SiLU and multiply, quantise, down.
 
-Job: ``fp8_fused_moe`` on the GPU, for a few tokens and for many. Owns: both products and their tiles. Does not know:
-routing, sharding, how pairs are grouped (``moe_groups.py``) or summed (``moe_sum.py``).
+Job: ``fp8_fused_moe`` on the GPU, for a few tokens and for many. Owns: both products of grouped pairs, all tiles. Does
+not know: routing, sharding, how pairs are grouped (``moe_groups.py``) or summed (``moe_sum.py``).
 
-The steps are those of ``moe.py``. Sums of 128 products are scaled and added up in float32. A pass quantises the inputs
-before the up product, in which it would take longer: each program would do it anew in every step. Hidden values are
-rounded to the model's dtype and quantised where one program has all that share a scale: at the end of the up product if
-its tile is as wide as a block, else while the down product loads them.
+The steps are those of ``moe.py``; very few tokens need no grouping (``fp8_moe_pairs.py``). Sums of 128 products are
+scaled and added up in float32. The first launch of the grouping quantises the inputs; in the up product it would take
+longer: each program would do it anew in every step. Hidden values are rounded to the model's dtype and quantised where
+one program has all that share a scale: at the end of the up product if its tile is as wide as a block, else while the
+down product loads them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from weft.ops.e4m3 import E4M3
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.fp8_quantize import quantize_inputs_triton, scale_of, to_e4m3
+from weft.ops.triton.fp8_moe_pairs import pairs_product
+from weft.ops.triton.fp8_quantize import prepare_pass, scale_of, to_e4m3
 from weft.ops.triton.launch import jit
 from weft.ops.triton.moe import HALVED_ROWS, Tile, Tiles
-from weft.ops.triton.moe_groups import UNGROUPED_TOKENS, block_of, group_pairs, pairs_at, single_pairs
+from weft.ops.triton.moe_groups import UNGROUPED_TOKENS, block_of, group_pairs
 from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv
 from weft.ops.triton.tile_table import choose_tile, has_table
@@ -75,13 +77,13 @@ def _row_scale(rows, input_scale, inside, DEPTH: tl.constexpr, ROWS: tl.constexp
 def _up_tile(
     values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column, stride_group,
     DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    token = (pairs_at(pairs, places, inside, GROUPED) // TOP_K).to(tl.int64)
+    token = (tl.load(pairs + places, mask=inside, other=0) // TOP_K).to(tl.int64)
     columns = column + tl.arange(0, COLUMNS)
     in_width = columns < WIDTH
     inner = tl.arange(0, 128)
@@ -133,22 +135,22 @@ def _fp8_up_kernel(
     values, scales, gate_up, gate_up_scale, hidden, hidden_scale, ids, pairs, first_place, block_expert, block_first,
     num_blocks, stride_group,
     DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
     column = tl.program_id(0) * COLUMNS
     if expert >= 0:
         if HALVES and end - first <= ROWS // 2:
             _up_tile(
                 values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
-                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS // 2, COLUMNS, GROUPED, STAGES,
+                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS // 2, COLUMNS, STAGES,
             )  # fmt: skip
         else:
             _up_tile(
                 values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
-                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS, COLUMNS, GROUPED, STAGES,
+                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS, COLUMNS, STAGES,
             )  # fmt: skip
 
 
@@ -156,12 +158,12 @@ def _fp8_up_kernel(
 def _down_tile(
     hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, QUANTIZED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Down product of up to ``ROWS`` pairs of one expert."""
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    pair = pairs_at(pairs, places, inside, GROUPED)
+    pair = tl.load(pairs + places, mask=inside, other=0)
     columns = column + tl.arange(0, COLUMNS)
     in_hidden = columns < HIDDEN
     inner = tl.arange(0, 128)
@@ -201,22 +203,22 @@ def _down_tile(
 def _fp8_down_kernel(
     hidden, hidden_scale, down, down_scale, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, QUANTIZED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
+    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
     column = tl.program_id(0) * COLUMNS
     if expert >= 0:
         if HALVES and end - first <= ROWS // 2:
             _down_tile(
                 hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
-                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS // 2, COLUMNS, GROUPED, STAGES,
+                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS // 2, COLUMNS, STAGES,
             )  # fmt: skip
         else:
             _down_tile(
                 hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
-                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS, COLUMNS, GROUPED, STAGES,
+                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS, COLUMNS, STAGES,
             )  # fmt: skip
 
 
@@ -237,12 +239,19 @@ def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles
         tuned = load_table().get((num_experts, hidden, width, block))
         if tuned:
             return choose_tile(tuned, num_tokens)
-    return fp8_moe_tiles(num_tokens * top_k, num_experts)
+    return SINGLE if num_tokens <= UNGROUPED_TOKENS else fp8_moe_tiles(num_tokens * top_k, num_experts)
+
+
+SINGLE = Tiles(Tile(1, 16, 128, 2, 8), Tile(1, 32, 128, 2, 4))
+"""One row: pairs are not grouped."""
 
 
 def fp8_moe_tiles(num_pairs: int, num_experts: int) -> Tiles:
-    """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. ``inner`` is always 128."""
+    """Tiles for a number of pairs; ``rows`` follows the average number of pairs per expert. Where they hardly share one
+    they are not grouped: up to 8 tokens of Qwen3-Next that was faster. ``inner`` is always 128."""
     average = num_pairs / num_experts
+    if average <= 0.2:
+        return SINGLE
     if average <= 8:
         return Tiles(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
     if average <= 24:
@@ -267,36 +276,53 @@ def fp8_fused_moe_triton(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """``fp8_fused_moe`` of ``weft/ops/fp8_moe.py``. ``tiles``: for tuning; None takes ``choose_tiles``."""
-    num_experts, hidden_size, width = down.shape
     tiles = choose_tiles(down, ids.shape[0], ids.shape[1], block) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows and ids.dtype == torch.int32
     assert all(t.is_contiguous() for t in (gate_up, gate_up_scale, down, down_scale, ids, weights))
-    num_tokens, top_k = ids.shape
-    grouped = num_tokens > UNGROUPED_TOKENS
-    grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows) if grouped else single_pairs(ids)
-    values, scales = quantize_inputs_triton(x, gate_up_input_scale, block=block)
+    run = _single_pairs if tiles.up.rows == 1 else _grouped_pairs
+    up, down_product = (gate_up, gate_up_scale, gate_up_input_scale), (down, down_scale, down_input_scale)
+    return sum_experts(run(x, ids, up, down_product, tiles, block), weights, ids, shared, shared_gate)
+
+
+Weights = tuple[Tensor, Tensor, Tensor | None]
+"""Of a product: the matrices, their scales, and the scale of all inputs."""
+
+
+def _single_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Tiles, block: int) -> Tensor:
+    """``[T * top_k, H]``: what each pair's expert makes of its token."""
+    _num_experts, hidden_size, width = down[0].shape
+    hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
+    pairs_product(x, *up, hidden, ids, tiles.up, block=block)
+    pairs_product(hidden, *down, out, ids, tiles.down, block=block)
+    return out
+
+
+def _grouped_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Tiles, block: int) -> Tensor:
+    """The same, by blocks of pairs of one expert."""
+    num_experts, hidden_size, width = down[0].shape
+    inputs = prepare_pass(x, up[2], block=block)
+    (values, scales), static = inputs.outputs, up[2] is not None
+    grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows, inputs)
     quantize = block > 0 and tiles.up.columns % block == 0
     hidden = torch.empty((ids.numel(), width), dtype=E4M3 if quantize else x.dtype, device=x.device)
-    hidden_scale = down_input_scale
+    hidden_scale = scales if down[2] is None else down[2]
     if quantize:
         hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
-    partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    tile, static = tiles.up, gate_up_input_scale is not None
-    given = scales if hidden_scale is None else hidden_scale
+    out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
+    fixed = {"HIDDEN": hidden_size, "WIDTH": width, "BLOCK": block, "STATIC": static, "ROWS": tiles.up.rows}
+    fixed |= {"HALVES": tiles.up.rows >= HALVED_ROWS, **early_launch(ids.device)}
+    tile = tiles.up
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
-        values, scales, gate_up, gate_up_scale, hidden, given, ids, *grouping, scales.stride(-1),
-        DTYPE=_TYPES[x.dtype], HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, BLOCK=block, STATIC=static,
-        QUANTIZE=quantize, ROWS=tile.rows, COLUMNS=tile.columns, GROUPED=grouped, STAGES=tile.stages,
-        HALVES=grouped and tile.rows >= HALVED_ROWS, num_warps=tile.warps, **early_launch(ids.device),
+        values, scales, *up[:2], hidden, hidden_scale, ids, *grouping, scales.stride(-1),
+        DTYPE=_TYPES[x.dtype], TOP_K=ids.shape[1], QUANTIZE=quantize, COLUMNS=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, **fixed,
     )  # fmt: skip
     tile = tiles.down
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
-        hidden, given, down, down_scale, partial, ids, *grouping,
-        HIDDEN=hidden_size, WIDTH=width, BLOCK=block, STATIC=static, QUANTIZED=quantize, ROWS=tile.rows,
-        COLUMNS=tile.columns, GROUPED=grouped, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
-        num_warps=tile.warps, **early_launch(ids.device),
+        hidden, hidden_scale, *down[:2], out, ids, *grouping,
+        QUANTIZED=quantize, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **fixed,
     )  # fmt: skip
-    return sum_experts(partial, weights, ids, shared, shared_gate)
+    return out
 
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -1,7 +1,7 @@
 """Which (token, expert) pairs belong together: those of one expert at consecutive places, in blocks of equal length.
 
 Job: the grouping that all expert kernels share. Owns: the order of pairs and the table of blocks. Does not know:
-weights, products.
+weights, products. Inputs of FP8 products are quantised by further programs of the first launch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.fp8_quantize import Pass, no_pass, quantize_nth_tile
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -26,14 +27,22 @@ FEW_PAIRS = 256
 with router and products: 3 us less at 4 and 8 tokens, 2 at 16, none at 32, 3 more at 64."""
 
 
-@jit(do_not_specialize=["num_pairs"])
-def _rank_kernel(ids, counts, ranks, num_pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Number the pairs of each expert in the order in which they come by, and count them."""
+@jit(do_not_specialize=["num_rows", "stride_group", "num_pairs"])
+def _rank_kernel(
+    ids, counts, ranks, x, input_scale, values, scales, num_rows, stride_x, stride_group, num_pairs,
+    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Number the pairs of each expert in the order in which they come by, and count them; then quantise inputs."""
     enter(EARLY)
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
-    rank = tl.atomic_add(counts + expert, 1, mask=expert >= 0, sem="relaxed")
-    tl.store(ranks + pair, rank, mask=expert >= 0)
+    first = tl.program_id(0) * BLOCK
+    if first < num_pairs:
+        pair = first + tl.arange(0, BLOCK)
+        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+        rank = tl.atomic_add(counts + expert, 1, mask=expert >= 0, sem="relaxed")
+        tl.store(ranks + pair, rank, mask=expert >= 0)
+    elif QUANTIZED.width > 0:
+        inputs = (x, input_scale, values, scales, num_rows, stride_x, stride_group)
+        quantize_nth_tile(inputs, tl.program_id(0) - tl.cdiv(num_pairs, BLOCK), QUANTIZED)
 
 
 @jit
@@ -72,15 +81,13 @@ def _place_kernel(ids, ranks, first_place, pairs, num_pairs, BLOCK: tl.constexpr
     tl.store(pairs + first + rank, pair, mask=expert >= 0)
 
 
-@jit(do_not_specialize=["num_pairs"])
-def _few_kernel(
-    ids, pairs, first_place, block_expert, block_first, num_blocks, num_pairs,
-    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def _group_expert(
+    expert, ids, pairs, first_place, block_expert, block_first, num_blocks, num_pairs,
+    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program e finds the pairs of expert e and writes their places and blocks. A block has the number of its first
-    place, and the numbers of the other places are of blocks without an expert."""
-    enter(EARLY)
-    expert = tl.program_id(0)
+    """Find the pairs of an expert and write their places and blocks. A block has the number of its first place, and the
+    numbers of the other places are of blocks without an expert."""
     pair = tl.arange(0, BLOCK)
     theirs = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
     mine = theirs == expert
@@ -94,6 +101,24 @@ def _few_kernel(
     tl.store(first_place + expert + 1, end)
     if expert == NUM_EXPERTS - 1:
         tl.store(num_blocks, end)
+
+
+@jit(do_not_specialize=["num_rows", "stride_group", "num_pairs"])
+def _few_kernel(
+    ids, pairs, first_place, block_expert, block_first, num_blocks, x, input_scale, values, scales, num_rows, stride_x,
+    stride_group, num_pairs,
+    NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert; then quantise inputs."""
+    enter(EARLY)
+    program = tl.program_id(0)
+    if program < NUM_EXPERTS:
+        _group_expert(
+            program, ids, pairs, first_place, block_expert, block_first, num_blocks, num_pairs, NUM_EXPERTS, ROWS, BLOCK
+        )
+    elif QUANTIZED.width > 0:
+        inputs = (x, input_scale, values, scales, num_rows, stride_x, stride_group)
+        quantize_nth_tile(inputs, program - NUM_EXPERTS, QUANTIZED)
 
 
 @triton.jit
@@ -129,12 +154,13 @@ def single_pairs(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
     return (ids,) * 5, ids.numel()
 
 
-def group_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
+def group_pairs(ids: Tensor, num_experts: int, rows: int, inputs: Pass | None = None) -> tuple[tuple[Tensor, ...], int]:
     """Pairs by expert and the table of blocks, and the most blocks that any routing can need.
 
-    The order of an expert's pairs may change from run to run; no result depends on it, as every row is computed alike.
+    ``inputs``: a pass over the inputs of FP8 products, done by further programs of the first launch. The order of an
+    expert's pairs may change from run to run; no result depends on it, as every row is computed alike.
     """
-    return (_group_few if ids.numel() <= FEW_PAIRS else _group_many)(ids, num_experts, rows)
+    return (_group_few if ids.numel() <= FEW_PAIRS else _group_many)(ids, num_experts, rows, inputs or no_pass(ids))
 
 
 def _parts(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
@@ -143,31 +169,35 @@ def _parts(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
     return torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
 
 
-def _group_few(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
+def _group_few(ids: Tensor, num_experts: int, rows: int, inputs: Pass) -> tuple[tuple[Tensor, ...], int]:
     num_pairs = ids.numel()
     grouping = _parts((num_pairs, num_experts + 1, num_pairs, num_pairs, 1), ids.device)
-    _few_kernel[(num_experts,)](
-        ids, *grouping, num_pairs,
-        NUM_EXPERTS=num_experts, ROWS=rows, BLOCK=FEW_PAIRS, num_warps=1, **early_launch(ids.device),
+    _few_kernel[(num_experts + inputs.programs,)](
+        ids, *grouping, *inputs.args, num_pairs,
+        NUM_EXPERTS=num_experts, ROWS=rows, BLOCK=FEW_PAIRS, QUANTIZED=inputs.fixed, num_warps=1,
+        **early_launch(ids.device),
     )  # fmt: skip
     return grouping, num_pairs
 
 
-def _group_many(ids: Tensor, num_experts: int, rows: int) -> tuple[tuple[Tensor, ...], int]:
+def _group_many(ids: Tensor, num_experts: int, rows: int, inputs: Pass) -> tuple[tuple[Tensor, ...], int]:
     num_pairs = ids.numel()
     most_hit = min(num_experts, num_pairs)
     max_blocks = min(num_pairs, (num_pairs + (rows - 1) * most_hit) // rows)
     sizes = (num_pairs, num_pairs, num_experts + 1, max_blocks, max_blocks, 1)
     ranks, pairs, first_place, block_expert, block_first, num_blocks = _parts(sizes, ids.device)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
-    grid = (cdiv(num_pairs, _PAIRS),)
-    _rank_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device))
+    programs = cdiv(num_pairs, _PAIRS)
+    _rank_kernel[(programs + inputs.programs,)](
+        ids, counts, ranks, *inputs.args, num_pairs,
+        BLOCK=_PAIRS, QUANTIZED=inputs.fixed, num_warps=4, **early_launch(ids.device),
+    )  # fmt: skip
     _block_kernel[(num_experts,)](
         counts, first_place, block_expert, block_first, num_blocks,
         NUM_EXPERTS=num_experts, ROWS=rows, BLOCK_E=next_power_of_2(num_experts), num_warps=1,
         **early_launch(ids.device),
     )  # fmt: skip
-    _place_kernel[grid](
+    _place_kernel[(programs,)](
         ids, ranks, first_place, pairs, num_pairs, BLOCK=_PAIRS, num_warps=4, **early_launch(ids.device)
     )
     return (pairs, first_place, block_expert, block_first, num_blocks), max_blocks
