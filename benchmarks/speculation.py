@@ -8,9 +8,9 @@ latency``: milliseconds per step). Then an engine for each method: every request
 those of a random head, whose time counts), and each is accepted with the given probability whatever is sampled
 (``synthetic_acceptance_rate``): milliseconds per new token, per step, and ``gain``, the tokens per second of ``plain``
 exceeded. ``decode`` is that engine with drafts switched off, ``ratio`` is a verifying step over it: medians between
-steps of whole batches, neither with overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic: drafts
-choose experts of their own, as uniform routing would. The second part asks the bundled model to go on with a text that
-its prompt holds three times.
+steps of whole batches, with ``mtp`` both with overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic:
+drafts choose experts of their own, as uniform routing would. The second part asks the bundled model to go on with a
+text that its prompt holds three times.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def step_ms(llm: LLM, batch_size: int) -> dict[str, Any]:
     """Median milliseconds between two steps in which the whole batch got tokens, and how they ran."""
     rng, vocab = random.Random(batch_size), llm.config.model_config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(batch_size)]
-    params = SamplingParams(temperature=0, max_tokens=8 * STEPS, ignore_eos=True, detokenize=False)
     modes = dict(llm.stats().steps_by_mode)
-    for prompt in prompts:
+    for seed, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=8 * STEPS, ignore_eos=True, detokenize=False, seed=seed)
         llm.add_request({"prompt_token_ids": prompt}, params)
     intervals, previous = [], None
     for _ in range(STEPS + 40):
@@ -89,7 +89,7 @@ def engine(args: argparse.Namespace, config: dict[str, Any] | None) -> LLM:
 
 
 def workload(args: argparse.Namespace) -> LatencyWorkload:
-    return LatencyWorkload(tuple(args.batch_sizes), PROMPT, args.output_len, repeats=3)
+    return LatencyWorkload(tuple(args.batch_sizes), PROMPT, args.output_len, repeats=5)
 
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:

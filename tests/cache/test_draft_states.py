@@ -43,7 +43,7 @@ def test_random_steps_lose_no_slot(policy: str, seed: int) -> None:
     lease, tokens = prefilled(manager), [*PROMPT, 1]
     while len(tokens) < 150:
         start = len(tokens) - 1
-        count = manager.allocate_drafts(lease, start, rng.randint(0, 4))
+        count = manager.drafts.allocate(lease, start, rng.randint(0, 4))
         assert manager.allocate(lease, start + 1 + count) is not None
         pairs = manager.allocate_checkpoints(lease, start, 1 + count, count)
         manager.commit(lease, start + 1 + count)
@@ -53,7 +53,7 @@ def test_random_steps_lose_no_slot(policy: str, seed: int) -> None:
         if count:
             accepted = rng.randint(0, count)
             reached = dict([*pairs[:count], (start + 1 + count, lease.state_slot)])
-            manager.settle(lease, count, accepted)
+            manager.drafts.settle(lease, count, accepted)
             assert lease.state_slot == reached[start + 1 + accepted]
             tokens += [rng.randrange(9) for _ in range(accepted)]
         tokens.append(1)
@@ -72,12 +72,12 @@ def test_fewer_drafts_where_slots_or_pages_are_short() -> None:
     lease = prefilled(manager)
     others = [manager.lease(manager.match([7] * 3, salt=str(i))) for i in range(8)]
     assert all(others)
-    count = manager.allocate_drafts(lease, 40, 6)
+    count = manager.drafts.allocate(lease, 40, 6)
     assert 0 < count < 6 and len(lease.drafts.spare) == count
     taken = manager.pages.allocate(manager.pages.num_free)
     assert taken is not None
     manager.pages.pin(taken)
     room = len(lease.pages) * manager.spec.page_size - 41
-    assert manager.allocate_drafts(lease, 40, 3) == min(count, room)
+    assert manager.drafts.allocate(lease, 40, 3) == min(count, room)
     manager.pages.unpin(taken)
     manager.pages.release(taken)

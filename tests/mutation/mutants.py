@@ -61,9 +61,8 @@ MUTANTS = (
         "tests/runner/test_batch_builder.py",
     ),
     _mutant(
-        "old-snapshot-kept", "a decoding request keeps one snapshot", "weft/cache/manager.py",
-        "                self._drop_snapshot(lease)\n                states.snapshot = checkpoints[0]",
-        "                states.snapshot = checkpoints[0]",
+        "old-snapshot-kept", "a decoding request keeps one snapshot", "weft/cache/draft_slots.py",
+        "            self._slots.release(lease.checkpoints.snapshot[1])\n", "            pass\n",
         "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
@@ -95,9 +94,9 @@ MUTANTS = (
         "tests/engine/test_chat_prompts.py::test_a_bos_comes_from_the_template_alone",
     ),
     _mutant(
-        "padding-claims-tokens", "padding sequences of a mixture have no tokens", "weft/runner/batch_builder.py",
+        "padding-claims-tokens", "padding sequences of a mixture have no tokens", "weft/runner/padding.py",
         'host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = real.num_tokens',
-        'host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = size',
+        'host["cu_seqlens_q"][real.num_seqs + 1 : padded.num_seqs + 1] = padded.num_tokens',
         "tests/runner/test_batch_builder.py",
     ),
     _mutant(
@@ -125,7 +124,7 @@ MUTANTS = (
         "prefix = self.tree.match(tokens, salt)", "prefix = self.tree.match(tokens)", "tests/cache/test_manager.py",
     ),
     _mutant(
-        "in-flight-salt-ignored", "a request waits for no prefill under another salt", "weft/cache/manager.py",
+        "in-flight-salt-ignored", "a request waits for no prefill under another salt", "weft/cache/state_plan.py",
         "lease.salt != match.salt or ", "", "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
@@ -153,7 +152,7 @@ MUTANTS = (
     ),
     _mutant(
         "failed-is-remembered", "what a failing request stored is forgotten", "weft/cache/manager.py",
-        "if not keep and cached:", "if False:", "tests/scheduler/test_prefix_reuse.py",
+        "if not keep and cached and (node := ", "if False and (node := ", "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
         "tail-goes-past-a-state", "KV is evicted back to the last state, no further than is needed",
@@ -177,8 +176,18 @@ MUTANTS = (
         "tests/scheduler/test_scheduler.py",
     ),
     _mutant(
-        "oldest-never-first", "lpm lets the oldest go first every so often", "weft/scheduler/scheduler.py",
-        "oldest_first = self._step % LPM_WINDOW == 0", "oldest_first = False",
+        "state-of-rejected-draft-read", "a step that follows another reads the state of the last accepted position",
+        "weft/runner/following.py", "gather(1, query_len - 1 - behind)", "gather(1, query_len - 1 - 0 * behind)",
+        "tests/speculation/test_following_steps.py",
+    ),
+    _mutant(
+        "random-numbers-of-rejected-drafts", "a step that follows another samples by the positions that it has",
+        "weft/runner/following.py", "(inputs.samples.positions.view(-1, query_len) - behind)",
+        "(inputs.samples.positions.view(-1, query_len))", "tests/speculation/test_following_steps.py",
+    ),
+    _mutant(
+        "oldest-never-first", "lpm lets the oldest go first every so often", "weft/scheduler/lookups.py",
+        "oldest_first = step % LPM_WINDOW == 0", "oldest_first = False",
         "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
@@ -191,8 +200,8 @@ MUTANTS = (
         "victim = self._running[-1]", "victim = self._running[0]", "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
-        "stalls-unnoticed", "a preemption without progress is counted", "weft/scheduler/scheduler.py",
-        "if request.progress_when_preempted == self._num_new_tokens:", "if False:", "tests/scheduler/test_progress.py",
+        "stalls-unnoticed", "a preemption without progress is counted", "weft/scheduler/progress.py",
+        "if request.progress_when_preempted == self.num_new_tokens:", "if False:", "tests/scheduler/test_progress.py",
     ),
     _mutant(
         "failed-row-confirmed", "nothing of a failing step is inserted", "weft/scheduler/scheduler.py",

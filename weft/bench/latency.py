@@ -49,14 +49,15 @@ def measure_batch(llm: LLM, workload: LatencyWorkload, batch_size: int, ceilings
     rng = random.Random(workload.seed)
     top = llm.config.model_config.vocab_size - 1
     prompts = [[rng.randint(0, top) for _ in range(workload.prompt_len)] for _ in range(batch_size)]
-    one, all_tokens = (_params(workload, n) for n in (1, workload.output_len))
-    for params in (one, all_tokens):  # warm-up
-        run_batch(llm, prompts, params)
+    for output_len in (1, workload.output_len):  # warm-up
+        run_batch(llm, prompts, _params(workload, output_len, 0, batch_size))
     before = llm.stats()
-    short = [run_batch(llm, prompts, one) for _ in range(workload.repeats)]
-    long = [run_batch(llm, prompts, all_tokens) for _ in range(workload.repeats)]
+    short, long = (
+        [run_batch(llm, prompts, _params(workload, n, i, batch_size)) for i in range(workload.repeats)]
+        for n in (1, workload.output_len)
+    )
     step_s = (median(long) - median(short)) / (workload.output_len - 1)
-    intervals = step_intervals(llm, prompts, all_tokens)
+    intervals = step_intervals(llm, prompts, _params(workload, workload.output_len, workload.repeats, batch_size))
     drafts = draft_figures(before, llm.stats())
     work = Roofline.of(llm.config).decode(
         batch_size, workload.prompt_len + workload.output_len / 2, round(drafts.get("drafts_per_step", 0))
@@ -88,26 +89,31 @@ def draft_figures(before: EngineStats, after: EngineStats) -> dict[str, float]:
     }
 
 
-def _params(workload: LatencyWorkload, output_len: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=workload.temperature, max_tokens=output_len, ignore_eos=True, detokenize=False, seed=workload.seed
-    )
+def _params(workload: LatencyWorkload, output_len: int, repeat: int, batch_size: int) -> list[SamplingParams]:
+    """Each with a seed of its own, by which a synthetic acceptance rate accepts."""
+    first = workload.seed + repeat * batch_size
+    return [
+        SamplingParams(
+            temperature=workload.temperature, max_tokens=output_len, ignore_eos=True, detokenize=False, seed=s
+        )
+        for s in range(first, first + batch_size)
+    ]
 
 
-def run_batch(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+def run_batch(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
     """Seconds for ``prompts`` together."""
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    for output in outputs:
-        assert len(output.outputs[0].token_ids) == params.max_tokens, "a request ended early; its time means nothing"
+    for output, asked in zip(outputs, params, strict=True):
+        assert len(output.outputs[0].token_ids) == asked.max_tokens, "a request ended early; its time means nothing"
     return seconds
 
 
-def step_intervals(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[float]:
+def step_intervals(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[float]:
     """Seconds between consecutive steps in which every one of ``prompts`` got a token."""
-    for prompt in prompts:
-        llm.add_request(prompt, params)
+    for prompt, asked in zip(prompts, params, strict=True):
+        llm.add_request(prompt, asked)
     intervals: list[float] = []
     previous: float | None = None
     while not llm.is_finished():

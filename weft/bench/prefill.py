@@ -42,7 +42,7 @@ def _measure_length(llm: LLM, workload: PrefillWorkload, length: int, ceilings: 
     top = llm.config.model_config.vocab_size - 1
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     seconds = [
-        run_batch(llm, [[rng.randint(0, top) for _ in range(length)]], params)
+        run_batch(llm, [[rng.randint(0, top) for _ in range(length)]], [params])
         for _ in range(workload.warmups + workload.repeats)
     ][workload.warmups :]
     middle = median(seconds)

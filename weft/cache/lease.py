@@ -91,7 +91,7 @@ class Lease:
         checkpoints: the states that it stores.
         drafts: slots for the states after drafts.
         num_committed_tokens: tokens fed by the launched steps: the position of the working state. Of a launched step
-            that verifies drafts, all of them, until ``Manager.settle``.
+            that verifies drafts, all of them, until ``DraftSlots.settle``.
         is_inserted: what ``tokens`` have to give is in the tree.
     """
 
@@ -112,6 +112,11 @@ class Lease:
     num_committed_tokens: int
     is_inserted: bool = False
     drafts: DraftStates = field(default_factory=DraftStates)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Is everything in the tree that its first tokens have to give? True too if it has ended."""
+        return self.is_inserted or self.node is None
 
     @property
     def own_pages(self) -> list[int]:

@@ -7,10 +7,10 @@ Does not know: tensors, batches, or why a request starts or stops. ::
     match(tokens)            pure: how much could be reused
     lease(match, …)          pin what was matched; a working slot; the copies to make: state fork, partial last page
     allocate(…)              grow the lease's pages, evicting what is least useful
-    allocate_drafts(…)       room for drafts, of pages and slots, as far as there is any
     allocate_checkpoints(…)  slots for the states that the next step has to store
     commit(…)                a step is launched: so many tokens will be in pages and state
-    settle(…)                a step that verified drafts is done: so many of its tokens count
+    drafts                   slots of the states after drafts (cache/draft_slots.py)
+    states                   which states are to be stored, by whom (cache/state_plan.py)
     confirm(…)               a step is done and went well: what it computed is inserted into the tree
     release(…)               the request has ended     } pages and the working slot move to the tree or go back;
     preempt(…)               the request will return   } only after its last launched step
@@ -33,17 +33,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.cache.checkpoints import CheckpointKind, CheckpointPolicy, is_decode_position, prefill_positions
+from weft.cache.checkpoints import CheckpointPolicy
+from weft.cache.draft_slots import DraftSlots
 from weft.cache.draft_states import DraftStates
 from weft.cache.eviction import Evictor
 from weft.cache.insertion import insert, move_lock
 from weft.cache.invariants import check_accounts
-from weft.cache.lease import Lease, LeaseCheckpoints
+from weft.cache.lease import Lease
 from weft.cache.match import Match, explain
 from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, make_policy
-from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens, common_prefix
+from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens
 from weft.cache.spec import CacheSpec
+from weft.cache.state_plan import StatePlan
 from weft.cache.state_pool import StatePool
 from weft.stats import CacheStats
 
@@ -82,9 +84,10 @@ class Manager:
         policy = make_policy(eviction) if isinstance(eviction, str) else eviction
         self.evictor = Evictor(spec, self.tree, self.pages, self.slots, policy)
         self.checkpoint_policy: CheckpointPolicy = checkpoint_policy
+        self.states = StatePlan(spec, checkpoint_policy, keeps=enable_prefix_caching)
+        self.drafts = DraftSlots(spec, self.slots, self.evictor, self.states, self.allocate)
         self.observer: Observer | None = None
         self._needs_state = spec.has_states
-        self._alignment = spec.alignment
         self._leases: set[Lease] = set()
         self._num_query_tokens = self._num_hit_tokens = 0
 
@@ -188,7 +191,7 @@ class Manager:
             self.tree.pin(source)
         copy = self._take_pages(1) if copied else []
         assert copy is not None, "there is room"
-        checkpoints = self._plan_checkpoints(match, num_prompt_tokens, boundaries)
+        checkpoints = self.states.plan(match, num_prompt_tokens, boundaries)
         if source is not None:
             self.evictor.odds.use(source.kind, source.lineage, source.num_uses)
         if node is not None:
@@ -243,49 +246,7 @@ class Manager:
             slot = self.tree.take_checkpoint(source, lost=False)
         return slot
 
-    def _plan_checkpoints(self, match: Match, num_prompt_tokens: int, boundaries: Sequence[int]) -> LeaseCheckpoints:
-        """Where the prefill stores states, and why."""
-        if not (self._needs_state and self.enable_prefix_caching):
-            return LeaseCheckpoints()
-        stored, reused = match.num_kv_tokens, match.num_tokens
-        kinds: dict[int, CheckpointKind] = dict.fromkeys(boundaries, "boundary")
-        if reused < stored:
-            kinds[stored] = "divergence"
-        positions = prefill_positions(
-            self.checkpoint_policy,
-            reused=reused,
-            divergence=stored if reused < stored < len(match.tokens) else None,
-            boundaries=boundaries,
-            num_prompt_tokens=num_prompt_tokens,
-            alignment=self._alignment,
-        )
-        return LeaseCheckpoints(positions, kinds, match.checkpoint.lineage + 1 if match.checkpoint is not None else 0)
-
     # -- a request grows -------------------------------------------------------------------------------------------
-
-    def is_prefilled(self, lease: Lease) -> bool:
-        """Is everything in the tree that the lease's first tokens have to give? True too if the lease has ended."""
-        return lease.is_inserted or lease.node is None
-
-    def shareable(self, match: Match, lease: Lease) -> int:
-        """How many tokens of ``match`` a running prefill makes reusable once it is confirmed. Changes nothing."""
-        if lease.is_inserted or lease.node is None or lease.salt != match.salt or not match.reuse:
-            return 0
-        shared = min(common_prefix(match.tokens, lease.tokens), len(match.tokens) - 1)
-        if not self._needs_state:
-            return shared
-        positions = [p for p in lease.checkpoints.pending() if p <= shared]
-        return shared if self._can_store(lease, shared) else max(positions, default=0)
-
-    def share(self, match: Match, lease: Lease) -> None:
-        """Let a running prefill store a state where ``match`` leaves it, if it has not come that far."""
-        position = self.shareable(match, lease)
-        if self._needs_state and position not in lease.checkpoints.pending() and self._can_store(lease, position):
-            lease.checkpoints.add(position, "divergence")
-
-    def _can_store(self, lease: Lease, position: int) -> bool:
-        is_ahead = position > lease.num_committed_tokens
-        return self.checkpoint_policy == "exact" and lease.checkpoints.has_room and is_ahead
 
     def allocate(self, lease: Lease, num_tokens: int) -> list[int] | None:
         """Grow the lease until it holds ``num_tokens`` tokens, evicting what nobody needs.
@@ -322,26 +283,6 @@ class Manager:
         self.pages.pin(pages)
         return pages
 
-    def allocate_drafts(self, lease: Lease, start: int, num_drafts: int) -> int:
-        """How many of ``num_drafts`` drafts a step may verify that begins at ``start`` with the last token; pages and
-        slots for these are then there. Under ``aligned`` it ends where a state has to be kept."""
-        if self.checkpoint_policy == "aligned" and self._needs_state and self.enable_prefix_caching:
-            num_drafts = min(num_drafts, self._alignment - 1 - start % self._alignment)
-        if self._needs_state:
-            spare = lease.drafts.spare
-            while len(spare) < num_drafts and (slot := self.evictor.take_slot()) is not None:
-                spare.append(slot)
-            num_drafts = min(num_drafts, len(spare))
-        if num_drafts and self.allocate(lease, start + 1 + num_drafts) is None:
-            num_drafts = max(0, len(lease.pages) * self.spec.page_size - start - 1)
-        return num_drafts
-
-    def trim_drafts(self, lease: Lease, num_drafts: int) -> None:
-        """A step begins: the states of the last one's drafts do not count any more, and the slots for more than
-        ``num_drafts`` drafts go back."""
-        for slot in lease.drafts.trim(num_drafts):
-            self.slots.release(slot)
-
     def allocate_checkpoints(
         self, lease: Lease, start: int, num_tokens: int, num_drafts: int = 0
     ) -> list[tuple[int, int]]:
@@ -351,7 +292,9 @@ class Manager:
         Call it once, when the step is launched. Positions for which no slot can be had are skipped, but for drafts.
         """
         if num_drafts:
-            return self._draft_checkpoints(lease, start, num_drafts)
+            return self.drafts.store(lease, start, num_drafts)
+        if lease.drafts.stored:
+            lease.drafts.stored.clear()  # of a step before, whose slots this one does not fill
         end, states = start + num_tokens, lease.checkpoints
         checkpoints: list[tuple[int, int]] = []
         if states.positions and (due := states.take_due(start, end)):
@@ -360,60 +303,12 @@ class Manager:
                 if slot is not None:
                     checkpoints.append((position, slot))
             states.stored.extend(checkpoints)
-        elif start >= len(lease.tokens) and self._takes_snapshot(end):
+        elif start >= len(lease.tokens) and self.states.takes_snapshot(end):
             slot = self.evictor.take_slot()
             if slot is not None:
                 checkpoints = [(end, slot)]
-                self._drop_snapshot(lease)
-                states.snapshot = checkpoints[0]
+                self.drafts.keep_snapshot(lease, checkpoints[0])
         return checkpoints
-
-    @property
-    def can_follow(self) -> bool:
-        """Whether a step that verifies drafts can be launched before the last one is settled: not where it has to end
-        at certain positions."""
-        return not (self.checkpoint_policy == "aligned" and self._needs_state and self.enable_prefix_caching)
-
-    def follow_drafts(self, lease: Lease, start: int) -> tuple[list[tuple[int, int]], int]:
-        """The ``(position, slot)`` pairs of a step that follows an unsettled one, if that is accepted wholly up to
-        ``start``, and the slot of the state after its last token."""
-        if not self._needs_state:
-            return [], 0
-        *before, last = lease.drafts.follow()
-        return list(zip(range(start + 1, start + 1 + len(before)), before, strict=True)), last
-
-    def _draft_checkpoints(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
-        if not self._needs_state:
-            return []
-        checkpoints, end = lease.drafts.begin(start, num_drafts, lease.state_slot), start + 1 + num_drafts
-        slot = self.evictor.take_slot() if self._takes_snapshot(end) else None
-        if slot is not None:
-            lease.drafts.snapshot = (end, slot)
-            checkpoints.append((end, slot))
-        return checkpoints
-
-    def settle(self, lease: Lease, num_drafts: int, num_accepted: int) -> None:
-        """The first unsettled step that verified drafts is done; of its ``num_drafts`` the first ``num_accepted``
-        count."""
-        assert num_accepted <= num_drafts, "more tokens than were fed"
-        lease.num_committed_tokens -= num_drafts - num_accepted
-        if lease.drafts.stored:
-            lease.state_slot = lease.drafts.settle(num_accepted)
-        snapshot, lease.drafts.snapshot = lease.drafts.snapshot, None
-        if snapshot is not None and snapshot[0] == lease.num_committed_tokens:
-            self._drop_snapshot(lease)
-            lease.checkpoints.snapshot = snapshot
-        elif snapshot is not None:
-            self.slots.release(snapshot[1])
-
-    def _takes_snapshot(self, position: int) -> bool:
-        wanted = self._needs_state and self.enable_prefix_caching
-        return wanted and is_decode_position(self.checkpoint_policy, position, self._alignment)
-
-    def _drop_snapshot(self, lease: Lease) -> None:
-        if lease.checkpoints.snapshot is not None:
-            self.slots.release(lease.checkpoints.snapshot[1])
-            lease.checkpoints.snapshot = None
 
     def commit(self, lease: Lease, num_tokens: int) -> None:
         """The steps launched so far leave the request with exactly ``num_tokens`` tokens in pages and state.
@@ -432,16 +327,13 @@ class Manager:
         if lease.is_inserted or lease.node is None:
             return
         if num_tokens >= len(lease.tokens) or any(p <= num_tokens for p, _ in lease.checkpoints.stored):
-            self._insert(lease, lease.tokens[:num_tokens])
+            insert(lease, lease.tokens[:num_tokens], self.tree, self.slots, self.evictor.odds)
             lease.is_inserted = num_tokens >= len(lease.tokens)
 
     def _unpin_source(self, lease: Lease) -> None:
         if lease.fork_source is not None:
             self.tree.unpin(lease.fork_source)
             lease.fork_source = None
-
-    def _insert(self, lease: Lease, tokens: Tokens) -> None:
-        insert(lease, tokens, self.tree, self.slots, self.evictor.odds)
 
     # -- a request goes --------------------------------------------------------------------------------------------
 
@@ -456,11 +348,11 @@ class Manager:
         """
         tokens, cached = as_tokens(token_ids), lease.node is not None
         if len(tokens) < lease.num_committed_tokens:
-            self._rewind(lease, len(tokens))
+            self.drafts.rewind(lease, len(tokens))
         fed = lease.num_committed_tokens
         self._return(lease, tokens, keep, moves_state=self.checkpoint_policy != "aligned")
-        if not keep and cached:
-            self._forget(tokens[:fed], lease.salt)
+        if not keep and cached and (node := self.tree.match(tokens[:fed], lease.salt).node) is not None:
+            self.tree.forget(node)  # the states of every prefix, and the KV that no other sequence needs
         if keep and self.observer is not None and fed >= len(lease.tokens):
             boundaries = [position for position, kind in lease.checkpoints.kinds.items() if kind == "boundary"]
             self.observer(tokens[:fed], lease.num_prompt_tokens, lease.salt, boundaries)
@@ -468,18 +360,6 @@ class Manager:
     def preempt(self, lease: Lease, token_ids: Sequence[int] | Tokens = ()) -> None:
         """The request will come back; its last launched step is done. What it has moves to the tree."""
         self._return(lease, as_tokens(token_ids), keep=True, moves_state=True)
-
-    def _rewind(self, lease: Lease, num_tokens: int) -> None:
-        """Of an accepted run only what lies within ``num_tokens`` tokens counts, if a state is still there."""
-        position = lease.drafts.latest(num_tokens)
-        if position is not None:
-            lease.num_committed_tokens, lease.state_slot = position, lease.drafts.choose(position)
-
-    def _forget(self, tokens: Tokens, salt: str | None) -> None:
-        """Drop the states of every prefix of ``tokens``, and the KV that no other sequence needs."""
-        node = self.tree.match(tokens, salt).node
-        if node is not None:
-            self.tree.forget(node)
 
     def _return(self, lease: Lease, tokens: Tokens, keep: bool, moves_state: bool) -> None:
         assert lease in self._leases, "the lease has ended"
@@ -511,7 +391,7 @@ class Manager:
         if states.snapshot is not None and not moves_state:
             states.stored.append(states.snapshot)
             states.snapshot = None
-        self._insert(lease, tokens)
+        insert(lease, tokens, self.tree, self.slots, self.evictor.odds)
 
     def check(self) -> None:
         """Assert the invariants: every page and slot is accounted for, nothing leased can be evicted."""

@@ -93,7 +93,8 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
             self._launch(scheduler_output)
-        output = self._result(max_in_flight=self._max_in_flight if scheduler_output is not None else 0)
+        runs_ahead = scheduler_output is not None and self.scheduler.runs_ahead
+        output = self._result(max_in_flight=self._max_in_flight if runs_ahead else 0)
         updated = self.scheduler.update(output) if output is not None else []
         self._grammars.update(updated)
         return self._failures.take() + updated

@@ -107,7 +107,7 @@ class BatchBuilder:
         self._fill_sequences(requests, layout)
         num_samples = self._fill_samples(requests, layout)
         num_chunks: tuple[tuple[int, int], ...] = ()
-        query_len = self._query_len(requests)
+        query_len = self._query_len(requests) if self.num_drafts else 0
         if query_len:
             slots = [slot for r in requests for slot in self._verify_slots(r)]
             self._host["verify_slots"][: len(slots)] = slots

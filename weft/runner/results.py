@@ -116,14 +116,9 @@ class PendingStep:
             _where(failed, rows) + _where(self.prefill_failed, self.prefill_rows),
             self.mode,
             self.num_padding_tokens,
-            self._drafts(),
+            dict(zip(self.draft_rows, self.drafts.tolist(), strict=True)) if self.drafts is not None else {},
             self.encoder_time.seconds() if self.encoder_time is not None else 0.0,
         )
-
-    def _drafts(self) -> dict[int, list[int]]:
-        if self.drafts is None:
-            return {}
-        return dict(zip(self.draft_rows, self.drafts.tolist(), strict=True))
 
     def _logprobs(self) -> dict[int, list[TokenLogprobs]]:
         if self.logprobs is None:

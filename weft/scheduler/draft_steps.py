@@ -14,7 +14,7 @@ the host corrects its counts when the results are in::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput
@@ -41,23 +41,28 @@ def add_drafts(planner: DraftPlanner, planned: list[Planned], budget: int) -> tu
     return with_drafts, budget - sum(len(entry.token_ids) for entry in drafts)
 
 
-def must_wait(planner: DraftPlanner, running: Sequence[Running], launched: Sequence[Launched]) -> bool:
-    """Whether a step can be planned only from the results of the one in flight, ``launched``, or as one that follows
-    it: that one verifies drafts, or the next one's drafts come after tokens that are on their way."""
-    if any(entry.num_drafts for entry in launched):
+Steps = Mapping[int, Sequence[Launched]]
+"""Launched steps by number."""
+
+
+def must_wait(planner: DraftPlanner, running: Sequence[Running], in_flight: Steps) -> bool:
+    """Whether a step can be planned only from the results of those in flight, or as one that follows them: they verify
+    drafts, or the next one's drafts come after tokens that are on their way."""
+    if any(entry.num_drafts for launched in in_flight.values() for entry in launched):
         return True
     return planner.num_drafts_at(len(running)) > 0 and any(each.request.num_pending for each in running)
 
 
 def following_step(
-    planner: DraftPlanner, manager: Manager, running: Sequence[Running], launched: Sequence[Launched]
+    planner: DraftPlanner, manager: Manager, running: Sequence[Running], in_flight: Steps
 ) -> list[Planned] | None:
     """The step that follows the one in flight, in which every sequence verifies as many drafts as there; None if it
     has to wait for results: other sequences, other numbers of drafts, an option that needs the tokens on the host, a
     request that may be through, no room for the most tokens that there can be."""
     count = planner.num_drafts_at(len(running))
-    if not (planner.on_device and running and count and manager.can_follow):
+    if not (planner.on_device and running and count and manager.drafts.can_follow and len(in_flight) == 1):
         return None
+    (launched,) = in_flight.values()
     alike = planner.drafts_at(len(launched)) == count and all(entry.num_drafts == count for entry in launched)
     if not alike or len(running) > len(launched):
         return None
@@ -78,7 +83,7 @@ def settle(planner: DraftPlanner, manager: Manager, launched: Launched, num_toke
     """Drafts were verified, and ``num_tokens`` tokens came back: what was fed behind those accepted does not count."""
     request, num_accepted = launched.running.request, max(0, num_tokens - 1)
     request.num_computed_tokens -= launched.num_drafts - num_accepted
-    manager.settle(launched.running.lease, launched.num_drafts, num_accepted)
+    manager.drafts.settle(launched.running.lease, launched.num_drafts, num_accepted)
     if launched.num_proposed:
         planner.verified(request, launched.num_proposed, min(num_accepted, launched.num_proposed))
 

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of requests that wait or run, and of its plans and launched steps: records only."""
+"""What the scheduler remembers of running requests, and of its plans and launched steps: records only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import msgspec
 
 from weft.cache.lease import Lease
-from weft.cache.radix_tree import Tokens
 from weft.request import Request
 
 
@@ -22,14 +21,6 @@ class Running:
     announced: bool = False
     num_pages_sent: int = 0
     failed: bool = False
-
-
-@dataclass(slots=True)
-class Lookup:
-    """What is remembered of a waiting request between steps: its tokens as an array, and whose prefill it awaits."""
-
-    tokens: Tokens
-    awaited: Running | None = None
 
 
 NO_DRAFTS: list[int] = []

@@ -31,24 +31,18 @@ from msgspec.structs import asdict
 
 from weft.cache.lease import Lease
 from weft.cache.manager import Manager
-from weft.cache.match import Match
-from weft.cache.radix_tree import as_tokens
 from weft.messages import ModelOutput, NewRequest, ScheduledRequest, SchedulerOutput
 from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.draft_steps import add_drafts, following_step, must_wait, settle, tokens_by_row
 from weft.scheduler.encoder_cache import EncoderCache
+from weft.scheduler.lookups import PrefixLookups
+from weft.scheduler.progress import Progress
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
-from weft.scheduler.running import Launched, Lookup, Planned, Running
+from weft.scheduler.running import Launched, Planned, Running
 from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
-
-LPM_WINDOW = 32
-"""Waiting requests among which ``lpm`` looks for the longest cached prefix."""
-
-MIN_IN_FLIGHT_MATCH = 64
-"""Tokens that a waiting request must save to wait for a prefill in flight instead of computing them itself."""
 
 
 class Scheduler:
@@ -76,12 +70,11 @@ class Scheduler:
         self._leaving: list[Running] = []
         self._by_id: dict[str, Request] = {}
         self._finished_rows: list[int] = []
-        self._lookups: dict[Request, Lookup] = {}
+        self._lookups = PrefixLookups(manager)
         self._launched: dict[int, list[Launched]] = {}
         self._step = 0
         self._num_preemptions = 0
-        self._num_stalls = 0
-        self._num_new_tokens = 0
+        self._progress = Progress()
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -102,7 +95,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
-            self._lookups.pop(request, None)
+            self._lookups.forget(request)
             self._end(request)
         else:
             self._leave(next(r for r in self._running if r.request is request))
@@ -123,11 +116,17 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             num_preemptions=self._num_preemptions,
-            num_stalls=self._num_stalls,
+            num_stalls=self._progress.num_stalls,
             **(self.drafts.stats() if self.drafts is not None else {}),
             **(self.encoder.stats() if self.encoder is not None else {}),
             **asdict(self.manager.stats()),
         )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """False if no step can be scheduled before the results of those in flight are taken in."""
+        drafts = self.drafts
+        return drafts is None or drafts.on_device or not must_wait(drafts, self._running, self._launched)
 
     def sampling_requests(self, step: int) -> list[tuple[int, Request]]:
         """Rows and requests that sample in a launched step."""
@@ -141,26 +140,21 @@ class Scheduler:
             return None  # only ended requests are in flight: the tree gets what they have before the next turn
         if self.encoder is not None:
             self.encoder.begin_step()
-        if self.drafts is not None and self._launched:
-            launched = [entry for step in self._launched.values() for entry in step]
-            if must_wait(self.drafts, self._running, launched):
-                return self._follow(self.drafts, launched)
+        if self.drafts is not None and must_wait(self.drafts, self._running, self._launched):
+            return self._follow(self.drafts)
         preempted_before = self._num_preemptions
         planned, budget = self._plan_running()
         if self._num_preemptions == preempted_before:
             if self.drafts is not None:
                 planned, budget = add_drafts(self.drafts, planned, budget)
             self._plan_waiting(planned, budget)
-        if not planned:
-            return None
-        return self._launch(planned)
+        return self._launch(planned) if planned else None
 
-    def _follow(self, planner: DraftPlanner, launched: list[Launched]) -> SchedulerOutput | None:
+    def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
         """The step after one whose accepted drafts are not known yet; None if that one has to be waited for."""
-        if len(self._launched) > 1 or (self._waiting and self._free_rows):
-            return None
-        planned = following_step(planner, self.manager, self._running, launched)
-        return self._launch(planned) if planned is not None else None
+        may_admit = self._waiting and self._free_rows
+        planned = None if may_admit else following_step(planner, self.manager, self._running, self._launched)
+        return self._launch(planned) if planned else None
 
     def _plan_running(self) -> tuple[list[Planned], int]:
         """Tokens for each running request; decodes and prefill chunks alike. Returns the plan and the budget left."""
@@ -202,7 +196,7 @@ class Scheduler:
     def _preempt(self, victim: Running) -> None:
         """Take everything from ``victim`` and make it wait again; it will resume from what the cache keeps."""
         request = victim.request
-        self._watch_progress(request)
+        self._progress.preempted(request)
         assert victim.in_flight == 0 and request.num_pending == 0
         self._running.remove(victim)
         self.manager.preempt(victim.lease, request.cache_token_ids)
@@ -214,30 +208,14 @@ class Scheduler:
         self._num_preemptions += 1
         self._waiting.push(request)
 
-    def _watch_progress(self, request: Request) -> None:
-        """Raise the alarm if nothing new was computed since ``request`` was preempted before: nobody gets any further.
-
-        What is known of the running requests has its pages before another is admitted, so only tokens that were never
-        computed before can lead to a preemption.
-        """
-        if request.progress_when_preempted == self._num_new_tokens:
-            self._num_stalls += 1
-            if self._num_stalls.bit_count() == 1:  # the 1st, 2nd, 4th, …: a hang must not fill the disk
-                logger.error(
-                    "%s is preempted again at %d of %d tokens, and no request has computed a new token since then: "
-                    "the engine goes round in circles (%d times so far); please report this with its settings",
-                    request.request_id, request.num_computed_tokens, request.num_tokens, self._num_stalls,
-                )  # fmt: skip
-        request.progress_when_preempted = self._num_new_tokens
-
     def _plan_waiting(self, planned: list[Planned], budget: int) -> None:
         """Admit waiting requests in order while everything they need is there; stop at the first that does not fit."""
-        for request in self._candidates() if self._free_rows else ():
-            if self._awaits_prefill(request):
+        for request in self._lookups.candidates(self._waiting, self.policy, self._step) if self._free_rows else ():
+            if self._lookups.awaits_prefill(request):
                 continue
-            match = self._match(request)
-            self._await_in_flight_match(request, match)
-            if self._awaits_prefill(request):
+            match = self._lookups.match(request)
+            self._lookups.await_in_flight_match(request, match, self._running)
+            if self._lookups.awaits_prefill(request):
                 continue
             if not self._free_rows or budget <= 0:
                 break
@@ -251,7 +229,7 @@ class Scheduler:
             if lease is None:
                 break
             self._waiting.remove(request)
-            self._lookups.pop(request, None)
+            self._lookups.forget(request)
             running = self._admit(request, lease)
             num_tokens = self._reach(request, min(request.num_tokens_to_compute, budget))
             if num_tokens == 0:
@@ -267,38 +245,6 @@ class Scheduler:
             return num_tokens
         assert self.encoder is not None, "a request with images came to a model without a vision tower"
         return self.encoder.reach(request.media, request.num_computed_tokens, num_tokens)
-
-    def _candidates(self) -> list[Request]:
-        """Waiting requests in the order in which they are tried."""
-        if self.policy != "lpm":
-            return list(self._waiting)
-        waiting = list(self._waiting)
-        window, rest = waiting[:LPM_WINDOW], waiting[LPM_WINDOW:]
-        # The oldest goes first every so often, so that a stream of better matches cannot keep it waiting for ever.
-        oldest_first = self._step % LPM_WINDOW == 0
-        head, window = (window[:1], window[1:]) if oldest_first else ([], window)
-        return head + sorted(window, key=lambda request: -self._match(request).num_tokens) + rest
-
-    def _match(self, request: Request) -> Match:
-        lookup = self._lookups.get(request)
-        if lookup is None:
-            lookup = self._lookups[request] = Lookup(as_tokens(request.cache_token_ids))
-        wants_all = request.sampling.prompt_logprobs is not None
-        return self.manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
-
-    def _awaits_prefill(self, request: Request) -> bool:
-        """Does the request wait for a prefill that is still in flight? One that was aborted soon leaves what it has."""
-        lookup = self._lookups.get(request)
-        awaited = lookup.awaited if lookup is not None else None
-        return awaited is not None and not self.manager.is_prefilled(awaited.lease)
-
-    def _await_in_flight_match(self, request: Request, match: Match) -> None:
-        """If a prefill in flight will make much more of this prompt reusable, wait for it, and tell that prefill."""
-        for running in self._running:
-            if self.manager.shareable(match, running.lease) - match.num_tokens >= MIN_IN_FLIGHT_MATCH:
-                self.manager.share(match, running.lease)
-                self._lookups[request].awaited = running
-                return
 
     def _admit(self, request: Request, lease: Lease) -> Running:
         running = Running(request, self._free_rows.pop(), lease)
@@ -354,15 +300,13 @@ class Scheduler:
         request.num_computed_tokens = start + num_tokens
         sure_end = known_end - num_drafts if plan.follows else known_end  # the step before may accept no draft
         if sure_end > request.max_computed_tokens:
-            self._num_new_tokens += sure_end - request.max_computed_tokens
+            self._progress.num_new_tokens += sure_end - request.max_computed_tokens
             request.max_computed_tokens = sure_end
         request.num_pending += samples + num_drafts
         state_slot = lease.state_slot
         if plan.follows:
-            checkpoints, state_slot = self.manager.follow_drafts(lease, start)
+            checkpoints, state_slot = self.manager.drafts.follow(lease, start)
         else:
-            if self.drafts is not None:
-                lease.drafts.stored.clear()
             checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)
         self.manager.commit(lease, request.num_computed_tokens)
         media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else []
@@ -443,7 +387,7 @@ class Scheduler:
         self.manager.check()
         if self.encoder is not None:
             self.encoder.check()
-        assert self._num_stalls == 0, "a request was preempted twice, and no token was computed in between"
+        assert self._progress.num_stalls == 0, "a request was preempted twice, and no token was computed in between"
         rows = [r.row for r in self._running + self._leaving]
         assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"
         for running in self._running:

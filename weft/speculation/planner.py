@@ -165,10 +165,10 @@ class DraftPlanner:
         limit = self.num_drafts_at(num_seqs)
         proposed = []
         for request, lease in decoding:
-            self._manager.trim_drafts(lease, limit)
+            self._manager.drafts.trim(lease, limit)
             room = self._room(request, lease, min(limit, budget))
             drafts = self.proposer.propose(request, room) if room > 0 else []
-            drafts = drafts[: self._manager.allocate_drafts(lease, request.num_computed_tokens, len(drafts))]
+            drafts = drafts[: self._manager.drafts.allocate(lease, request.num_computed_tokens, len(drafts))]
             budget -= len(drafts)
             proposed.append(drafts)
         if not any(proposed):
@@ -185,7 +185,7 @@ class DraftPlanner:
         room = self._room(request, lease, limit)
         if room > len(drafts):
             filler = request.output_token_ids[-1:] * (room - len(drafts))
-            drafts = (drafts + filler)[: self._manager.allocate_drafts(lease, request.num_computed_tokens, room)]
+            drafts = (drafts + filler)[: self._manager.drafts.allocate(lease, request.num_computed_tokens, room)]
         if self.reach:
             end = request.num_computed_tokens + 1 + len(drafts) + self.reach
             self._manager.allocate(lease, min(end, self.max_model_len))

@@ -1,0 +1,100 @@
+"""Pages and slots of steps that verify drafts.
+
+Job: find room for drafts, say which slots receive the states after them, and make the slot of the last accepted
+position the working slot. Owns: nothing; the slots belong to the leases (``cache/draft_states.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.cache.eviction import Evictor
+from weft.cache.lease import Lease
+from weft.cache.spec import CacheSpec
+from weft.cache.state_plan import StatePlan
+from weft.cache.state_pool import StatePool
+
+
+class DraftSlots:
+    """Args: the manager's. ``allocate_pages``: ``Manager.allocate``."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        slots: StatePool,
+        evictor: Evictor,
+        states: StatePlan,
+        allocate_pages: Callable[[Lease, int], list[int] | None],
+    ) -> None:
+        self._spec, self._slots, self._evictor, self._states = spec, slots, evictor, states
+        self._allocate_pages = allocate_pages
+
+    def allocate(self, lease: Lease, start: int, num_drafts: int) -> int:
+        """How many of ``num_drafts`` drafts a step may verify that begins at ``start`` with the last token; pages and
+        slots for these are then there. Under ``aligned`` it ends where a state has to be kept."""
+        if self._states.at_multiples:
+            num_drafts = min(num_drafts, self._states.alignment - 1 - start % self._states.alignment)
+        if self._spec.has_states:
+            spare = lease.drafts.spare
+            while len(spare) < num_drafts and (slot := self._evictor.take_slot()) is not None:
+                spare.append(slot)
+            num_drafts = min(num_drafts, len(spare))
+        if num_drafts and self._allocate_pages(lease, start + 1 + num_drafts) is None:
+            num_drafts = max(0, len(lease.pages) * self._spec.page_size - start - 1)
+        return num_drafts
+
+    def trim(self, lease: Lease, num_drafts: int) -> None:
+        """A step begins: the states of the last one's drafts do not count any more, and the slots for more than
+        ``num_drafts`` drafts go back."""
+        for slot in lease.drafts.trim(num_drafts):
+            self._slots.release(slot)
+
+    def store(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
+        """``(position, slot)`` of the states that a step from ``start`` stores. Call it when the step is launched."""
+        if not self._spec.has_states:
+            return []
+        checkpoints, end = lease.drafts.begin(start, num_drafts, lease.state_slot), start + 1 + num_drafts
+        slot = self._evictor.take_slot() if self._states.takes_snapshot(end) else None
+        if slot is not None:
+            lease.drafts.snapshot = (end, slot)
+            checkpoints.append((end, slot))
+        return checkpoints
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether a step that verifies drafts can be launched before the last one is settled: not where it has to end
+        at certain positions."""
+        return not self._states.at_multiples
+
+    def follow(self, lease: Lease, start: int) -> tuple[list[tuple[int, int]], int]:
+        """The ``(position, slot)`` pairs of a step that follows an unsettled one, if that is accepted wholly up to
+        ``start``, and the slot of the state after its last token."""
+        if not self._spec.has_states:
+            return [], 0
+        *before, last = lease.drafts.follow()
+        return list(zip(range(start + 1, start + 1 + len(before)), before, strict=True)), last
+
+    def settle(self, lease: Lease, num_drafts: int, num_accepted: int) -> None:
+        """The first unsettled step that verified drafts is done; of its ``num_drafts`` the first ``num_accepted``
+        count."""
+        assert num_accepted <= num_drafts, "more tokens than were fed"
+        lease.num_committed_tokens -= num_drafts - num_accepted
+        if lease.drafts.stored:
+            lease.state_slot = lease.drafts.settle(num_accepted)
+        snapshot, lease.drafts.snapshot = lease.drafts.snapshot, None
+        if snapshot is not None and snapshot[0] == lease.num_committed_tokens:
+            self.keep_snapshot(lease, snapshot)
+        elif snapshot is not None:
+            self._slots.release(snapshot[1])
+
+    def rewind(self, lease: Lease, num_tokens: int) -> None:
+        """Of an accepted run only what lies within ``num_tokens`` tokens counts, if a state is still there."""
+        position = lease.drafts.latest(num_tokens)
+        if position is not None:
+            lease.num_committed_tokens, lease.state_slot = position, lease.drafts.choose(position)
+
+    def keep_snapshot(self, lease: Lease, snapshot: tuple[int, int]) -> None:
+        """``(position, slot)`` takes the place of the snapshot that a decoding request kept before."""
+        if lease.checkpoints.snapshot is not None:
+            self._slots.release(lease.checkpoints.snapshot[1])
+        lease.checkpoints.snapshot = snapshot

@@ -1,0 +1,76 @@
+"""What waiting requests find in the cache, or will find once a prefill in flight is done.
+
+Job: match waiting requests, order them by it under ``lpm``, let those wait that share a long prefix with a prefill in
+flight. Owns: what is remembered of a waiting request between steps. Does not know: rows, budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.cache.manager import Manager
+from weft.cache.match import Match
+from weft.cache.radix_tree import Tokens, as_tokens
+from weft.request import Request
+from weft.scheduler.queue import SchedulePolicy
+from weft.scheduler.running import Running
+
+LPM_WINDOW = 32
+"""Waiting requests among which ``lpm`` looks for the longest cached prefix."""
+
+MIN_IN_FLIGHT_MATCH = 64
+"""Tokens that a waiting request must save to wait for a prefill in flight instead of computing them itself."""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Of one waiting request: its tokens as an array, and whose prefill it awaits."""
+
+    tokens: Tokens
+    awaited: Running | None = None
+
+
+class PrefixLookups:
+    """Lookups of the waiting requests of one scheduler."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._lookups: dict[Request, Lookup] = {}
+
+    def forget(self, request: Request) -> None:
+        """The request does not wait any more."""
+        self._lookups.pop(request, None)
+
+    def candidates(self, requests: Iterable[Request], policy: SchedulePolicy, step: int) -> list[Request]:
+        """Waiting ``requests``, from first to last, in the order in which they are tried in a step."""
+        waiting = list(requests)
+        if policy != "lpm":
+            return waiting
+        window, rest = waiting[:LPM_WINDOW], waiting[LPM_WINDOW:]
+        # The oldest goes first every so often, so that a stream of better matches cannot keep it waiting for ever.
+        oldest_first = step % LPM_WINDOW == 0
+        head, window = (window[:1], window[1:]) if oldest_first else ([], window)
+        return head + sorted(window, key=lambda request: -self.match(request).num_tokens) + rest
+
+    def match(self, request: Request) -> Match:
+        """What the cache has of the request now."""
+        lookup = self._lookups.get(request)
+        if lookup is None:
+            lookup = self._lookups[request] = Lookup(as_tokens(request.cache_token_ids))
+        wants_all = request.sampling.prompt_logprobs is not None
+        return self._manager.match(lookup.tokens, request.cache_salt, reuse=not wants_all)
+
+    def awaits_prefill(self, request: Request) -> bool:
+        """Does the request wait for a prefill that is still in flight? One that was aborted soon leaves what it has."""
+        lookup = self._lookups.get(request)
+        awaited = lookup.awaited if lookup is not None else None
+        return awaited is not None and not awaited.lease.is_prefilled
+
+    def await_in_flight_match(self, request: Request, match: Match, running: Sequence[Running]) -> None:
+        """If a prefill in flight will make much more of this prompt reusable, wait for it, and tell that prefill."""
+        for each in running:
+            if self._manager.states.shareable(match, each.lease) - match.num_tokens >= MIN_IN_FLIGHT_MATCH:
+                self._manager.states.share(match, each.lease)
+                self._lookups[request].awaited = each
+                return
