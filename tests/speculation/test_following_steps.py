@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from tests.late_device import LateDevice
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.test_x_matrix import runner_of
 from weft import LLM, SamplingParams
-from weft.messages import ScheduledRequest
+from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.step_drafter import StepDrafter
 from weft.speculation.acceptance import Judge
 
@@ -31,21 +33,28 @@ SETTINGS: dict[str, Any] = {
     "num_kv_pages": 120,
     "skip_tokenizer_init": True,
 }
-TABLE = torch.zeros(ROWS + 1, LONGEST, dtype=torch.int64)
-"""Of every row (and of padding) the tokens at all positions."""
+TABLES: dict[torch.device, Tensor] = {}
+"""By device, of every row (and of padding) the tokens at all positions."""
 
 Texts = dict[tuple[int, ...], list[int]]
 """All tokens by prompt."""
 
 
+def table_of(device: torch.device) -> Tensor:
+    if device not in TABLES:
+        TABLES[device] = torch.zeros(ROWS + 1, LONGEST, dtype=torch.int64, device=device)
+    return TABLES[device]
+
+
 def _from_table(rows: Tensor, last: Tensor) -> Tensor:
     """What follows the token after position ``last [N]`` of ``rows [N]``."""
-    places = last[:, None] + torch.arange(2, 2 + NUM_DRAFTS)
-    return TABLE.index_select(0, rows).gather(1, places.clamp(max=LONGEST - 1))
+    places = last[:, None] + torch.arange(2, 2 + NUM_DRAFTS, device=last.device)
+    return table_of(last.device).index_select(0, rows).gather(1, places.clamp(max=LONGEST - 1))
 
 
 def _after_full_step(self: StepDrafter, inputs: Any, hidden_states: Tensor, acceptance: Any) -> Tensor:
-    last = torch.arange(inputs.batch.num_seqs) if acceptance is None else acceptance.last
+    device = hidden_states.device
+    last = torch.arange(inputs.batch.num_seqs, device=device) if acceptance is None else acceptance.last
     return _from_table(inputs.samples.rows.index_select(0, last), inputs.batch.positions.index_select(0, last))
 
 
@@ -53,24 +62,30 @@ def _after_any_step(
     self: StepDrafter, requests: Sequence[ScheduledRequest], shape: Any, hidden_states: Tensor, acceptance: Any
 ) -> Tensor:
     sampling = [r for r in requests if r.samples]
-    last = torch.tensor([r.start + r.num_tokens - 1 - len(r.draft_token_ids) for r in sampling], dtype=torch.int64)
+    last = [r.start + r.num_tokens - 1 - len(r.draft_token_ids) for r in sampling]
+    rows = [r.row for r in sampling]
+    places = torch.tensor([rows, last], dtype=torch.int64).view(2, -1).to(hidden_states.device)
     accepted = acceptance.num_accepted if acceptance is not None else 0
-    return _from_table(torch.tensor([r.row for r in sampling], dtype=torch.int64), last + accepted)
+    return _from_table(places[0], places[1] + accepted)
 
 
 class Engines:
-    """One without drafts, and one whose steps follow each other."""
+    """One without drafts, and one whose steps follow each other, on the CPU behind a late device."""
 
     def __init__(self, plain: LLM, following: LLM) -> None:
-        self.plain, self.following, self.device = plain, following, LateDevice(following)
+        self.plain, self.following, self.num_followed = plain, following, 0
+        on_cpu, device = following.config.device == "cpu", torch.device(runner_of(following).device)
+        if on_cpu:
+            LateDevice(following)
         self.texts: Texts = {}
         launch, self._rng = following._core._executor.launch, random.Random(0)
 
-        def fill_and_launch(*arguments: Any) -> None:
+        def fill_and_launch(step: SchedulerOutput, *arguments: Any) -> None:
+            self.num_followed += any(request.follows for request in step.requests)
             for running in following._core.scheduler._running:
                 text = self.texts.get(tuple(running.request.prompt_token_ids), [])[:LONGEST]
-                TABLE[running.row, : len(text)] = torch.tensor(text, dtype=torch.int64)
-            launch(*arguments)
+                table_of(device)[running.row, : len(text)] = torch.tensor(text, dtype=torch.int64).to(device)
+            launch(step, *arguments)
 
         following._core._executor.launch = fill_and_launch  # type: ignore[method-assign]
 
@@ -84,19 +99,26 @@ class Engines:
         return outputs
 
 
-@pytest.fixture(scope="module", params=["NONE", "FULL_DECODE_ONLY"])
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path_factory.mktemp("mtp"))
+@contextmanager
+def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
-    modes = {"cuda_graph_mode": request.param, "enable_overlap": True, "speculative_config": config}
+    modes = {"cuda_graph_mode": mode, "enable_overlap": True, "speculative_config": config}
+    settings = SETTINGS | settings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepDrafter, "after_full_step", _after_full_step)
         patch.setattr(StepDrafter, "__call__", _after_any_step)
-        with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), **SETTINGS, **modes) as following:
+        with LLM(str(folder), **settings) as plain, LLM(str(folder), **settings, **modes) as following:
             yield Engines(plain, following)
             assert_idle(following)
             graphs = runner_of(following).graphs.verify
-            assert graphs is None if request.param == "NONE" else graphs is not None and graphs.counters.replays
+            assert graphs is None if mode == "NONE" else graphs is not None and graphs.counters.replays
+
+
+@pytest.fixture(scope="module", params=["NONE", "FULL_DECODE_ONLY"])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path_factory.mktemp("mtp"))
+    with open_engines(folder, request.param) as engines:
+        yield engines
 
 
 def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], abort_after: int = 0) -> list[Any]:
@@ -119,8 +141,13 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], abort_
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_tokens_are_those_without_drafts(engines: Engines, stops: bool) -> None:
-    """Also of conversations that go on from the states that the first answers left in the cache."""
-    rng, before = random.Random(stops), engines.device.num_followed
+    check_tokens(engines, stops)
+
+
+def check_tokens(engines: Engines, stops: bool) -> None:
+    """The tokens are those without drafts, also of conversations that go on from the states that the first answers left
+    in the cache."""
+    rng, before = random.Random(stops), engines.num_followed
     ends = list(range(3, 12)) if stops else None
     prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in (1, 9, 30, 30, 5)]
     params = [
@@ -134,7 +161,7 @@ def test_tokens_are_those_without_drafts(engines: Engines, stops: bool) -> None:
             assert a.outputs[0].finish_reason == b.outputs[0].finish_reason
             assert [*map(list, a.outputs[0].logprobs or [])] == [*map(list, b.outputs[0].logprobs or [])]
         prompts = [[*o.prompt_token_ids, *o.outputs[0].token_ids, 7, 8] for o in found]
-    assert engines.device.num_followed - before > (5 if stops else 20)
+    assert engines.num_followed - before > (5 if stops else 20)
     stats = engines.following.stats()
     assert stats.spec_decode_num_accepted_tokens > 0.4 * stats.spec_decode_num_draft_tokens
 
