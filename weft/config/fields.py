@@ -163,8 +163,8 @@ class EngineConfig:
         "int", None, "tokens of images whose embeddings are kept; default: 32768", low=1
     )
     encoder_cuda_graph_patches: tuple[int, ...] = _option(
-        "ints", None, "numbers of patches for which the vision tower is captured; 0: none; default: 256 512 1024 2048 "
-        "where graphs run", low=0,
+        "ints", None, "numbers of patches for which the vision tower is captured; 0: none; default: 256 512 1024 1536 "
+        "2048 where graphs run", low=0,
     )  # fmt: skip
     mm_processor_cache_gb: float = _option(
         "float", 1.0, "GiB of processed images that a process which reads requests keeps, for later turns", low=0.0

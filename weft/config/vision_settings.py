@@ -15,10 +15,10 @@ from weft.errors import ConfigError
 ENCODER_TOKENS, CACHED_TOKENS = 16384, 32768
 """Of a step of the vision tower, and of the cache of its embeddings: one image of 4096x4096 pixels, and two."""
 
-ENCODER_GRAPHS, EMULATED_ENCODER_GRAPHS = (256, 512, 1024, 2048), (64, 256)
-"""Patches for which the tower is captured, on a GPU and on the CPU. A run takes the host about 7 ms whatever its size;
-an H200 needs longer than that from some 2,800 patches on, and next to nothing below 256. The emulator keeps every
-tensor."""
+ENCODER_GRAPHS, EMULATED_ENCODER_GRAPHS = (256, 512, 1024, 1536, 2048), (64, 256)
+"""Patches for which the tower is captured, on a GPU and on the CPU. A run takes the host about 7 ms whatever its size,
+an H200 1.3 ms up to 256, 4.3 ms at 2,048 and more than the host from some 2,800 on (``benchmarks/vision.py``). The
+emulator keeps every tensor."""
 _SIZES = "encoder_cuda_graph_patches"
 
 
