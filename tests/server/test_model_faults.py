@@ -12,7 +12,7 @@ from tests.server.running import RunningServer
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[RunningServer]:
-    with faults.serving("--num-kv-pages", "180", "--num-state-slots", "40") as server:
+    with faults.serving("--num-kv-pages", "180", "--num-state-slots", "40", "--restart-engine") as server:
         yield server
 
 
@@ -26,12 +26,12 @@ def test_an_engine_that_stands_still_goes_on_afterwards(mini: RunningServer) -> 
 
 def test_memory_is_flat(mini: RunningServer, server: RunningServer) -> None:
     """The server's over an engine that costs nothing, so that there can be many requests; then the engine's."""
-    faults.steady_memory(server, 2500, is_model=False)
+    faults.steady_memory(server, 1500, is_model=False)
     faults.steady_memory(mini, 500)
 
 
-def test_a_killed_engine_is_replaced() -> None:
-    faults.killed_engine(1)
+def test_a_killed_engine_is_replaced(mini: RunningServer) -> None:
+    faults.killed_engine(mini, 1)
 
 
 def test_five_times_too_many() -> None:
