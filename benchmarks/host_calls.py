@@ -59,9 +59,9 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--batch", type=int, default=4)
     args = parser.parse_args()
-    target = args.json.resolve()
-    sys.path.insert(0, str(args.root))
-    os.chdir(args.root)
+    target, root = args.json.resolve(), args.root.resolve()
+    sys.path.insert(0, str(root))
+    os.chdir(root)
     from weft import report
 
     by_function = count(args.batch)

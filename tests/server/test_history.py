@@ -58,6 +58,17 @@ def test_rates_are_differences_of_the_engines_counters(clock: Clock, history: Hi
     ]  # fmt: skip
 
 
+def test_accepted_drafts_over_time(clock: Clock, history: History) -> None:
+    history.engine_reported(stats(1, 5, 0))
+    clock.now += 1
+    history.engine_reported(EngineStats(num_steps=4, spec_decode_num_drafts=3, spec_decode_num_accepted_tokens=4))
+    clock.now += 1
+    history.engine_reported(EngineStats(num_steps=5, spec_decode_num_drafts=5, spec_decode_num_accepted_tokens=5))
+    clock.now += 1
+    points = history.view("recent", [history.report("recent")])["points"]
+    assert [p["accepted_length"] for p in points] == [None, 2.333, 1.5]
+
+
 def test_an_hour_is_kept_and_silence_costs_nothing(clock: Clock, history: History) -> None:
     for _ in range(2 * HOUR_S):
         clock.now += 1

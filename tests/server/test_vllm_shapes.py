@@ -13,6 +13,8 @@ from tests.server.fake_engine import CUT
 from tests.server.running import RunningServer, chat_body, wait_until
 from weft.errors import RequestError
 from weft.server.chat import check_special_tokens
+from weft.server.metrics import _drafts
+from weft.stats import EngineStats
 
 TEXT = "one two three"
 
@@ -148,6 +150,29 @@ def test_metrics_under_vllms_names() -> None:
     # The fake engine gives four tokens at a time: gaps lie between messages.
     assert after["vllm:inter_token_latency_seconds_count"] == 4
     assert any(name.startswith("vllm:cache_config_info") and "4096" in name for name in after)
+
+
+def test_drafts_under_vllms_names() -> None:
+    stats = EngineStats(
+        spec_decode_num_drafts=3,
+        spec_decode_num_draft_tokens=6,
+        spec_decode_num_accepted_tokens=4,
+        spec_decode_num_accepted_tokens_per_pos={"0": 3, "1": 1},
+    )
+    found = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in _drafts(stats, {"model_name": "m"})
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    name = "vllm:spec_decode_num"
+    assert found == {
+        (f"{name}_drafts_total", None): 3,
+        (f"{name}_draft_tokens_total", None): 6,
+        (f"{name}_accepted_tokens_total", None): 4,
+        (f"{name}_accepted_tokens_per_pos_total", "0"): 3,
+        (f"{name}_accepted_tokens_per_pos_total", "1"): 1,
+    }
 
 
 def test_all_wrong_keys_of_a_logit_bias_are_told(server: RunningServer) -> None:

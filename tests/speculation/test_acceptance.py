@@ -11,6 +11,7 @@ from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
 from weft.speculation.acceptance import NO_DRAFT, Acceptance, Judge, accept, accept_alike, drafts_of, sampled_positions
+from weft.speculation.planner import LOG_EVERY, AcceptanceLog
 
 DRAWS = 100_000
 CHI_SQUARE = {3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
@@ -67,6 +68,18 @@ def test_a_synthetic_rate_accepts_as_often(rate: float) -> None:
     token_ids, is_right = Judge(rate)(sampled, drafts, torch.full((DRAWS,), 7), positions)
     assert not is_right[1::2].any() and abs(float(is_right[::2].float().mean()) - rate) < 0.01
     assert torch.equal(token_ids, torch.where(is_right, drafts, sampled))
+
+
+def test_the_log_explains_a_low_rate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("weft.speculation.planner.LOG_S", 0.0)
+    caplog.set_level("INFO", "weft.speculation.planner")
+    for accepted in (0, 3):
+        log = AcceptanceLog("outputs repeat little")
+        for _ in range(LOG_EVERY):
+            log.count(4, accepted)
+    low, high = caplog.messages
+    assert low.startswith("drafts: 0% accepted, 1.00 tokens") and "few: outputs repeat little" in low
+    assert high == "drafts: 75% accepted, 4.00 tokens per request and step"
 
 
 def test_a_position_sees_only_the_drafts_before_it() -> None:

@@ -59,6 +59,8 @@ class LatencyHistogram(Counter[int]):
 class Interval:
     """Sums from ``start`` on. Gauges (``num_running``, ``num_waiting``) are the largest seen.
 
+    ``num_verifications``: how often a request's drafts were verified.
+
     ``responses``: calls answered ``ok``, ``refused`` (4xx), ``overloaded`` (429), ``failed`` (5xx); requests ``broken``
     in the engine, whose call fails, or whose stream ends with an error.
     """
@@ -66,6 +68,8 @@ class Interval:
     start: int
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_verifications: int = 0
+    num_accepted_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
     responses: Counter[str] = field(default_factory=Counter)
@@ -75,6 +79,8 @@ class Interval:
     def add(self, other: Interval) -> None:
         self.num_prefill_tokens += other.num_prefill_tokens
         self.num_decode_tokens += other.num_decode_tokens
+        self.num_verifications += other.num_verifications
+        self.num_accepted_tokens += other.num_accepted_tokens
         self.num_running = max(self.num_running, other.num_running)
         self.num_waiting = max(self.num_waiting, other.num_waiting)
         self.responses.update(other.responses)
@@ -88,11 +94,14 @@ class Interval:
         self.inter_token.update(other.inter_token)
 
     def point(self, length_s: int) -> dict[str, Any]:
-        """As JSON: tokens per second, completions, percentiles in seconds."""
+        """As JSON: tokens per second, completions, percentiles in seconds; ``accepted_length``: tokens that a request
+        whose drafts were verified got per step, None if there was none."""
+        accepted = self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
         return {
             "start": self.start,
             "prefill": round(self.num_prefill_tokens / length_s, 2),
             "decode": round(self.num_decode_tokens / length_s, 2),
+            "accepted_length": None if accepted is None else round(1 + accepted, 3),
             "running": self.num_running,
             "waiting": self.num_waiting,
             "responses": dict(self.responses),
@@ -189,6 +198,9 @@ class History:
             before = EngineStats()
         interval.num_prefill_tokens += stats.num_prefill_tokens - before.num_prefill_tokens
         interval.num_decode_tokens += stats.num_decode_tokens - before.num_decode_tokens
+        accepted = stats.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        interval.num_verifications += stats.spec_decode_num_drafts - before.spec_decode_num_drafts
+        interval.num_accepted_tokens += accepted
         interval.num_running = max(interval.num_running, stats.num_running)
         interval.num_waiting = max(interval.num_waiting, stats.num_waiting)
 

@@ -71,9 +71,10 @@ def refusal(request: Request) -> str:
 
 
 class AcceptanceLog:
-    """Writes to the log how many drafts were right, at most every ``LOG_S`` seconds."""
+    """Writes to the log how many drafts were right, at most every ``LOG_S`` seconds; ``reason``: why few may be."""
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
         self._begin()
 
     def _begin(self) -> None:
@@ -87,7 +88,7 @@ class AcceptanceLog:
         if self._steps % LOG_EVERY == 0 and time.monotonic() - self._since >= LOG_S:
             rate = self._accepted / self._drafted
             tokens = 1 + self._accepted / self._steps
-            why = "" if rate >= LOW_RATE else "; few: outputs repeat little, and rejected drafts only cost time"
+            why = "" if rate >= LOW_RATE else f"; few: {self._reason}, and rejected drafts only cost time"
             logger.info("drafts: %.0f%% accepted, %.2f tokens per request and step%s", 100 * rate, tokens, why)
             self._begin()
 
@@ -133,7 +134,8 @@ class DraftPlanner:
         self._manager, self.max_model_len, self.reach, self.on_device = manager, max_model_len, reach, on_device
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * max_drafts
-        self._log = AcceptanceLog()
+        is_own = isinstance(proposer, ModelDrafts)
+        self._log = AcceptanceLog("the model's head guesses these texts badly" if is_own else "outputs repeat little")
 
     @classmethod
     def of(

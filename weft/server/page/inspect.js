@@ -68,7 +68,7 @@ function frameOf({ now, history }) {
   return { now, span, interval, began, points };
 }
 
-const NOTHING = { prefill: 0, decode: 0, running: 0, waiting: 0, responses: {}, first_token: null, inter_token: null };
+const NOTHING = { prefill: 0, decode: 0, running: 0, waiting: 0, responses: {}, accepted_length: null, first_token: null, inter_token: null };
 
 function draw() {
   if (!latest) return;
@@ -80,6 +80,8 @@ function draw() {
   if (part === "throughput") {
     plots.throughput.draw(frame);
     plots.load.draw(frame);
+    byId("speculation").hidden = !latest.totals.spec_decode_num_drafts;
+    if (latest.totals.spec_decode_num_drafts) plots.accepted.draw(frame);
     steps.draw(latest.steps);
   } else if (part === "latency") {
     drawPercentiles(latest.history);
@@ -156,6 +158,7 @@ function makePlots() {
   plots = {
     throughput: new TimePlot(byId("throughput"), [line("output", "a", (p) => p.decode), line("prompt", "b", (p) => p.prefill)], compact, 10),
     load: new TimePlot(byId("load"), [line("running", "a", (p) => p.running), line("waiting", "c", (p) => p.waiting)], compact, 2),
+    accepted: new TimePlot(byId("accepted"), [line("accepted length", "a", (p) => p.accepted_length)], (value) => value.toFixed(2), 2),
     firstToken: new TimePlot(byId("first-token"), percentiles("first_token"), seconds),
     interToken: new TimePlot(byId("inter-token"), percentiles("inter_token"), seconds),
     responses: new TimePlot(byId("responses"), [line("answered", "a", count("ok")), line("refused (4xx)", "b", count("refused")),
