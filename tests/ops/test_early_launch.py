@@ -16,7 +16,8 @@ from weft.layers import embedding
 from weft.ops.triton import early_launch
 
 FOLDER = Path(early_launch.__file__).parent
-CAREFUL = {"_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_kda_decode_kernel"}
+CAREFUL = {"_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
+           "_kda_decode_kernel"}  # fmt: skip
 """Kernels that load something before they wait: weights, or keys and states that were written before this step."""
 
 
@@ -84,7 +85,8 @@ EARLY_LOADS = ("_load_weight", "_weight_tile", "load_keys_values")
 """Functions that load for kernels before they wait."""
 
 
-LEAVES_EARLY = {"_step_kernel", "_kda_decode_kernel"}
+LEAVES_EARLY = {"_step_kernel", "_gdn_decode_kernel",
+           "_kda_decode_kernel"}  # fmt: skip
 """Kernels with a wait of their own for rows of padding, above that of the others."""
 
 LOADERS = ["skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "linear_attention_step.py", "kda_decode.py"]

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
 from weft.ops.triton.launch import jit
@@ -149,7 +149,7 @@ def _gdn_decode_kernel(
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and key head."""
-    enter(EARLY, 0)  # its programs fill multiprocessors unevenly; whatever started beside them would be spread badly
+    release(EARLY, 0)  # its programs fill multiprocessors unevenly; whatever started beside them would be spread badly
     HK: tl.constexpr = FIXED.num_k_heads
     HV: tl.constexpr = FIXED.num_v_heads
     K: tl.constexpr = FIXED.head_k_dim
@@ -169,6 +169,7 @@ def _gdn_decode_kernel(
     slot = tl.load(state_slots + i_row).to(tl.int64)
     p_out = out + i_row * VALUE_DIM + i_key_head * GROUP * V + o_v
     if slot == 0:
+        wait(EARLY)
         if FIXED.keep_padding:
             return
         for i in tl.static_range(GROUP):
@@ -179,6 +180,7 @@ def _gdn_decode_kernel(
     inside = (i_key_head * GROUP) * K * V + o_k[:, None] * V + o_v[None, :]
     p_state = state + slot * HV * K * V + inside
     b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)  # under way during all of this
+    wait(EARLY)  # no kernel of this step has written the state
     row = projected + i_row * stride_row
     p_conv = conv_state + slot * C * (W - 1)
     o_g, o_h = tl.arange(0, FIXED.block_g), tl.arange(0, FIXED.block_h)
