@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
+from weft.ops.triton.chunk_scan import METADATA
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
@@ -46,12 +47,6 @@ TILES = {
     4096: Tile(512, 16, 4, 4, None),
     1 << 30: Tile(1024, 64, 4, 4, 128),
 }
-
-# Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
-_METADATA = [
-    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
-    "state_slots",
-]  # fmt: skip
 
 
 class Fixed(NamedTuple):
@@ -194,7 +189,7 @@ def _zero_rows(out, begin, end, i_share, num_shares, channels, mask, C: tl.const
         tl.store(out + row * C + channels, zeros, mask=mask)
 
 
-@jit(do_not_specialize=["num_rows", "num_seqs", "max_seqs"], do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize=["num_rows", "num_seqs", "max_seqs"], do_not_specialize_on_alignment=METADATA)
 def _conv_kernel(
     x, weight, bias, out, conv_state,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -11,6 +12,29 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _BLOCK_C = 512
+
+
+@triton.jit
+def push_and_convolve(
+    newest, weight, bias, conv_state, slot, channels, mask,
+    C: tl.constexpr, HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The convolution of a slot's last inputs with ``newest`` behind them, float32; they move up by one."""
+    p_state = conv_state + (slot * C + channels) * HISTORY
+    p_weight = weight + channels * (HISTORY + 1)
+    total = newest.to(tl.float32) * tl.load(p_weight + HISTORY, mask=mask, other=0.0).to(tl.float32)
+    values = ()
+    for j in tl.static_range(HISTORY):
+        value = tl.load(p_state + j, mask=mask, other=0.0)
+        total += value.to(tl.float32) * tl.load(p_weight + j, mask=mask, other=0.0).to(tl.float32)
+        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    if HAS_BIAS:
+        total += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # every thread has loaded what another one overwrites
+    for j in tl.static_range(HISTORY - 1):
+        tl.store(p_state + j, values[j + 1], mask=mask)
+    tl.store(p_state + HISTORY - 1, newest.to(conv_state.dtype.element_ty), mask=mask)
+    return total
 
 
 @jit(do_not_specialize_on_alignment=["state_slots"])
@@ -31,21 +55,8 @@ def _conv_update_kernel(
             tl.store(p_out, tl.zeros([BLOCK_C], out.dtype.element_ty), mask=mask)
         return
     newest = tl.load(x + i_row * stride_x + channels, mask=mask, other=0.0)
-    p_state = conv_state + (slot * C + channels) * HISTORY
-    p_weight = weight + channels * (HISTORY + 1)
-    total = newest.to(tl.float32) * tl.load(p_weight + HISTORY, mask=mask, other=0.0).to(tl.float32)
-    values = ()
-    for j in tl.static_range(HISTORY):
-        value = tl.load(p_state + j, mask=mask, other=0.0)
-        total += value.to(tl.float32) * tl.load(p_weight + j, mask=mask, other=0.0).to(tl.float32)
-        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
-    if HAS_BIAS:
-        total += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+    total = push_and_convolve(newest, weight, bias, conv_state, slot, channels, mask, C, HISTORY, HAS_BIAS)
     tl.store(p_out, (total * sigmoid(total)).to(out.dtype.element_ty), mask=mask)
-    tl.debug_barrier()  # every thread has loaded what another one overwrites
-    for j in tl.static_range(HISTORY - 1):
-        tl.store(p_state + j, values[j + 1], mask=mask)
-    tl.store(p_state + HISTORY - 1, newest.to(conv_state.dtype.element_ty), mask=mask)
 
 
 def causal_conv1d_update_triton(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.config.mamba import CHUNK_SIZE
 from weft.forward_context import Batch
+from weft.ops.triton.chunk_scan import METADATA
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.launch import jit
@@ -22,12 +23,6 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 _BLOCK_C = 64
 _TOKENS = 4
 """Tokens whose inputs are read at a time; chunks end anywhere, the others of a group are then masked."""
-
-# Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
-_METADATA = [
-    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
-    "state_slots",
-]  # fmt: skip
 
 
 @triton.jit
@@ -96,7 +91,7 @@ def _zero_rows(out, begin, end, o_c, c_mask, C: tl.constexpr):
         tl.store(out + row * C + o_c, tl.zeros([o_c.shape[0]], out.dtype.element_ty), mask=c_mask)
 
 
-@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=METADATA)
 def _selective_scan_kernel(
     x, z, dt, b, c, dt_bias, A_log, D, state, out,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,

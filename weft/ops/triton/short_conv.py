@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.conv_update import push_and_convolve
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -33,21 +34,8 @@ def _short_conv_kernel(
     gate_in = tl.load(p_row, mask=mask, other=0.0)
     gate_out = tl.load(p_row + C, mask=mask, other=0.0)
     newest = gate_in * tl.load(p_row + 2 * C, mask=mask, other=0.0)
-    p_state = conv_state + (slot * C + channels) * HISTORY
-    p_weight = weight + channels * (HISTORY + 1)
-    total = newest.to(tl.float32) * tl.load(p_weight + HISTORY, mask=mask, other=0.0).to(tl.float32)
-    values = ()
-    for j in tl.static_range(HISTORY):
-        value = tl.load(p_state + j, mask=mask, other=0.0)
-        total += value.to(tl.float32) * tl.load(p_weight + j, mask=mask, other=0.0).to(tl.float32)
-        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
-    if HAS_BIAS:
-        total += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+    total = push_and_convolve(newest, weight, bias, conv_state, slot, channels, mask, C, HISTORY, HAS_BIAS)
     tl.store(p_out, total.to(out.dtype.element_ty) * gate_out, mask=mask)
-    tl.debug_barrier()  # every thread has loaded what another one overwrites
-    for j in tl.static_range(HISTORY - 1):
-        tl.store(p_state + j, values[j + 1], mask=mask)
-    tl.store(p_state + HISTORY - 1, newest.to(conv_state.dtype.element_ty), mask=mask)
 
 
 def short_conv_decode_triton(

@@ -1,0 +1,62 @@
+"""What programs that walk through the chunks of a sequence share: which chunks those are, and the state before them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.gated_delta_rule import _zero_rows
+
+METADATA = [
+    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
+    "state_slots",
+]  # fmt: skip
+"""Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new
+kernel."""
+
+
+@triton.jit
+def find_chunks(
+    out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
+    H: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, ZERO_DECODES: tl.constexpr,
+):  # fmt: skip
+    """The ``i_prefill``-th sequence that has chunks, its first chunk and the one behind its last; both are zero where
+    there are not so many. The first of these programs zeroes the rows of ``out [num_rows, H, V]`` that are padding, and
+    with ``ZERO_DECODES`` those before the first such sequence."""
+    num_chunks = tl.load(first_chunk + num_seqs)
+    if i_prefill == 0:
+        num_tokens = tl.load(cu_seqlens_q + num_seqs)
+        _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, H, V, CHUNK)
+        if ZERO_DECODES:
+            begin = num_tokens
+            if num_chunks > 0:
+                begin = tl.load(chunk_start)
+            _zero_rows(out, 0, begin, i_head, o_v, v_mask, H, V, CHUNK)
+    i_seq = tl.load(chunk_seq, mask=num_chunks > 0, other=0) + i_prefill  # decodes stand before the first one
+    is_there = (num_chunks > 0) & (i_seq < num_seqs)
+    first = tl.load(first_chunk + i_seq, mask=is_there, other=0)
+    last = tl.load(first_chunk + i_seq + 1, mask=is_there, other=0)
+    return i_seq, first, last
+
+
+@triton.jit
+def read_state(
+    state, cu_seqlens_q, seq_lens, state_slots, i_seq, i_head, inside, mask, H: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Pointers to one head of the sequence's state, of ``SIZE`` numbers, and what they hold, float32: zeros for a
+    sequence that starts here."""
+    slot = tl.load(state_slots + i_seq).to(tl.int64)
+    query_len = tl.load(cu_seqlens_q + i_seq + 1) - tl.load(cu_seqlens_q + i_seq)
+    continues = tl.load(seq_lens + i_seq) != query_len
+    p_state = state + (slot * H + i_head) * SIZE + inside
+    return p_state, tl.load(p_state, mask=mask & continues, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_checkpoint(
+    state, checkpoint_slot, i_chunk, i_head, inside, mask, b_state, H: tl.constexpr, SIZE: tl.constexpr
+):
+    """Store one head of the state after a chunk into the slot that the chunk table asks for, if any."""
+    slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
+    if slot >= 0:
+        tl.store(state + (slot * H + i_head) * SIZE + inside, b_state.to(state.dtype.element_ty), mask=mask)
