@@ -29,6 +29,7 @@ from weft.config.kimi import KimiDeltaConfig
 from weft.forward_context import Batch
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule_reference
 from weft.ops.kda import kda_decode_reference, kda_gates_reference
+from weft.ops.triton import kda
 from weft.ops.triton.gated_delta_rule import Tile
 from weft.ops.triton.gdn_decode import Shape
 from weft.ops.triton.kda import chunk_kda_triton, kda_gates_triton
@@ -39,6 +40,9 @@ from weft.ops.triton.window_attention import window_attention_decode_triton, win
 ON_GPU = DEVICE == "cuda"
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
 WINDOWS = {"gpt-oss": (64, 8, 64, 128), "gemma3": (8, 4, 256, 1024)}
+PREPARE_SHAPES = [
+    kda.Shape(*s) for s in ((64, 8, 128), (64, 8, None), (128, 8, None), (32, 8, 128), (32, 4, 128), (32, 4, 168))
+]
 TILES = [Tile(*t) for t in ((32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 8, 2))]
 SHAPES = [
     Shape(*s)
@@ -108,6 +112,9 @@ def time_chunk(lens: list[int]) -> dict[str, float]:
         str(tuple(tile)): time_us([partial(chunk_kda_triton, *x, state, batch, tile=tile) for x in sets])
         for tile in TILES
     }
+    for shape in PREPARE_SHAPES:
+        prepare = partial(kda._prepare, chunks=batch.chunks[CHUNK_SIZE], shape=shape)
+        times[f"prepare {tuple(shape)}"] = time_us([partial(prepare, q, k, g, beta) for q, k, _, g, beta in sets])
     times["chosen"] = time_us([partial(chunk_kda_triton, *x, state, batch) for x in sets])
     f, b = random(batch.num_tokens, H * K), random(batch.num_tokens, H)
     a_log, dt_bias = torch.zeros(H, device=DEVICE), torch.zeros(H * K, device=DEVICE)

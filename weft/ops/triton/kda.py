@@ -11,10 +11,15 @@ running sum of g and S the state before the chunk::
     o     = (exp(G) q) S + P delta
     S'    = exp(G_last) S + (exp(G_last - G) k)^T delta
 
-Rows are taken in blocks of 16. Against columns before its block, a row's factor is split at the block's first row:
-``exp(G_i - G_first) exp(G_first - G_j)``, of which neither exceeds 1, and the sum over channels is a matrix product.
-Inside the block the exponentials are formed one column at a time. Keys and queries with their decays are written once,
-for the scan. Blocks read what the program wrote before: it comes from the nearest cache.
+Every pair i > j lies, for one power of two s, in neighbouring halves of a block of 2 s rows. With b the last row of the
+first half, ``exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j)``, of which neither exceeds 1, and the sum over channels is
+a matrix product: one per level s = 1, 2, ... 32, of rows scaled by ``exp(-|G - G_b|)`` with themselves, of which the
+entries of that level's pairs count. Normalised keys and queries are at most 1, so operands in float16 serve bfloat16
+inputs better than bfloat16. The rows ``G_b`` are read from what the program wrote before: they come from the nearest
+cache. Keys and queries with their decays are written once, for the scan.
+
+Accuracy: G is a sum of up to 64 float32 numbers, so a factor ``exp(G_i - G_j)`` is off by a relative ``64 * 2**-24``
+times the largest ``|G|`` of the chunk, at most; everything else is rounded as the operands are.
 
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
@@ -28,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
-from weft.forward_context import Batch
+from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gated_delta_rule import Tile, _check_rows, _precision, _zero_rows, choose_tile
@@ -36,7 +41,6 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _L2_EPS = tl.constexpr(1e-6)
-_BLOCK = tl.constexpr(16)
 
 _METADATA = [
     "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
@@ -78,8 +82,21 @@ def kda_gates_triton(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tu
     return g, beta
 
 
+class Shape(NamedTuple):
+    """How the first kernel goes through a chunk: channels at a time, warps, and registers of a thread at most."""
+
+    channels: int
+    warps: int
+    max_registers: int | None
+
+
+def _choose_shape(dtype: torch.dtype) -> Shape:
+    """Measured on an H200; see ``benchmarks/kernels/kda.py``."""
+    return Shape(32, 8, None) if dtype == torch.float32 else Shape(64, 8, 128)
+
+
 class Fixed(NamedTuple):
-    """What the kernels are compiled for.
+    """What the scan is compiled for.
 
     Attributes:
         num_heads, head_k_dim, head_v_dim: of the layer.
@@ -101,86 +118,73 @@ class Fixed(NamedTuple):
 
 @jit(do_not_specialize_on_alignment=_METADATA)
 def _prepare_kernel(
-    q, k, g, beta, keys, system, solve, attention, own, sums, decays, chunk_start, chunk_length, stride_q, stride_k,
-    FIXED: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, INVERSE: tl.constexpr, EARLY: tl.constexpr,
+    q, k, g, beta, keys, solve, attention, own, sums, decays, chunk_start, chunk_length, stride_q, stride_k,
+    H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head: the solve matrix, the attention inside the chunk, and keys and queries with their decays."""
     enter(EARLY)
-    H: tl.constexpr = FIXED.num_heads
-    K: tl.constexpr = FIXED.head_k_dim
-    BLOCK_K: tl.constexpr = FIXED.block_k
-    PRECISION: tl.constexpr = FIXED.precision
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunk_length + i_chunk)
     if length == 0:
         return
     start = tl.load(chunk_start + i_chunk).to(tl.int64)
     tile = (i_chunk * H + i_head).to(tl.int64)
-    o_row, o_k, o_block = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, _BLOCK)
-    k_mask = o_k < K
+    o_row, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     valid = o_row < length
-    mask = valid[:, None] & k_mask[None, :]
-    columns = i_head * K + o_k
     rows = (start + o_row)[:, None]
-    b_k = tl.load(k + rows * stride_k + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    b_q = tl.load(q + rows * stride_q + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    b_g = tl.load(g + rows * (H * K) + columns[None, :], mask=mask, other=0.0)
-    b_k *= tl.rsqrt(tl.sum(b_k * b_k, 1) + _L2_EPS)[:, None]
-    b_q *= (tl.rsqrt(tl.sum(b_q * b_q, 1) + _L2_EPS) * (K**-0.5))[:, None]
-    b_sum = tl.cumsum(b_g, 0)
-    to_end = tl.cumsum(b_g, 0, reverse=True) - b_g
-    inside = o_row[:, None] * K + o_k[None, :]
-    p_keys = keys + tile * 3 * CHUNK * K + inside
-    dtype = keys.dtype.element_ty
-    tl.store(p_keys, (b_k * tl.exp(b_sum)).to(dtype), mask=k_mask[None, :])
-    tl.store(p_keys + CHUNK * K, (b_q * tl.exp(b_sum)).to(dtype), mask=k_mask[None, :])
-    tl.store(p_keys + 2 * CHUNK * K, (b_k * tl.exp(to_end)).to(dtype), mask=k_mask[None, :])
-    tl.store(decays + tile * K + o_k, tl.exp(tl.sum(b_g, 0)), mask=k_mask)
-    # Normalised keys, queries and sums in float32, to be read by blocks of rows.
-    p_sums = sums + tile * 3 * CHUNK * K
-    tl.store(p_sums + inside, b_k, mask=k_mask[None, :])
-    tl.store(p_sums + CHUNK * K + inside, b_q, mask=k_mask[None, :])
-    tl.store(p_sums + 2 * CHUNK * K + inside, b_sum, mask=k_mask[None, :])
-    tl.debug_barrier()
-
-    square = tile * CHUNK * CHUNK
-    for start_row in range(0, CHUNK, _BLOCK):
-        i = start_row + o_block
-        at = i[:, None] * K + o_k[None, :]
-        i_k = tl.load(p_sums + at, mask=k_mask[None, :], other=0.0)
-        i_q = tl.load(p_sums + CHUNK * K + at, mask=k_mask[None, :], other=0.0)
-        i_sum = tl.load(p_sums + 2 * CHUNK * K + at, mask=k_mask[None, :], other=0.0)
-        first_sum = tl.load(p_sums + 2 * CHUNK * K + start_row * K + o_k, mask=k_mask, other=0.0)
-        since = tl.exp(i_sum - first_sum[None, :])
-        before = tl.where((o_row < start_row)[:, None], first_sum[None, :] - b_sum, float("-inf"))
-        earlier = tl.trans(b_k * tl.exp(before))
-        kk = tl.dot(i_k * since, earlier, input_precision=PRECISION)
-        qk = tl.dot(i_q * since, earlier, input_precision=PRECISION)
-        for column in tl.static_range(_BLOCK):
-            j = start_row + column
-            j_k = tl.load(p_sums + j * K + o_k, mask=k_mask, other=0.0)
-            j_sum = tl.load(p_sums + 2 * CHUNK * K + j * K + o_k, mask=k_mask, other=0.0)
-            factor = tl.exp(tl.where((i >= j)[:, None], i_sum - j_sum[None, :], float("-inf"))) * j_k[None, :]
-            is_column = (o_row == j)[None, :]
-            kk = tl.where(is_column, tl.sum(i_k * factor, 1)[:, None], kk)
-            qk = tl.where(is_column, tl.sum(i_q * factor, 1)[:, None], qk)
-        b_beta = tl.load(beta + (start + i) * H + i_head, mask=i < length, other=0.0)
-        is_own = i[:, None] == o_row[None, :]
-        to = square + i[:, None] * CHUNK + o_row[None, :]
-        tl.store(system + to, tl.where(i[:, None] > o_row[None, :], kk * b_beta[:, None], 0.0))
-        tl.store(attention + to, tl.where(is_own, 0.0, qk).to(attention.dtype.element_ty))
-        tl.store(own + tile * CHUNK + i, tl.sum(tl.where(is_own, qk, 0.0), 1))
-    tl.debug_barrier()
+    mask = valid[:, None] & (o_k < K)[None, :]
+    p_k, p_q = k + rows * stride_k + i_head * K, q + rows * stride_q + i_head * K
+    k_float = tl.load(p_k + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
+    q_float = tl.load(p_q + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
+    k_norm = tl.rsqrt(tl.sum(k_float * k_float, 1) + _L2_EPS)
+    q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS)
+    scale: tl.constexpr = K**-0.5
+    tl.store(own + tile * CHUNK + o_row, tl.sum(q_float * k_float, 1) * (q_norm * k_norm) * scale)
 
     i, j = o_row[:, None], o_row[None, :]
-    b_system = tl.load(system + square + i * CHUNK + j)
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, b_system, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), b_system, 0.0)
-        operand = inverse.to(INVERSE)
-        product = tl.dot(operand, below.to(INVERSE), input_precision=PRECISION)
-        inverse -= tl.dot(product.to(INVERSE), operand, input_precision=PRECISION)
-    tl.store(solve + square + i * CHUNK + j, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
+    kk = tl.zeros([CHUNK, CHUNK], tl.float32)
+    qk = tl.zeros([CHUNK, CHUNK], tl.float32)
+    levels = 0  # that the chunk's length needs: a loop of unknown length is not unrolled, and takes half the registers
+    for doubling in tl.static_range(LEVELS):
+        levels += (length > 1 << doubling).to(tl.int32)
+    for first in range(0, K, BLOCK):
+        o_c = first + tl.arange(0, BLOCK)
+        c_mask = (o_c < K)[None, :]
+        inside = valid[:, None] & c_mask
+        b_k = tl.load(p_k + o_c[None, :], mask=inside, other=0.0).to(tl.float32) * k_norm[:, None]
+        b_q = tl.load(p_q + o_c[None, :], mask=inside, other=0.0).to(tl.float32) * q_norm[:, None]
+        b_g = tl.load(g + (rows * H + i_head) * K + o_c[None, :], mask=inside, other=0.0)
+        b_sum = tl.cumsum(b_g, 0)
+        p_sums = sums + tile * CHUNK * K + o_c[None, :]
+        tl.store(p_sums + i * K, b_sum, mask=c_mask)
+        to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for what still counts there
+        p_keys = keys + tile * 3 * CHUNK * K + i * K + o_c[None, :]
+        dtype = keys.dtype.element_ty
+        from_start = tl.exp(b_sum)
+        tl.store(p_keys, (b_k * from_start).to(dtype), mask=c_mask)
+        tl.store(p_keys + CHUNK * K, (b_q * (from_start * scale)).to(dtype), mask=c_mask)
+        tl.store(p_keys + 2 * CHUNK * K, (b_k * tl.exp(to_end)).to(dtype), mask=c_mask)
+        tl.store(decays + tile * K + o_c, tl.exp(tl.sum(b_g, 0)), mask=o_c < K)
+        tl.debug_barrier()
+        for level in range(levels):
+            border = (i >> (level + 1) << (level + 1)) + (1 << level) - 1
+            factor = tl.exp(-tl.abs(b_sum - tl.load(p_sums + border * K, mask=c_mask, other=0.0)))
+            near = (b_k * factor).to(OPERAND)
+            pair = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+            kk += tl.where(pair, tl.dot(near, tl.trans(near), input_precision=PRECISION), 0.0)
+            near_q = (b_q * factor).to(OPERAND)
+            qk += tl.where(pair, tl.dot(near_q, tl.trans(near), input_precision=PRECISION), 0.0)
+    square = tile * CHUNK * CHUNK + i * CHUNK + j
+    tl.store(attention + square, (qk * scale).to(attention.dtype.element_ty))
+    system = kk * tl.load(beta + (start + o_row) * H + i_head, mask=valid, other=0.0)[:, None]
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, system, 0.0)
+    for doubling in tl.static_range(1, LEVELS):
+        below = tl.where((i >> (doubling + 1) == j >> (doubling + 1)) & (i >> doubling != j >> doubling), system, 0.0)
+        operand = inverse.to(OPERAND)
+        product = tl.dot(operand, below.to(OPERAND), input_precision=PRECISION)
+        inverse -= tl.dot(product.to(OPERAND), operand, input_precision=PRECISION)
+    tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
 
 @jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
@@ -284,10 +288,11 @@ def chunk_kda_triton(
     *,
     out: Tensor | None = None,
     tile: Tile | None = None,
+    shape: Shape | None = None,
 ) -> Tensor:
     """Triton kernels of ``chunk_gated_delta_rule`` with ``g [T, H, K]``; float32 inputs keep float32 accuracy.
 
-    ``tile`` overrides the choice of ``choose_tile`` (tests and measurements).
+    ``tile`` overrides the choice of ``choose_tile``, ``shape`` that of the first kernel (tests and measurements).
     """
     chunks = batch.chunks[CHUNK_SIZE]
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -295,7 +300,7 @@ def chunk_kda_triton(
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and k.shape[1] == v.shape[1]
     zero_decodes, out = out is None, v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    (num_rows, heads, head_v_dim), head_dim, num_chunks = v.shape, k.shape[2], chunks.start.shape[0]
+    (num_rows, heads, head_v_dim), head_dim = v.shape, k.shape[2]
     num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
     tile = tile or _choose_tile(num_seqs * heads, head_v_dim, q.dtype)
     block_v = max(16, tile.block_v)
@@ -303,22 +308,35 @@ def chunk_kda_triton(
         heads, head_dim, head_v_dim, max(16, next_power_of_2(head_dim)), block_v, zero_decodes, _precision(q.dtype),
         tile.stages,
     )  # fmt: skip
-    keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, head_dim)
-    sums, decays = g.new_empty(keys.shape), g.new_empty(num_chunks, heads, head_dim)
-    system, own = g.new_empty(num_chunks, heads, CHUNK_SIZE, CHUNK_SIZE), g.new_empty(num_chunks, heads, CHUNK_SIZE)
-    solve, attention = (q.new_empty(system.shape) for _ in range(2))
-    _prepare_kernel[(num_chunks, heads)](
-        q, k, g, beta, keys, system, solve, attention, own, sums, decays, chunks.start, chunks.length,
-        q.stride(0), k.stride(0),
-        FIXED=fixed, CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
-        INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16,
-        num_warps=8, num_stages=1, **early_launch(q.device),
-    )  # fmt: skip
+    prepared = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
     _scan_kernel[(cdiv(head_v_dim, block_v), heads, chunks.max_seqs)](
-        v, beta, out, state, keys, solve, attention, own, decays,
+        v, beta, out, state, *prepared,
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, v.stride(0),
         FIXED=fixed, CHUNK=CHUNK_SIZE, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
     )  # fmt: skip
     return out
+
+
+def _prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``keys [chunks, H, 3, 64, K]`` (with the decay from the chunk's start, queries with the same, keys with the decay
+    to its end), ``solve`` and ``attention [chunks, H, 64, 64]`` in q's dtype; ``own [chunks, H, 64]`` and
+    ``decays [chunks, H, K]`` float32."""
+    num_chunks, (_, heads, dim) = chunks.start.shape[0], k.shape
+    keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, dim)
+    sums, decays = g.new_empty(num_chunks, heads, CHUNK_SIZE, dim), g.new_empty(num_chunks, heads, dim)
+    solve, attention = (q.new_empty(num_chunks, heads, CHUNK_SIZE, CHUNK_SIZE) for _ in range(2))
+    own = g.new_empty(num_chunks, heads, CHUNK_SIZE)
+    block = max(16, next_power_of_2(dim))
+    _prepare_kernel[(num_chunks, heads)](
+        q, k, g, beta, keys, solve, attention, own, sums, decays, chunks.start, chunks.length,
+        q.stride(0), k.stride(0),
+        H=heads, K=dim, BLOCK_K=block, BLOCK=min(shape.channels, block), CHUNK=CHUNK_SIZE,
+        LEVELS=CHUNK_SIZE.bit_length() - 1, OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16,
+        PRECISION=_precision(q.dtype),
+        num_warps=shape.warps, maxnreg=shape.max_registers, num_stages=1, **early_launch(q.device),
+    )  # fmt: skip
+    return keys, solve, attention, own, decays
