@@ -34,18 +34,14 @@ from torch import Tensor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
+from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
-from weft.ops.triton.gated_delta_rule import Tile, _check_rows, _precision, _zero_rows, choose_tile
+from weft.ops.triton.gated_delta_rule import Tile, _check_rows, _precision, choose_tile
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 _L2_EPS = tl.constexpr(1e-6)
-
-_METADATA = [
-    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
-    "state_slots",
-]  # fmt: skip
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -116,7 +112,7 @@ class Fixed(NamedTuple):
     stages: int
 
 
-@jit(do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize_on_alignment=METADATA)
 def _prepare_kernel(
     q, k, g, beta, keys, solve, attention, own, sums, decays, chunk_start, chunk_length, stride_q, stride_k,
     H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -187,7 +183,7 @@ def _prepare_kernel(
     tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
 
-@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=METADATA)
 def _scan_kernel(
     v, beta, out, state, keys, solve, attention, own, decays,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
@@ -204,32 +200,18 @@ def _scan_kernel(
     i_v, i_head, i_prefill = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, FIXED.block_k), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = o_k < K, o_v < V
-    num_chunks = tl.load(first_chunk + num_seqs)
-    if i_prefill == 0:
-        num_tokens = tl.load(cu_seqlens_q + num_seqs)
-        _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, H, V, CHUNK)
-        if FIXED.zero_decodes:
-            begin = num_tokens
-            if num_chunks > 0:
-                begin = tl.load(chunk_start)
-            _zero_rows(out, 0, begin, i_head, o_v, v_mask, H, V, CHUNK)
-    if num_chunks == 0:
-        return
-    i_seq = tl.load(chunk_seq) + i_prefill  # decodes stand before the first sequence that has chunks
-    if i_seq >= num_seqs:
-        return
-    first, last = tl.load(first_chunk + i_seq), tl.load(first_chunk + i_seq + 1)
+    i_seq, first, last = find_chunks(
+        out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
+        H, V, CHUNK, FIXED.zero_decodes,
+    )  # fmt: skip
     if first == last:
         return
-
     square = o_row[:, None] * CHUNK + o_row[None, :]
     inside = o_k[:, None] * V + o_v[None, :]
     state_mask = k_mask[:, None] & v_mask[None, :]
-    slot = tl.load(state_slots + i_seq).to(tl.int64)
-    query_len = tl.load(cu_seqlens_q + i_seq + 1) - tl.load(cu_seqlens_q + i_seq)
-    continues = tl.load(seq_lens + i_seq) != query_len
-    p_state = state + (slot * H + i_head) * K * V + inside
-    b_state = tl.load(p_state, mask=state_mask & continues, other=0.0).to(tl.float32)
+    p_state, b_state = read_state(
+        state, cu_seqlens_q, seq_lens, state_slots, i_seq, i_head, inside, state_mask, H, K * V
+    )  # fmt: skip
     value_columns = i_head * V + o_v
     operand = keys.dtype.element_ty
     start = tl.load(chunk_start + first).to(tl.int64)
@@ -262,10 +244,7 @@ def _scan_kernel(
         p_out = out + rows[:, None] * (H * V) + value_columns[None, :]
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
 
-        copy_slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
-        if copy_slot >= 0:
-            p_copy = state + (copy_slot * H + i_head) * K * V + inside
-            tl.store(p_copy, b_state.to(state.dtype.element_ty), mask=state_mask)
+        store_checkpoint(state, checkpoint_slot, i_chunk, i_head, inside, state_mask, b_state, H, K * V)
         start += length
         length = next_length
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
