@@ -316,6 +316,19 @@ def test_both_spellings_of_one_tensor(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_dense_layers_of_kimi_linear_as_published(tmp_path: Path) -> None:
+    """Under ``mlp``, where transformers writes ``block_sparse_moe`` for dense layers and experts alike."""
+    make_checkpoint("KimiLinearForCausalLM", tmp_path)
+    model, report = load(tmp_path)
+    dense = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+    rewrite(tmp_path, lambda t: [t.update({dense.sub(r"mlp.\1_proj", n): t.pop(n)}) for n in list(t)] and None)
+    assert any(".mlp.gate_proj." in name for name in load_file(tmp_path / "model.safetensors"))
+    again, same = load(tmp_path)
+    assert report.num_tensors == same.num_tensors
+    for name, parameter in parameters(model).items():
+        torch.testing.assert_close(parameters(again)[name], parameter, rtol=0, atol=0, equal_nan=True)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
