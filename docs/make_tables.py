@@ -243,7 +243,7 @@ def server_load_table() -> Table:
     return [name], ("median", "before", "now", "now, 2 API processes", "goal"), rows
 
 
-RANKS = {2: ("C2", {"Weft": "2xh200-fused", "Weft, NCCL": "2xh200-nccl"}), 4: ("C", {"Weft": "4xh200"})}
+RANKS = {2: ("C2", {"Weft": "2xh200", "Weft, NCCL": "2xh200-nccl"}), 4: ("C", {"Weft": "4xh200"})}
 """By ranks: the model in the peers' file, and our runs; the first one is held against the goal."""
 
 
@@ -277,7 +277,7 @@ def ranks_first_token_table() -> Table:
 
 
 def ranks_start_table() -> Table:
-    warm = {2: "2xh200-nccl-warm", 4: "4xh200-warm"}
+    warm = {2: "2xh200-warm", 4: "4xh200-warm"}
     files, rows = [], []
     for ranks, (model, runs) in RANKS.items():
         peers, target = read(PEERS)["start_s"][model], read(PEERS)["output_tokens_per_s"].get(model)
