@@ -10,6 +10,7 @@ import pytest
 
 from tests.media import HYBRID, VL, VL_MOE, overrides
 from tests.tiny import make_config
+from weft.cli.config import capacity
 from weft.config import resolve, vision_settings
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.fields import EngineConfig
@@ -86,6 +87,18 @@ def test_a_tower_runs_where_there_is_one(tmp_path: Path) -> None:
     assert not alone.model_config.runs_vision and alone.encoder_cache_size is None
     for given in ({"tensor_parallel_size": 2}, {"speculative_config": {"method": "ngram"}}):
         assert settings(folder, **given).model_config.runs_vision
+
+
+def test_what_images_cost_is_shown(tmp_path: Path) -> None:
+    """The tower whole on every rank, the rest of the weights shared; the rows of the encoder cache."""
+    folder = write(tmp_path, VL)
+    one, two = (capacity(settings(folder, encoder_cache_size=600, max_model_len=500, tensor_parallel_size=ranks))
+                for ranks in (1, 2))  # fmt: skip
+    tower = one["vision_tower_bytes"]
+    assert tower > 3 * 4 * (4 * 24**2 + 2 * 24 * 40) and one["encoder_cache_bytes"] == 600 * 3 * 48 * 4
+    assert two["weight_bytes"] == (one["weight_bytes"] - tower) // 2 + tower and two["vision_tower_bytes"] == tower
+    text = capacity(settings(folder, language_model_only=True))
+    assert text["weight_bytes"] == one["weight_bytes"] - tower and "vision_tower_bytes" not in text
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,25 @@ def test_random_conversations_with_few_images(made: Callable[[str], Made]) -> No
     assert cached > 100
 
 
+@pytest.mark.parametrize(
+    ("mode", "want"),
+    [("FULL", "FULL"), ("FULL_DECODE_ONLY", "NONE"), ("FULL_AND_PIECEWISE", "PIECEWISE"), ("PIECEWISE", "PIECEWISE")],
+)
+def test_a_step_of_one_image_token_is_no_decode(mode: str, want: str, made: Callable[[str], Made]) -> None:
+    """All of a prompt but its last token is cached, and that one is an image's: it runs as any mixture does."""
+    sizes: dict[str, Any] = {"cuda_graph_bs": (1,)} if "FULL" in mode else {}
+    sizes |= {} if mode == "FULL_DECODE_ONLY" else {"piecewise_cuda_graph_tokens": (1, 8)}
+    engine = engine_of(made(VL), cuda_graph_mode=mode, encoder_cuda_graph_patches=(0,), **sizes)
+    for _ in range(2):
+        before = dict(engine.core.stats().steps_by_mode)
+        (request,) = engine.run(PROMPTS[1], max_tokens=1)
+        check(made(VL)[1], [PROMPTS[1]], [request])
+    after = engine.core.stats().steps_by_mode
+    assert {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)} == {
+        want: 1
+    }
+
+
 def test_pixels_of_another_dtype_are_rounded(made: Callable[[str], Made]) -> None:
     """Patches in the model's dtype or in float32: the same tokens, the same encoder cache."""
     prompt = Prompt().text(6).image(4, 6, 1).text(9)

@@ -20,7 +20,7 @@ from weft.config.fields import OPTIONS, EngineConfig
 from weft.config.layer_spec import DTYPE_BYTES
 from weft.config.model import Mixers
 from weft.config.resolution import resolve_settings
-from weft.config.weights import rank_weight_bytes
+from weft.config.weights import rank_weight_bytes, tower_bytes
 from weft.errors import CapacityError
 
 MEASURED = "measured when the engine starts: what the GPU has left beside weights, the largest step and graphs"
@@ -79,6 +79,7 @@ def capacity(config: EngineConfig) -> dict[str, Any]:
         "weight_bytes": weights, "kv_page_bytes": spec.page_bytes, "state_slot_bytes": spec.slot_bytes,
     }  # fmt: skip
     if config.encoder_cache_size is not None:
+        costs["vision_tower_bytes"] = tower_bytes(config.model_config, config.dtype)
         costs["encoder_cache_bytes"] = encoder_cache_bytes(config)
     if config.device != "cpu":
         measured = {"num_kv_pages": MEASURED, "num_state_slots": MEASURED}
@@ -182,6 +183,9 @@ def _capacity_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("bytes of a state slot", f"{found['state_slot_bytes']:,}", ""),
     ]
     if "encoder_cache_bytes" in found:
+        rows.append(
+            ("bytes of the vision tower", f"{found['vision_tower_bytes']:,}", "among the weights, on every rank")
+        )
         rows.append(("bytes of images' embeddings", f"{found['encoder_cache_bytes']:,}", "encoder_cache_size"))
     if "error" in found:
         return [*rows, ("nothing fits", "", found["error"])]
