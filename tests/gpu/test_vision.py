@@ -9,7 +9,19 @@ import torch
 
 from tests.gpu.conftest import compiled_kernels
 from tests.gpu.test_precision import SEEDS, divergence
-from tests.media import HYBRID, HYBRID_MOE, VL, VL_MOE, Engine, Prompt, make_vision_checkpoint, reference_logits
+from tests.media import (
+    HYBRID,
+    HYBRID_MOE,
+    VL,
+    VL_MOE,
+    Engine,
+    Prompt,
+    assert_reference,
+    make_vision_checkpoint,
+    overrides,
+    reference_logits,
+)
+from tests.models.mtp_reference import make_mtp_checkpoint
 from weft.layers.context import ModelContext
 from weft.layers.table import LayerTable
 from weft.layers.vision import VisionLinear
@@ -83,6 +95,18 @@ def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
                 assert logits.argmax(-1).tolist() == request.output_token_ids
     assert not compiled
     assert engine.core.stats().encoder_seconds > 0
+    engine.core.shutdown()
+
+
+def test_drafts_behind_images(tmp_path: Path) -> None:
+    """Of the model's own head, verified in graphs."""
+    folder, head = make_mtp_checkpoint(HYBRID, tmp_path, **overrides(HYBRID))
+    engine = Engine(folder, device="cuda", dtype="float32", cuda_graph_mode="FULL", max_model_len=200, max_num_seqs=4,
+                    speculative_config={"method": "mtp", "num_speculative_tokens": 2})  # fmt: skip
+    with compiled_kernels() as compiled:
+        for prompt, request in zip(PROMPTS, engine.run(*PROMPTS, max_tokens=8), strict=True):
+            assert_reference(head._model[0], prompt, request)
+    assert not compiled and engine.core.stats().spec_decode_num_drafts
     engine.core.shutdown()
 
 
