@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -125,6 +128,33 @@ def test_requests_of_one_step_bring_equally_many_tokens(engines: Engines) -> Non
     counts = [{len(r.draft_token_ids) for r in step.requests} for step in steps]
     assert sum(found == {3} for found in counts) >= 2, counts
     assert drafting.stats().spec_decode_num_draft_tokens - before <= 11
+
+
+def test_nothing_is_paid_without_drafts(engines: Engines) -> None:
+    """A decode step of an engine that does not speculate enters no function of what does
+    (``benchmarks/host_calls.py`` counts all)."""
+    plain, _ = engines
+    for prompt in prompts(3, seed=5):
+        plain.add_request({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    while any(not r.output_token_ids for r in plain._core.scheduler.requests):
+        plain.step()
+    entered: Counter[str] = Counter()
+
+    def notice(frame: FrameType, event: str, argument: Any) -> None:
+        _, is_weft, path = frame.f_code.co_filename.rpartition("/weft/")
+        if event == "call" and is_weft:
+            entered[path] += 1
+
+    sys.setprofile(notice)
+    try:
+        for _ in range(5):
+            plain._core.step()
+    finally:
+        sys.setprofile(None)
+    while not plain.is_finished():
+        plain.step()
+    rooms = ("speculation/", "scheduler/draft", "cache/draft", "runner/following", "runner/step_drafter")
+    assert entered["scheduler/scheduler.py"] and not [path for path in entered if path.startswith(rooms)], entered
 
 
 def test_drafts_take_no_room_from_others(engines: Engines) -> None:
