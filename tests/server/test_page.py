@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.fake_engine import SLOW
+from tests.server.relay import Relay
 from tests.server.running import ROOT, RunningServer, wait_until
 from weft.server import page
 
@@ -325,28 +326,23 @@ def test_errors_are_told(server: RunningServer, browser: Browser) -> None:
 
 
 @needs_chromium
-def test_a_server_that_goes_and_comes_back(browser: Browser) -> None:
-    running = RunningServer()
-    port = running.url.rpartition(":")[2]
+def test_a_server_that_goes_and_comes_back(server: RunningServer, browser: Browser) -> None:
+    relay = Relay(int(server.url.rpartition(":")[2]))
     try:
-        running.wait_ready()
-        browser.open(running.url)
+        browser.open(relay.url)
         browser.ask("before")
-    finally:
-        running.close()
-    browser.send("while it is away")
-    browser.until(lambda: "cannot be reached" in browser.text("#log .error"))
-    assert "trying again in" in browser.text("#banner") and browser.one("#banner").is_displayed()
-    again = RunningServer("--port", port)
-    try:
-        again.wait_ready()
+        relay.close()
+        browser.send("while it is away")
+        browser.until(lambda: "cannot be reached" in browser.text("#log .error"))
+        assert "trying again in" in browser.text("#banner") and browser.one("#banner").is_displayed()
+        relay.open()
         browser.script("document.getElementById('retry').click()")
         browser.until(lambda: not browser.one("#banner").is_displayed())
         browser.button("Try again", ".failure").click()
         browser.until(lambda: browser.contents()[-1] == "while it is away" and not browser.all("#log .error"))
         assert len(browser.contents()) == 4
     finally:
-        again.close()
+        relay.close()
 
 
 # -- everywhere ------------------------------------------------------------------------------------------------------
