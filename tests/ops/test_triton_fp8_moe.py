@@ -125,7 +125,7 @@ def test_experts_quantise_without_a_pass(num_tokens: int, monkeypatch: pytest.Mo
 def test_grouping_quantises_as_the_reference_does(tokens: int, scheme: str) -> None:
     """Bit for bit, beside a grouping in which every pair has a place among those of its expert."""
     block, (_weights, ids) = block_of(scheme), routing(tokens, 4, 2, 1)
-    x, static = inputs(tokens, 256 if tokens < 50 else 32, torch.float32, scheme)
+    x, static = inputs(tokens, 1152 if tokens < 50 else 32, torch.float32, scheme)
     work = prepare_pass(x, static, block=block)
     (pairs, first_place, *_), _max_blocks = group_pairs(ids, 4, 16, work)
     ends = [0, *first_place[1:5].tolist()]

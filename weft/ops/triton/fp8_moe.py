@@ -310,17 +310,18 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Ti
         hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
     out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
     fixed = {"HIDDEN": hidden_size, "WIDTH": width, "BLOCK": block, "STATIC": static, "ROWS": tiles.up.rows}
-    fixed |= {"HALVES": tiles.up.rows >= HALVED_ROWS, **early_launch(ids.device)}
+    fixed |= {"HALVES": tiles.up.rows >= HALVED_ROWS}
     tile = tiles.up
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
         values, scales, *up[:2], hidden, hidden_scale, ids, *grouping, scales.stride(-1),
         DTYPE=_TYPES[x.dtype], TOP_K=ids.shape[1], QUANTIZE=quantize, COLUMNS=tile.columns, STAGES=tile.stages,
-        num_warps=tile.warps, **fixed,
+        num_warps=tile.warps, **fixed, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, hidden_scale, *down[:2], out, ids, *grouping,
         QUANTIZED=quantize, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **fixed,
+        **early_launch(ids.device),
     )  # fmt: skip
     return out
 
