@@ -35,6 +35,8 @@ APART = {
     "llama-index-llms-openai-like==0.8.1": "tests/clients/test_llama_index.py",
     "lm_eval==0.4.13": "tests/clients/test_lm_eval.py",
     "guidellm==0.8.1": "tests/clients/test_guidellm.py",
+    "instructor==1.17.0": "tests/clients/test_instructor.py",
+    "smolagents[openai]==1.26.0": "tests/clients/test_smolagents.py",
 }
 
 

@@ -102,3 +102,20 @@ def test_a_handoff(server: RunningServer) -> None:
         return await Runner.run(first, call, max_turns=3)
 
     assert run(server, OpenAIChatCompletionsModel, use).last_agent.name == "second"
+
+
+def test_the_bundled_model_calls_a_function_by_itself(mini: RunningServer) -> None:
+    asked = []
+
+    @function_tool
+    def get_weather(city: str) -> str:
+        """Get the weather in a city."""
+        asked.append(city)
+        return '{"degrees": 31, "sky": "cloudy"}'
+
+    async def use(model: Model) -> Any:
+        agent = Agent(name="w", model=model, tools=[get_weather], model_settings=ModelSettings(temperature=0))
+        return await Runner.run(agent, "What is the weather in Oslo?", max_turns=3)
+
+    answer = run(mini, OpenAIChatCompletionsModel, use).final_output
+    assert asked == ["Oslo"] and "31" in answer and "cloudy" in answer
