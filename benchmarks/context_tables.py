@@ -34,8 +34,8 @@ from weft.runner.model_runner import ModelRunner
 ALWAYS = 1 << 30
 RULES: dict[str, dict[str, int]] = {
     "as it is": {},
-    "long splits": {"_SHORT_SPLITS": 0, "_HELD_TABLE": 16384},
-    "short splits": {"_HELD_TABLE": 16384},
+    "long splits": {"_DOUBLE_WORK": 0, "_HELD_TABLE": 16384},
+    "short splits": {"_DOUBLE_WORK": 1 << 33, "_HELD_TABLE": 16384},
     "held to 4096": {"_HELD_TABLE": ALWAYS},
     "held to 16384": {"_HELD_TABLE": ALWAYS, "_HELD_SPLITS": 64},
 }

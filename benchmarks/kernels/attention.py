@@ -7,6 +7,7 @@ kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/triton/attention.py``).
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ if not ON_GPU:
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention import GLUON_IS_KNOWN
-from weft.ops.triton.attention_decode import decode_tile, launch_decode, split_size
+from weft.ops.triton.attention_decode import decode_tile, launch_decode
 from weft.ops.triton.attention_prefill import launch_prefill, prefill_tile
 from weft.ops.triton.attention_tiles import Tile
 
@@ -35,19 +36,13 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 HOPPER = None
 """In place of a tile: the kernel that has one of its own."""
 
-# (split, programs aimed at, tile)
-_DECODE = [
-    (split, aim, Tile(16, *shape, ahead))
-    for split, aim, ahead in (
-        (256, 8192, False),
-        (256, 2048, True),
-        (128, 2048, True),
-        (128, 8192, False),
-        (64, 2048, True),
-    )
-    for shape in ((64, 4, 2), (64, 4, 3), (32, 2, 3), (128, 4, 2))
-]
-DECODE_TILES = {"A": _DECODE, "B": _DECODE}
+DECODE_TILES = {
+    "A": [Tile(16, *t) for t in ((64, 4, 3, True), (64, 4, 3, False), (32, 2, 3, True), (128, 4, 2, False))],
+    "B": [Tile(16, *t) for t in ((64, 4, 2, False), (64, 4, 2, True), (32, 4, 3, True), (64, 8, 2, True))],
+}
+DECODE_SPLITS = (256, 512, 1024) if ON_GPU else (256,)
+DECODE_CASES = [(size, 1024) for size in (1, 8, 32, 64, 128, 256)] + [(4, 16000), (32, 8192), (8, 32000)]
+"""Sequences, and tokens of each at least."""
 PREFILL_TILES = {
     "A": [
         Tile(*t)
@@ -119,22 +114,27 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
     kv_bytes = sum(lens) * hkv * dim * 2 * DTYPE.itemsize
     # As many cache sets as it takes to leave the L2 cache behind.
     sets = [make_case(model, [1] * size, lens, max_len) for _ in range(max(1, min(12, (200 << 20) // kv_bytes)))]
-    tiles = [(split_size(max_len, size), None, decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize, max_len))]
+    chosen = decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize, max_len)
+    trials: list[tuple[Tile, dict[str, Any]]] = [(chosen, {})]
+    if sweep:  # of one size for all sequences, each by a program of its own
+        for split, tile in itertools.product(DECODE_SPLITS, DECODE_TILES[model]):
+            aim = size * hkv * -(-max(lens) // split)
+            trials.append((tile, {"split": split, "double_from": max_len, "aim": aim}))
     rows = []
-    for split, aim, tile in [*tiles, *(DECODE_TILES[model] if sweep else [])]:
+    for tile, options in trials:
         outs = [torch.full_like(s[0], torch.nan) for s in sets]
 
         def call(
-            i: int, tile: Tile = tile, outs: list[Tensor] = outs, split: int = split, aim: int | None = aim
+            i: int, tile: Tile = tile, outs: list[Tensor] = outs, options: dict[str, Any] = options
         ) -> Callable[[], None]:
             q, k, v, batch = sets[i]
-            return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], tile, split=split, aim=aim)
+            return lambda: launch_decode(q, k, v, batch, dim**-0.5, outs[i], tile, **options)
 
         ms = graph_ms([call(i) for i in range(len(sets))] * (4 if size < 8 and ON_GPU else 1))
         worst = worst_error(outs[-1], *sets[-1], sorted({0, size // 2, size - 1}))
         rows.append(
-            {"op": f"decode {model} b{size} ctx{context}", "tile": (split, aim, *tile), "us": ms * 1e3, "error": worst,
-             "floor_us": kv_bytes / COPY_BYTES_PER_S * 1e6}
+            {"op": f"decode {model} b{size} ctx{context}", "tile": (options.get("split"), *tile), "us": ms * 1e3,
+             "error": worst, "floor_us": kv_bytes / COPY_BYTES_PER_S * 1e6}
         )  # fmt: skip
     return rows
 
@@ -205,9 +205,8 @@ def main() -> None:
     if ON_GPU:
         for model in MODELS:
             if "--prefill-only" not in sys.argv:
-                for size in (1, 8, 32, 128, 256):
-                    rows += decode_rows(model, size, 1024, 16384, sweep=True)
-                rows += decode_rows(model, 4, 16000, 16384, sweep=False)
+                for size, context in DECODE_CASES:
+                    rows += decode_rows(model, size, context, 16384 if context < 16000 else 32768, sweep=True)
             if "--decode-only" not in sys.argv:
                 rows += all_prefill_rows(model, sweep="--prefill-only" not in sys.argv)
     else:

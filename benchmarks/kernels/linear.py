@@ -2,8 +2,8 @@
 
 Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses. ``--tune`` first checks every candidate
 against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass, and writes the fastest
-of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``; sizes that
-were not tuned stay as they are there. All is timed behind a norm, as in a model: a launch may start early, so the time
+of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``; what
+was not tuned stays as it is there. All is timed behind a norm, as in a model: a launch may start early, so the time
 of one alone says little. Without a GPU everything is rehearsed on tiny shapes under the interpreter.
 """
 
@@ -85,10 +85,10 @@ SIZES = [
     Size("B/4 lm_head", 37984, 2048),
 ]  # fmt: skip
 """A is Qwen3-0.6B, B Qwen3-Next on one GPU, B/2 and B/4 one of two and of four ranks."""
-TOKENS = (1, 2, 4, 8, 16, 32, 64)
+TOKENS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 if not ON_GPU:
     SIZES = [Size("plain", 66, 128), Size("silu", 64, 192, True)]
-    TOKENS = (1, 8, 16)
+    TOKENS = (1, 8, 16, 128)
 
 
 _DOTS = [(16, 256, 2, 4), (32, 128, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4)]
@@ -96,10 +96,15 @@ _DOTS = [(16, 256, 2, 4), (32, 128, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4)]
 
 def candidates(size: Size, tokens: int) -> list[Config]:
     """What may be fastest for a size; ``splits`` where blocks of rows are too few for the GPU."""
+    if not ON_GPU and tokens > 64:
+        return [Config("dot", 16, 64, 4, 2, 1, 64), Config("held", 32, 64, 4, 1, 2, 64)]
     if not ON_GPU:
         few = [Config("sum", 8, 64, 4), Config("sum", 8, 64, 4, splits=2)]
         return [Config("dot", 16, 64, 4, 2), *(few if tokens <= 8 else ())]
-    found = [Config("dot", *shape) for shape in _DOTS if tokens > 1]
+    blocks = list(_blocks_of_tokens(size, tokens)) if tokens >= 4 else []
+    if tokens > 64:
+        return blocks
+    found = blocks + [Config("dot", *shape) for shape in _DOTS if tokens > 1]
     lengths = (512, 1024, 2048) if size.inner >= 512 else (size.inner,)
     for rows, inner, warps in itertools.product((2, 4, 8, 16), lengths, (2, 4, 8)):
         fits = rows * size.inner <= 128 * 32 * warps and rows * tokens <= 32
@@ -113,6 +118,18 @@ def candidates(size: Size, tokens: int) -> list[Config]:
     if size.silu_mul:
         found = [c for c in found if c.rows > 1]
     return [c for c in found if c.inner * c.splits <= size.inner]
+
+
+def _blocks_of_tokens(size: Size, tokens: int) -> Iterator[Config]:
+    """Several programs for a block of rows where one cannot take all tokens, or would leave multiprocessors idle: tiles
+    that fit in shared memory, and programs for one or two waves."""
+    tiles = [(64, 32), (64, 64), (64, 128), (128, 64), (128, 128)] if tokens > 16 else [(32, tokens), (64, tokens)]
+    loops = [(64, 6), (128, 4), (128, 6), (256, 3)]
+    for (rows, most), (inner, stages), splits in itertools.product(tiles, loops, (1, 2, 4, 8)):
+        programs = -(-size.rows // rows) * (tokens // most) * splits
+        fits = stages * inner * (rows + most) * 2 <= 224 << 10 and size.inner // splits >= 2 * inner
+        if fits and tokens // 4 <= most <= tokens and programs >= 90 and (programs <= 270 or splits == 1):
+            yield Config("dot", rows, inner, 8 if rows * most > 8192 else 4, stages, splits, most)
 
 
 class _OfflineDriver:
@@ -139,7 +156,7 @@ def _compile_offline() -> None:
 def _compile(job: tuple[Size, int, Config]) -> None:
     """Compile one kernel into Triton's cache; what does not compile fails again, and visibly, when it is launched."""
     size, tokens, config = job
-    options = launch_options(config, size.inner, tokens, DTYPE, silu_mul=size.silu_mul, bias=False)
+    options = launch_options(config, size.inner, min(tokens, config.tokens), DTYPE, silu_mul=size.silu_mul, bias=False)
     options |= {"EARLY": True, "launch_pdl": True}
     width = size.rows // 2 if size.silu_mul else size.rows
     sums, count = (torch.float32, torch.int32) if config.splits > 1 else (DTYPE, DTYPE)
@@ -283,6 +300,10 @@ def show(row: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("rows", "inner", "silu_mul", "tokens"))
+
+
 def write_table(rows: list[dict[str, Any]]) -> None:
     """The table that the operation loads, one row per line, with what it has of other sizes; and everything that was
     measured."""
@@ -292,9 +313,8 @@ def write_table(rows: list[dict[str, Any]]) -> None:
         return
     device = torch.cuda.get_device_name() if ON_GPU else "cpu"
     columns = ("rows", "inner", "silu_mul", "tokens", "config", "library_us", "kernel_us")
-    tuned = {(row["rows"], row["inner"], row["silu_mul"]) for row in rows}
     kept = json.loads(skinny.TABLE_PATH.read_text())["rows"]
-    kept = [row for row in kept if (row["rows"], row["inner"], row["silu_mul"]) not in tuned]
+    kept = [row for row in kept if _key(row) not in set(map(_key, rows))]
     lines = [json.dumps(row) for row in kept]
     for row in rows:
         entry = {key: round(row[key], 2) if key.endswith("_us") else row[key] for key in columns}
@@ -305,9 +325,9 @@ def write_table(rows: list[dict[str, Any]]) -> None:
 
 
 def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
-    sizes = [size for size in SIZES if args.only is None or args.only in size.name]
+    sizes = [size for size in SIZES if args.only is None or size.name in args.only]
     if args.tune:
-        compile_all(pool, ((size, t, c) for size in sizes for t in TOKENS for c in candidates(size, t)))
+        compile_all(pool, ((size, t, c) for size in sizes for t in args.tokens for c in candidates(size, t)))
     print(
         f"{'size':16} {'rows':>7} {'inner':>5} {'T':>4} {'library':>9} {'kernel':>9} {'floor':>8} {'share':>6} "
         f"{'error':>9}  us"
@@ -317,7 +337,7 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
     rows = []
     for size in sizes:
         bench = Bench(size)
-        for tokens in TOKENS:
+        for tokens in args.tokens:
             rows.append(bench.tune(tokens) if args.tune else bench.chosen(tokens))
             show(rows[-1])
     if not args.tune:
@@ -328,7 +348,8 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="try all candidates and write the table")
-    parser.add_argument("--only", metavar="NAME", help="only sizes whose name contains NAME")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only sizes of these names")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="only these numbers of tokens")
     args = parser.parse_args()
     start = time.perf_counter()
     if ON_GPU and args.tune:

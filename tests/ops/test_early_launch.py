@@ -16,9 +16,11 @@ from weft.layers import embedding
 from weft.ops.triton import early_launch
 
 FOLDER = Path(early_launch.__file__).parent
-CAREFUL = {"_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
-           "_kda_decode_kernel"}  # fmt: skip
-"""Kernels that load something before they wait: weights, or keys and states that were written before this step."""
+CAREFUL = {
+    "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
+    "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel",
+}  # fmt: skip
+"""Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -78,18 +80,21 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
+    "weight", "p_angles", "positions", "slot_mapping", "k_scale",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
-EARLY_LOADS = ("_load_weight", "_weight_tile", "load_keys_values")
+EARLY_LOADS = ("_load_weight", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages")
 """Functions that load for kernels before they wait."""
 
 
-LEAVES_EARLY = {"_step_kernel", "_gdn_decode_kernel",
-           "_kda_decode_kernel"}  # fmt: skip
-"""Kernels with a wait of their own for rows of padding, above that of the others."""
+LEAVES_EARLY = {"_step_kernel", "_gdn_decode_kernel", "_kda_decode_kernel", "_qk_norm_rope_kernel"}
+"""Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
-LOADERS = ["skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "linear_attention_step.py", "kda_decode.py"]
+LOADERS = [
+    "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
+    "kda_decode.py", "norm.py", "qk_norm_rope.py",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", LOADERS)

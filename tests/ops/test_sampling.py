@@ -47,7 +47,7 @@ def uniforms(seeds: list[int], positions: list[int], vocab_size: int) -> Tensor:
 def draw(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Every row with the same parameters; seeds count up from 0."""
     n = logits.shape[0]
-    return sample(
+    tokens, _ = sample(
         logits,
         torch.full((n,), temperature),
         torch.full((n,), top_k),
@@ -60,6 +60,7 @@ def draw(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: flo
         uses_min_p=min_p > 0,
         backend=TORCH,
     )
+    return tokens
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -224,13 +225,14 @@ def random_rows(n: int, vocab: int) -> dict[str, Tensor]:
 
 def run(rows: dict[str, Tensor]) -> list[int]:
     candidates = filter_candidates(rows["top_k"].tolist(), rows["top_p"].tolist(), rows["logits"].shape[1])
-    return sample(
+    tokens, _ = sample(
         **rows,
         all_greedy=bool((rows["temperature"] == 0).all()),
         candidates=candidates,
         uses_min_p=bool((rows["min_p"] > 0).any()),
         backend=TORCH,
-    ).tolist()
+    )
+    return tokens.tolist()
 
 
 def test_a_row_depends_on_nothing_else_in_the_batch() -> None:

@@ -124,7 +124,7 @@ def test_drafts_are_verified(heads: tuple[int, int, int], query_len: int, dtype:
     if rows > MOST_ROWS or dtype == torch.float32:
         return
     pipelined = Tile(max(16, next_power_of_2(rows)), 64, 4, 2, False)
-    for tile in (pipelined, pipelined._replace(held_splits=16, warps=8)):
+    for tile in (pipelined, pipelined._replace(held_splits=16, held_keys=256, warps=8)):
         out = torch.full_like(q, torch.nan)
         launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, query_len=query_len, sinks=sinks)
         assert (out.double() - want).norm() / want.norm() < TOLERANCE[dtype], tile
@@ -166,11 +166,12 @@ def test_every_decode_schedule_gives_the_same_bits(ahead: bool, stages: int, aim
     assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("heads", HEADS[:2])
-def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int]) -> None:
-    """The newest token's keys come apart: alone, first and last of a split. Sequences of many splits take the loop."""
+@pytest.mark.parametrize(("heads", "held_keys"), [(HEADS[0], 256), (HEADS[1], 64), *([(HEADS[1], 128)] * ON_GPU)])
+def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int], held_keys: int) -> None:
+    """The newest token's keys come apart: alone, first and last of a split. Sequences of many splits, or of long ones,
+    take the loop."""
     hq, hkv, dim = heads
-    lens = [1, 2, 255, 256, 257, 512, 513, 1300]
+    lens = [1, 2, 64, 65, 66, 255, 256, 257, 513, 551, 2300]
     batch = on_device(make_batch([1] * len(lens), [n - 1 for n in lens], num_decodes=len(lens), pad_seqs=1))
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     cache = torch.full((int(batch.page_table.max()) + 1, PAGE_SIZE, hkv, dim), torch.nan, dtype=dtype, device=DEVICE)
@@ -183,8 +184,8 @@ def test_splits_that_are_loaded_before_the_wait(heads: tuple[int, int, int]) -> 
         )
     out = torch.full_like(q, torch.nan)
     sinks, v_scale = sinks_of(heads, dtype), torch.tensor([0.5], device=DEVICE)
-    tile = Tile(16, 64, 8, 2, True, held_splits=4)
-    launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, sinks=sinks, v_scale=v_scale)
+    tile = Tile(16, 64, 8, 2, True, held_splits=4, held_keys=held_keys)
+    launch_decode(q, cache, cache, batch, dim**-0.5, out, tile, sinks=sinks, v_scale=v_scale, double_from=550)
     for s, values in enumerate(keys):
         want = plain_attention(q[s : s + 1], values, values, dim**-0.5, sinks) / 2
         assert (out[s : s + 1].double() - want).norm() / want.norm() < TOLERANCE[dtype], lens[s]

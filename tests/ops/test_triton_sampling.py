@@ -73,7 +73,7 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
     flags = {"all_greedy": mixture == "greedy", "candidates": vocab, "uses_min_p": True}
     out = kernels.sample_triton(logits, **given, **flags)
     want = sample_reference(logits, **given, **flags)
-    assert torch.equal(out, want)
+    assert torch.equal(out[0], want[0]) and torch.equal(out[1], want[1])
 
 
 def kept(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
@@ -128,18 +128,21 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 700, device=DEVICE)
     given = arguments(6, 700, top_p=[0.9], top_k=[0, 30], temperature=[0.8, 0.0, 1.3])
     flags = {"all_greedy": False, "candidates": 700, "uses_min_p": False}
-    together = kernels.sample_triton(logits, **given, **flags)
+    together, _ = kernels.sample_triton(logits, **given, **flags)
     for row in range(6):
-        alone = kernels.sample_triton(logits[row : row + 1], **{n: t[row : row + 1] for n, t in given.items()}, **flags)
+        of_row = {n: t[row : row + 1] for n, t in given.items()}
+        alone, _ = kernels.sample_triton(logits[row : row + 1], **of_row, **flags)
         assert alone[0] == together[row]
 
 
-def test_broken_rows_give_an_id_inside_the_vocabulary() -> None:
-    logits = torch.randn(4, 100, device=DEVICE)
+def test_broken_rows_are_named_and_give_an_id_inside_the_vocabulary() -> None:
+    logits = torch.randn(5, 100, device=DEVICE)
     logits[0] = torch.nan
     logits[1, 50:] = torch.nan
     logits[2] = -torch.inf
     logits[3, 7] = torch.inf
-    given = arguments(4, 100, top_p=[0.9], top_k=[10])
-    out = kernels.sample_triton(logits, **given, all_greedy=False, candidates=100, uses_min_p=False)
+    logits[4, :99] = -torch.inf
+    given = arguments(5, 100, top_p=[0.9], top_k=[10])
+    out, nan_rows = kernels.sample_triton(logits, **given, all_greedy=False, candidates=100, uses_min_p=False)
     assert ((out >= 0) & (out < 100)).all()
+    assert nan_rows.tolist() == [True, True, True, True, False]

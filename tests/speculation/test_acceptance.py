@@ -112,7 +112,7 @@ def test_distribution(option: str, draft: int) -> None:
     logits = torch.tensor([[2.0, 1.4, 1.2, 0.3, 0.0, -0.5, -1.0, -1.5], [0.0, 0.5, -0.7, 1.0, 0.2, -2.0, 0.4, 1.1]])
     probabilities = _filtered(logits, temperature, top_k, top_p, min_p)
     seeds = torch.arange(DRAWS) * 2654435761 + 12345
-    tokens = sample(
+    tokens, _ = sample(
         logits.repeat(DRAWS, 1),
         *(torch.full((2 * DRAWS,), value) for value in (temperature, top_k, top_p, min_p)),
         seeds.repeat_interleave(2),

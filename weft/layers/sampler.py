@@ -154,7 +154,7 @@ class Sampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         """Sample one token per row of ``logits [N, V]`` (any float dtype, not modified)."""
         edited = _edit(logits.to(torch.float32, copy=True), batch) if batch.edits_logits else logits
-        token_ids = sample(
+        token_ids, nan_rows = sample(
             edited,
             batch.temperature,
             batch.top_k,
@@ -167,7 +167,7 @@ class Sampler:
             uses_min_p=batch.uses_min_p,
             backend=self._backend,
         )
-        return SamplerOutput(token_ids, ~edited.amax(-1).isfinite())
+        return SamplerOutput(token_ids, nan_rows)
 
 
 def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:

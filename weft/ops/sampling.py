@@ -182,17 +182,17 @@ def sample_reference(
     all_greedy: bool,
     candidates: int,
     uses_min_p: bool,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Torch reference of ``sample``."""
-    greedy = logits.argmax(-1)
+    greedy, nan_rows = logits.argmax(-1), ~logits.amax(-1).isfinite()
     if all_greedy:
-        return greedy
+        return greedy, nan_rows
     is_greedy = temperature < GREEDY_BELOW
     scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
     apply_top_k_top_p_min_p_(scaled, top_k, top_p, min_p if uses_min_p else None, candidates=candidates)
     rates = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
     sampled = exponential_noise(seeds, positions, logits.shape[1]).div_(rates).argmin(-1)
-    return torch.where(is_greedy, greedy, sampled)
+    return torch.where(is_greedy, greedy, sampled), nan_rows
 
 
 def sample(
@@ -208,7 +208,7 @@ def sample(
     candidates: int,
     uses_min_p: bool,
     backend: Backend,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Sample one token per row. Each row's token depends on that row's arguments alone.
 
     Args:
@@ -222,7 +222,8 @@ def sample(
         uses_min_p: some row has a min-p above 0 (host flag).
 
     Returns:
-        ``[N]`` int64. A row with NaN gives a meaningless id below V.
+        The tokens, ``[N]`` int64, and ``[N]`` bool: whose largest logit is NaN or infinite, so that the token is a
+        meaningless id below V.
     """
     if backend is Backend.TORCH:
         return sample_reference(

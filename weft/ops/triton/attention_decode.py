@@ -5,13 +5,13 @@ layers, or who filled the pages.
 
 The query heads that share a key head stand together as rows of one tile, with all of the sequence's query tokens, so
 each key is read once per group. Keys are
-cut into splits of one of two sizes; a second kernel merges the splits' partial results by their log-sum-exp
-(Flash-Decoding). A row's result depends on no other row, and on their number only in that it chooses the tile and, for
-wide page tables, the size of splits, hence the order of sums. Partial results take ``num_seqs * max_splits * Hq * (D +
-1)`` floats.
+cut into splits of one of three sizes; a second kernel merges the splits' partial results by their log-sum-exp
+(Flash-Decoding). A row's result depends on no other row, and on their number only in that it chooses the tile and the
+lengths from which sequences have longer splits, hence the order of sums. Partial results take ``num_seqs * max_splits *
+Hq * (D + 1)`` floats.
 
-A split is computed in steps, by a pipeline of loads and products, or whole: few short sequences leave the device idle,
-and all keys but the newest, which earlier steps wrote, can load while the kernels before this one still run.
+A split is computed in steps, by a pipeline of loads and products. The keys of its first ones may be *held*: all but the
+newest, which earlier steps wrote, can load into registers while the kernels before this one still run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention_merge import merge_kernel
+from weft.ops.triton.attention_merge import merge_kernel, most_splits, split_of
 from weft.ops.triton.attention_tiles import (
     LOG2E,
     METADATA,
     Tile,
     accumulate,
+    accumulate_range,
     check_layout,
+    first_pages,
     load_keys_values,
     precision,
     start_softmax,
@@ -39,25 +41,29 @@ from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
-_SHORT_SPLIT, _LONG_SPLIT = 256, 1024
-_SHORT_TABLE, _SHORT_SPLITS = 32768, 16384
-"""Page tables of up to so many tokens have short splits, and wider ones where sequences times splits are no more than
-the second number: more would need much workspace."""
+_SPLIT = 256
+_DOUBLE_WORK = 112 * 1024 * 128
+"""A sequence has splits twice as long if its tokens, times the number of sequences, key heads and their size, are more
+than this, and four times as long if they are eight times as many: then fewer programs fill the device, each of which
+costs a start, an end, and a part of the workspace."""
 
-_FEW_PROGRAMS, _MANY_PROGRAMS = 2048, 8192
-"""Programs that the decode grid aims at, for few and for many sequences: idle ones cost more where few work."""
+_HELD_PROGRAMS, _FEW_PROGRAMS, _MANY_PROGRAMS = 1024, 2048, 8192
+"""Programs that the decode grid aims at, where they hold keys, for few and for many sequences: idle ones cost more
+where few work, and the first number is so small that the merge starts early."""
 
-_MIXTURE_PROGRAMS, _MIXTURE_MERGES = 1024, 32
-"""Programs of the decode kernel, and sequences that are merged at once, in a graph that may hold no decode at all."""
+_MIXTURE_PROGRAMS, _MIXTURE_DECODES = 1024, 32
+"""In a graph that may hold no decode at all: programs of the decode kernel, and the sequences that splits are made for
+and that are merged at once."""
 
 _FEW_SEQUENCES = 64
 """Below so many sequences times key heads the decode kernel waits for memory more than it moves data."""
 
 _HELD_WORK, _HELD_SPLITS, _HELD_TABLE, _HELD_HEAD = 16 * 128, 16, 16384, 256
 """Up to so many sequences times key heads times their size, sequences of up to so many splits take one program per
-split, which loads all its keys at once: nothing else would move meanwhile. In longer ones a pipeline moves more, with
-fewer warps than these programs have: where page tables hold more tokens, all sequences take that. So do heads of more
-than the last number: the keys of a split would not fit in shared memory."""
+split, which holds all its keys: nothing else would move meanwhile. In longer ones a pipeline moves more, with fewer
+warps than these programs have: where page tables hold more tokens, all sequences take that. So do heads of more than
+the last number: the keys of a split would not fit in shared memory. With twice as many sequences half of a split is
+held, by programs of which two fit a multiprocessor."""
 
 MOST_ROWS = 32
 """Query tokens times heads of a group that a tile holds: as many as were measured. Triton has miscompiled products of
@@ -76,10 +82,10 @@ class Fixed(NamedTuple):
     Attributes:
         head_dim, group, num_heads, page_size: of the model; so many query heads share a key head.
         query_len: query tokens of each sequence.
-        split: tokens of a split.
+        split: tokens of the shortest splits.
         rows, keys, block_d: of a tile.
         precision: of products of float32 operands.
-        stages, ahead, held_splits: see ``Tile``.
+        stages, ahead, held_splits, held_keys: see ``Tile``.
         splits_last: the grid's last dimension goes over splits, else over sequences.
         mixture: which sequences decode is known to the device only.
         sinks: whether heads have one.
@@ -99,6 +105,7 @@ class Fixed(NamedTuple):
     stages: int
     ahead: bool
     held_splits: int
+    held_keys: int
     splits_last: bool
     mixture: bool
     sinks: bool
@@ -132,9 +139,10 @@ def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
 def _decode_held_split(
     q_row, cache, sinks, results, place, lanes, inside, kv_len, scale_log2, FIXED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """One split in one step. Its keys and values were written before this step, but for the newest tokens': they load
-    while the kernel before this one still runs."""
+    """One split. Its keys and values were written before this step, but for the newest tokens': the first ``held_keys``
+    load while the kernel before this one still runs."""
     SPLIT: tl.constexpr = FIXED.split
+    HELD: tl.constexpr = FIXED.held_keys
     PAGE_SIZE: tl.constexpr = FIXED.page_size
     PRECISION: tl.constexpr = FIXED.precision
     table = cache[2]
@@ -146,10 +154,13 @@ def _decode_held_split(
     SINKS: tl.constexpr = FIXED.sinks
     LOWEST: tl.constexpr = _LOWEST if QUERY_LEN > 1 else float("-inf")
     newest = kv_len - QUERY_LEN
-    tokens = split * SPLIT + tl.arange(0, SPLIT)
+    tokens = split * SPLIT + tl.arange(0, HELD)
     stored = tokens < newest
     page = tl.load(table + tokens // PAGE_SIZE, mask=stored, other=0)
     k, v = load_keys_values(cache, page, tokens, stored, dims, FIXED, True)
+    first = split * SPLIT + HELD
+    end = tl.minimum(newest, split * SPLIT + SPLIT)
+    next_page = first_pages(table, first, end, FIXED)
     wait(EARLY)
     queries = tl.load(q_row + inside, mask=mask, other=0.0)
     has_sink = in_group & (split == 0)
@@ -166,12 +177,18 @@ def _decode_held_split(
     acc, row_sum, row_max = accumulate(
         acc, row_sum, row_max, queries, k, v, stored[None, :], scale_log2, PRECISION, True
     )  # fmt: skip
-    _store_split((acc, row_sum, row_max), results, place, lanes, FIXED)
+    softmax = (acc, row_sum, row_max)
+    if HELD < SPLIT:
+        softmax = accumulate_range(
+            softmax, queries, cache, next_page, first, end, newest + query_tokens, dims, scale_log2, FIXED
+        )  # fmt: skip
+    _store_split(softmax, results, place, lanes, FIXED)
 
 
 @triton.jit
 def _decode_sequence(
-    inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED: tl.constexpr, EARLY: tl.constexpr
+    inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every ``step``-th split of one sequence and key head, if the sequence has ``query_len`` query tokens.
 
@@ -181,14 +198,8 @@ def _decode_sequence(
     stride_q, stride_slot, stride_table = strides
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     GROUP: tl.constexpr = FIXED.group
-    PAGE_SIZE: tl.constexpr = FIXED.page_size
-    SPLIT: tl.constexpr = FIXED.split
     ROWS: tl.constexpr = FIXED.rows
-    KEYS: tl.constexpr = FIXED.keys
     BLOCK_D: tl.constexpr = FIXED.block_d
-    PRECISION: tl.constexpr = FIXED.precision
-    STAGES: tl.constexpr = FIXED.stages
-    AHEAD: tl.constexpr = FIXED.ahead
     HELD_SPLITS: tl.constexpr = FIXED.held_splits
     QUERY_LEN: tl.constexpr = FIXED.query_len
     SINKS: tl.constexpr = FIXED.sinks
@@ -208,48 +219,41 @@ def _decode_sequence(
     lanes = (head_ids, query_tokens, dims, in_group, mask)
     last_seen = kv_len - QUERY_LEN + query_tokens
     if query_len == QUERY_LEN:
-        num_splits = tl.cdiv(kv_len, SPLIT)
+        split_tokens = split_of(kv_len, double_from, FIXED.split)
+        num_splits = tl.cdiv(kv_len, split_tokens)
         if first_split < num_splits:
+            is_held = (num_splits <= HELD_SPLITS) & (kv_len <= double_from)
             if HELD_SPLITS > 0:  # noqa: SIM102 (known to the compiler)
-                if num_splits <= HELD_SPLITS:
+                if is_held:
                     place = (row, seq, first_split, num_splits)
                     _decode_held_split(
                         q_row, cache, sinks, results, place, lanes, inside, kv_len, scale_log2, FIXED, EARLY
                     )  # fmt: skip
-            if num_splits > HELD_SPLITS:
+            if not is_held:
+                pages = first_pages(table, first_split * split_tokens, kv_len, FIXED)
                 wait(EARLY)
                 queries = tl.load(q_row + inside, mask=mask, other=0.0)
                 for split in range(first_split, num_splits, step):
                     has_sink = in_group & (split == 0)
-                    acc, row_sum, row_max = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, SINKS, LOWEST)
-                    end = tl.minimum(kv_len, split * SPLIT + SPLIT)
-                    ahead = split * SPLIT + tl.arange(0, KEYS)
-                    next_page = tl.load(table + ahead // PAGE_SIZE, mask=AHEAD & (ahead < end), other=0)
-                    for start in tl.range(split * SPLIT, end, KEYS, num_stages=STAGES):
-                        tokens = start + tl.arange(0, KEYS)
-                        valid = tokens < end
-                        if AHEAD:
-                            page = next_page
-                            ahead = tokens + KEYS
-                            next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
-                        else:
-                            page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
-                        k, v = load_keys_values(cache, page, tokens, valid, dims, FIXED, True)
-                        visible = valid[None, :]
-                        if QUERY_LEN > 1:
-                            visible = visible & (tokens[None, :] <= last_seen[:, None])
-                        acc, row_sum, row_max = accumulate(
-                            acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
-                        )
-                    _store_split((acc, row_sum, row_max), results, (row, seq, split, num_splits), lanes, FIXED)
+                    softmax = start_softmax(sinks, head_ids, has_sink, ROWS, BLOCK_D, SINKS, LOWEST)
+                    first = split * split_tokens
+                    end = tl.minimum(kv_len, first + split_tokens)
+                    softmax = accumulate_range(
+                        softmax, queries, cache, pages, first, end, last_seen, dims, scale_log2, FIXED
+                    )  # fmt: skip
+                    _store_split(softmax, results, (row, seq, split, num_splits), lanes, FIXED)
+                    pages = first_pages(table, first + step * split_tokens, kv_len, FIXED)
     else:
         wait(EARLY)
 
 
-@jit(do_not_specialize=["num_rows", "num_seqs", "max_splits", "stride_table"], do_not_specialize_on_alignment=METADATA)
+@jit(
+    do_not_specialize=["num_rows", "num_seqs", "max_splits", "double_from", "stride_table"],
+    do_not_specialize_on_alignment=METADATA,
+)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, partial, partial_lse, counts,
-    scale_log2, num_rows, num_seqs, max_splits, stride_q, stride_out, stride_slot, stride_table,
+    scale_log2, num_rows, num_seqs, max_splits, double_from, stride_q, stride_out, stride_slot, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
@@ -270,7 +274,7 @@ def _decode_kernel(
                 seq = first_seq
                 while seq < num_decodes:
                     _decode_sequence(
-                        inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED, False
+                        inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, False
                     )  # fmt: skip
                     seq += seqs_at_once
     else:
@@ -292,13 +296,14 @@ def _decode_kernel(
             zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
             mask = (heads < FIXED.group)[:, None] & (dims < FIXED.head_dim)[None, :]
             tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
-        _decode_sequence(inputs, strides, results, scale_log2, kv_head, seq, first_split, step, FIXED, EARLY)
+        _decode_sequence(
+            inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, EARLY
+        )  # fmt: skip
 
 
-def split_size(table_tokens: int, num_seqs: int) -> int:
-    """Tokens per split of the decode kernel, for a page table that holds so many tokens of each sequence."""
-    is_short = table_tokens <= _SHORT_TABLE or num_seqs * cdiv(table_tokens, _SHORT_SPLIT) <= _SHORT_SPLITS
-    return _SHORT_SPLIT if is_short else _LONG_SPLIT
+def most_short_tokens(num_seqs: int, num_kv_heads: int, head_dim: int) -> int:
+    """Tokens of the longest sequence that has the shortest splits, among so many."""
+    return _DOUBLE_WORK // (num_seqs * num_kv_heads * head_dim)
 
 
 def decode_tile(
@@ -311,29 +316,31 @@ def decode_tile(
     if element_size == 4:
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
     if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= _HELD_HEAD:
-        return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS)
-    if work < _FEW_SEQUENCES:
+        return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS, held_keys=_SPLIT)
+    if work * head_dim <= 2 * _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= 128:
+        return Tile(rows, keys, warps=4, stages=2, ahead=True, held_splits=_HELD_SPLITS, held_keys=_SPLIT // 2)
+    if work < _FEW_SEQUENCES or head_dim <= 128:  # a third stage fits beside two more programs
         return Tile(rows, keys, warps=4, stages=3, ahead=True)
-    if head_dim <= 128:  # a third stage fits beside a second program; in between, more and smaller programs pay
-        return Tile(rows, 32, 2, 3, True) if work <= _MANY_SEQUENCES else Tile(rows, keys, 4, 3, False)
     return Tile(rows, keys, warps=4, stages=2, ahead=False)
 
 
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
-    *, sinks: Tensor | None = None, v_scale: Tensor | None = None, query_len: int = 1, split: int | None = None,
-    aim: int | None = None,
+    *, sinks: Tensor | None = None, v_scale: Tensor | None = None, query_len: int = 1, split: int = _SPLIT,
+    double_from: int | None = None, aim: int | None = None,
 ) -> None:  # fmt: skip
     """Sequences with ``query_len`` query tokens, with a given tile; if that is 1, padding rows below the number of
-    sequences too."""
+    sequences too. ``split``: tokens of the shortest; ``double_from``: in place of ``most_short_tokens``."""
     check_layout(q, k_cache, v_cache, out)
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     table_tokens = batch.page_table.shape[1] * page_size
-    split = split_size(table_tokens, num_seqs) if split is None else split
-    max_splits = max(1, cdiv(table_tokens, split))
+    decodes = num_seqs if batch.mixture is None else min(num_seqs, _MIXTURE_DECODES)
+    double_from = most_short_tokens(decodes, num_kv_heads, head_dim) if double_from is None else double_from
+    max_splits = most_splits(table_tokens, double_from, split)
     splits_last = num_seqs * num_kv_heads <= _MANY_SEQUENCES
-    aim = (_FEW_PROGRAMS if splits_last else _MANY_PROGRAMS) if aim is None else aim
+    if aim is None:
+        aim = _HELD_PROGRAMS if tile.held_splits else _FEW_PROGRAMS if splits_last else _MANY_PROGRAMS
     programs = min(max_splits, next_power_of_2(cdiv(aim, num_seqs * num_kv_heads)))
     mixture = batch.mixture
     counts = batch.seq_lens if mixture is None else mixture.counts
@@ -352,20 +359,20 @@ def launch_decode(
         held_splits = 0
     fixed = Fixed(
         head_dim, num_heads // num_kv_heads, num_heads, page_size, query_len, split, tile.rows, tile.keys, block_d,
-        precision(q), tile.stages, tile.ahead, held_splits, splits_last, mixture is not None,
+        precision(q), tile.stages, tile.ahead, held_splits, tile.held_keys, splits_last, mixture is not None,
         sinks is not None, v_scale is not None,
     )  # fmt: skip
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, q if sinks is None else sinks,
         q if v_scale is None else v_scale, out, partial, partial_lse, counts,
-        scale * LOG2E, num_rows, num_seqs, max_splits,
+        scale * LOG2E, num_rows, num_seqs, max_splits, double_from,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     if merges:
-        at_once = num_seqs if mixture is None else min(num_seqs, _MIXTURE_MERGES)
-        merge_kernel[(num_heads * query_len, at_once)](
-            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, out.stride(0),
+        merge_kernel[(num_heads * query_len, decodes)](
+            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, double_from,
+            out.stride(0),
             HEAD_DIM=head_dim, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_d,
             QUERY_LEN=query_len, MIXTURE=mixture is not None, num_warps=2, **early_launch(q.device),
         )  # fmt: skip

@@ -9,22 +9,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.early_launch import enter
+from weft.ops.triton.early_launch import release, wait
 from weft.ops.triton.launch import jit
+from weft.ops.triton.sizes import cdiv
+
+
+@triton.jit
+def split_of(kv_len, double_from, SPLIT: tl.constexpr):
+    """Tokens per split of a sequence: ``SPLIT``, twice that beyond ``double_from`` tokens, four times that beyond eight
+    times as many."""
+    return SPLIT * tl.where(kv_len > 8 * double_from, 4, tl.where(kv_len > double_from, 2, 1))
+
+
+def most_splits(table_tokens: int, double_from: int, split: int) -> int:
+    """Of the longest sequence of each kind that a page table holds."""
+    lengths = min(table_tokens, double_from), min(table_tokens, 8 * double_from), table_tokens
+    return max(1, *(cdiv(length, split << doublings) for doublings, length in enumerate(lengths)))
 
 
 @triton.jit
 def _merge(
-    out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, head, seq,
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, double_from, stride_out, head, seq,
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
+    QUERY_LEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The splits of one sequence, query token and head (``head`` counts through all tokens), in order, if the sequence
-    has so many tokens and several splits."""
+    has so many tokens and several splits. With EARLY this is where the program waits for the kernels before it."""
     row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - row
     kv_len = tl.load(seq_lens + seq)
-    num_splits = tl.cdiv(kv_len, SPLIT)
+    num_splits = tl.cdiv(kv_len, split_of(kv_len, double_from, SPLIT))
+    wait(EARLY)
     if (query_len == QUERY_LEN) & (num_splits > 1):
         dims = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -49,20 +64,28 @@ def _merge(
 
 
 @jit(
-    do_not_specialize=["num_seqs", "max_splits"], do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q", "counts"]
+    do_not_specialize=["num_seqs", "max_splits", "double_from"],
+    do_not_specialize_on_alignment=["seq_lens", "cu_seqlens_q", "counts"],
 )
 def merge_kernel(
-    out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits, stride_out,
+    out, partial, partial_lse, seq_lens, cu_seqlens_q, counts, num_seqs, max_splits, double_from, stride_out,
     HEAD_DIM: tl.constexpr, NUM_HEADS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERY_LEN: tl.constexpr, MIXTURE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY, 64)  # more programs stand behind an attention that fills the GPU: what followed would start unevenly
-    if MIXTURE:
-        num_seqs = tl.load(counts + 2)
+    release(EARLY, 64)  # more programs stand behind an attention that fills the GPU: what followed would start unevenly
+    head = tl.program_id(0)
     seq = tl.program_id(1)
-    while seq < num_seqs:
+    if MIXTURE:
+        wait(EARLY)
+        num_seqs = tl.load(counts + 2)
+        while seq < num_seqs:
+            _merge(
+                out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, double_from, stride_out, head, seq,
+                HEAD_DIM, NUM_HEADS, SPLIT, SPLITS, BLOCK_D, QUERY_LEN, False,
+            )  # fmt: skip
+            seq += tl.num_programs(1)
+    else:
         _merge(
-            out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, stride_out, tl.program_id(0), seq,
-            HEAD_DIM, NUM_HEADS, SPLIT, SPLITS, BLOCK_D, QUERY_LEN,
+            out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, double_from, stride_out, head, seq,
+            HEAD_DIM, NUM_HEADS, SPLIT, SPLITS, BLOCK_D, QUERY_LEN, EARLY,
         )  # fmt: skip
-        seq += tl.num_programs(1)

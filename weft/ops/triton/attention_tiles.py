@@ -31,7 +31,8 @@ class Tile(NamedTuple):
     """Rows (query token, head) and keys of one tile, warps and pipeline stages.
 
     Of the decode kernel alone: ``ahead``: it loads page ids a step before the keys that need them (shorter waits, more
-    registers); ``held_splits``: sequences of up to so many splits load all keys before the kernel before it has ended.
+    registers); ``held_splits``, ``held_keys``: sequences of up to so many splits load so many keys of each before the
+    kernel before it has ended.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class Tile(NamedTuple):
     stages: int
     ahead: bool = True
     held_splits: int = 0
+    held_keys: int = 0
 
 
 @triton.jit
@@ -138,6 +140,49 @@ def accumulate(
     row_sum = row_sum * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, row_sum, new_max
+
+
+@triton.jit
+def first_pages(table, first, end, FIXED: tl.constexpr):
+    """The pages of a range's first tile, if pages are loaded ahead."""
+    KEYS: tl.constexpr = FIXED.keys
+    PAGE_SIZE: tl.constexpr = FIXED.page_size
+    AHEAD: tl.constexpr = FIXED.ahead
+    tokens = first + tl.arange(0, KEYS)
+    return tl.load(table + tokens // PAGE_SIZE, mask=AHEAD & (tokens < end), other=0)
+
+
+@triton.jit
+def accumulate_range(
+    softmax, queries, cache, page, first, end, last_seen, dims, scale_log2, FIXED: tl.constexpr
+):  # fmt: skip
+    """The online softmax over the tokens from ``first`` to ``end``; ``page``: of the first tile, if loaded ahead."""
+    KEYS: tl.constexpr = FIXED.keys
+    PAGE_SIZE: tl.constexpr = FIXED.page_size
+    PRECISION: tl.constexpr = FIXED.precision
+    AHEAD: tl.constexpr = FIXED.ahead
+    QUERY_LEN: tl.constexpr = FIXED.query_len
+    STAGES: tl.constexpr = FIXED.stages
+    table = cache[2]
+    acc, row_sum, row_max = softmax
+    next_page = page
+    for start in tl.range(first, end, KEYS, num_stages=STAGES):
+        tokens = start + tl.arange(0, KEYS)
+        valid = tokens < end
+        if AHEAD:
+            page = next_page
+            ahead = tokens + KEYS
+            next_page = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+        else:
+            page = tl.load(table + tokens // PAGE_SIZE, mask=valid, other=0)
+        k, v = load_keys_values(cache, page, tokens, valid, dims, FIXED, True)
+        visible = valid[None, :]
+        if QUERY_LEN > 1:
+            visible = visible & (tokens[None, :] <= last_seen[:, None])
+        acc, row_sum, row_max = accumulate(
+            acc, row_sum, row_max, queries, k, v, visible, scale_log2, PRECISION, True
+        )  # fmt: skip
+    return acc, row_sum, row_max
 
 
 def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:

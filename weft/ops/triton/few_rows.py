@@ -49,19 +49,19 @@ def _store_outputs(
 
 @triton.jit
 def add_splits(
-    acc, bias, out, partial, arrivals, block, split, num_tokens, width, stride_out,
+    acc, bias, out, partial, arrivals, place, block, split, num_tokens, width, stride_out,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """From a split's sums ``[ROWS, TOKENS]`` to the outputs of its block."""
+    """From a split's sums ``[ROWS, TOKENS]`` to the outputs of its block; ``place``: the programs that share them."""
     if SPLITS == 1:
         _store_outputs(acc, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS)
     else:
         tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        parts = partial + block * (SPLITS * ROWS * TOKENS)
+        parts = partial + place * (SPLITS * ROWS * TOKENS)
         tl.store(parts + split * (ROWS * TOKENS) + tile, acc)
         tl.debug_barrier()  # all of this program's sums are written before it is counted
-        if tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + block, 0)
+        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrivals + place, 0)
             total = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
             for part in range(SPLITS):
                 total += tl.load(parts + part * (ROWS * TOKENS) + tile, cache_modifier=".cg")

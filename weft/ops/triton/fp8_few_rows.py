@@ -186,7 +186,7 @@ def _fp8_few_rows_kernel(
     if FIXED.block == 0:
         acc = acc * tl.load(weight_scale + rows)[:, None] * of_inputs[None, :]
     add_splits(
-        acc, bias, out, partial, arrivals, block, split, num_tokens, width, stride_out,
+        acc, bias, out, partial, arrivals, block, block, split, num_tokens, width, stride_out,
         FIXED.splits, TOKENS, ROWS, FIXED.gated, FIXED.bias,
     )  # fmt: skip
 

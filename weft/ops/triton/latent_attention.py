@@ -176,7 +176,8 @@ def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: i
     )  # fmt: skip
     if merges:
         merge_kernel[(num_heads, num_seqs)](
-            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, out.stride(0),
+            out, partial, partial_lse, batch.seq_lens, batch.cu_seqlens_q, counts, num_seqs, max_splits, table_tokens,
+            out.stride(0),
             HEAD_DIM=rank, NUM_HEADS=num_heads, SPLIT=split, SPLITS=16, BLOCK_D=block_r,
             QUERY_LEN=1, MIXTURE=False, num_warps=4, **early_launch(q.device),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
@@ -19,16 +19,17 @@ def _rms_norm_kernel(
     x, residual, weight, y, total, eps, stride_x, stride_residual,
     WIDTH: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)
+    release(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    wait(EARLY)
     values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0)
     if RESIDUAL:
         values = values + tl.load(residual + row * stride_residual + columns, mask=mask, other=0.0)
         tl.store(total + row * WIDTH + columns, values, mask=mask)
     values = values.to(tl.float32)
-    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         scale += 1.0
     inverse = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)

@@ -4,7 +4,8 @@ Job: ``qk_norm_rope`` on the GPU. Owns: how many heads of how many tokens a prog
 projection, or attention.
 
 A program takes some heads of some tokens: query heads go to the output, key heads to their page, and the program of a
-key head stores the value head beside it. Arithmetic is float32 from the projection's output to the one rounding.
+key head stores the value head beside it. Angles and the norms' weights load before the projection has ended.
+Arithmetic is float32 from the projection's output to the one rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from weft.ops.e4m3 import E4M3_MAX
 from weft.ops.qkv_split import split_qkv
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
@@ -85,60 +86,82 @@ def _store(pointers, x, mask):
 
 
 @triton.jit
-def _turn_halves(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED: tl.constexpr):
-    """Normalise heads and turn their halves with one another.
+def _load_factors(p_angles, mask, weight, FIXED: tl.constexpr):
+    """What ``_turn_halves`` or ``_turn_part`` multiplies by: cosines, sines, and the norm's scales of a column and of
+    the one it turns with. Nothing of it is written by a kernel of the step.
 
-    ``p_from``, ``p_to``, ``p_angles``: ``[ROWS]`` pointers to each head and to its token's cosines and sines.
+    ``p_angles``: ``[ROWS]`` pointers to each row's cosines and sines.
     """
+    ROTARY_DIM: tl.constexpr = FIXED.rotary_dim
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    ALL: tl.constexpr = FIXED.rotary_dim == FIXED.head_dim
+    COLUMNS: tl.constexpr = FIXED.block_d // 2 if ALL else FIXED.block_d
+    WIDTH: tl.constexpr = HALF if ALL else FIXED.head_dim
+    columns = tl.arange(0, COLUMNS)
+    turns = mask[:, None] & (columns < (HALF if ALL else ROTARY_DIM))[None, :]
+    p_angles = p_angles[:, None] + (columns if ALL else columns % HALF)[None, :]
+    cos = tl.load(p_angles, mask=turns, other=1.0)
+    sin = tl.load(p_angles + HALF, mask=turns, other=0.0)
+    scale = 1.0
+    other_scale = 1.0
+    if FIXED.norm:
+        scale = _scale(weight, columns, WIDTH, FIXED.zero_centered)
+        if ALL:
+            other_scale = _scale(weight + HALF, columns, WIDTH, FIXED.zero_centered)
+        else:
+            partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
+            other_scale = _scale(
+                weight, tl.where(columns < ROTARY_DIM, partner, 0), WIDTH, FIXED.zero_centered
+            )  # fmt: skip
+    return cos, sin, scale, other_scale
+
+
+@triton.jit
+def _turn_halves(p_from, p_to, mask, factors, eps, factor, FIXED: tl.constexpr):
+    """Normalise heads and turn their halves with one another. ``p_from``, ``p_to``: ``[ROWS]`` pointers to heads."""
+    cos, sin, scale_x, scale_y = factors
     HEAD_DIM: tl.constexpr = FIXED.head_dim
-    ZERO_CENTERED: tl.constexpr = FIXED.zero_centered
     HALF: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, FIXED.block_d // 2)
     inside = mask[:, None] & (columns < HALF)[None, :]
     p_from, p_to = p_from[:, None] + columns[None, :], p_to[:, None] + columns[None, :]
-    p_angles = p_angles[:, None] + columns[None, :]
     x = tl.load(p_from, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(p_from + HALF, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(p_angles, mask=inside, other=1.0)
-    sin = tl.load(p_angles + HALF, mask=inside, other=0.0)
     if FIXED.norm:
         inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
-        x = x * inverse * _scale(weight, columns, HALF, ZERO_CENTERED)
-        y = y * inverse * _scale(weight + HALF, columns, HALF, ZERO_CENTERED)
+        x = x * inverse * scale_x
+        y = y * inverse * scale_y
     _store(p_to, (x * cos - y * sin) * factor, inside)
     _store(p_to + HALF, (y * cos + x * sin) * factor, inside)
 
 
 @triton.jit
-def _turn_part(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED: tl.constexpr):
+def _turn_part(p_from, p_to, mask, factors, eps, factor, FIXED: tl.constexpr):
     """``_turn_halves`` where only the first ``rotary_dim`` dimensions turn: those read their partner as well."""
+    cos, sin, scale_x, scale_y = factors
     HEAD_DIM: tl.constexpr = FIXED.head_dim
     ROTARY_DIM: tl.constexpr = FIXED.rotary_dim
-    ZERO_CENTERED: tl.constexpr = FIXED.zero_centered
     HALF: tl.constexpr = ROTARY_DIM // 2
     columns = tl.arange(0, FIXED.block_d)
     inside = mask[:, None] & (columns < HEAD_DIM)[None, :]
     turns = mask[:, None] & (columns < ROTARY_DIM)[None, :]
     partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
-    p_angles = p_angles[:, None] + (columns % HALF)[None, :]
     x = tl.load(p_from[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     y = tl.load(p_from[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
-    cos = tl.load(p_angles, mask=turns, other=1.0)
-    sin = tl.load(p_angles + HALF, mask=turns, other=0.0)
     if FIXED.norm:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-        x = x * inverse * _scale(weight, columns, HEAD_DIM, ZERO_CENTERED)
-        y = y * inverse * _scale(weight, tl.where(columns < ROTARY_DIM, partner, 0), HEAD_DIM, ZERO_CENTERED)
+        x = x * inverse * scale_x
+        y = y * inverse * scale_y
     x = x * cos + y * tl.where((columns < HALF)[None, :], -sin, sin)
     _store(p_to[:, None] + columns[None, :], x * factor, inside)
 
 
 @triton.jit
-def _norm_rope(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED: tl.constexpr):
+def _norm_rope(p_from, p_to, mask, factors, eps, factor, FIXED: tl.constexpr):
     if FIXED.rotary_dim == FIXED.head_dim:
-        _turn_halves(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED)
+        _turn_halves(p_from, p_to, mask, factors, eps, factor, FIXED)
     else:
-        _turn_part(p_from, p_to, p_angles, mask, weight, eps, factor, FIXED)
+        _turn_part(p_from, p_to, mask, factors, eps, factor, FIXED)
 
 
 @jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -148,7 +171,7 @@ def _qk_norm_rope_kernel(
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some query heads, or some key and value heads, of some tokens, as rows."""
-    enter(EARLY)
+    release(EARLY)
     NUM_HEADS: tl.constexpr = FIXED.num_heads
     NUM_KV_HEADS: tl.constexpr = FIXED.num_kv_heads
     HEAD_DIM: tl.constexpr = FIXED.head_dim
@@ -164,9 +187,11 @@ def _qk_norm_rope_kernel(
         heads = program * HEADS + row % HEADS
         mask = (tokens < num_tokens) & (heads < NUM_HEADS)
         p_angles = cos_sin + tl.load(positions + tokens, mask=mask, other=0) * ROTARY_DIM
+        factors = _load_factors(p_angles, mask, q_norm, FIXED)
+        wait(EARLY)
         _norm_rope(
-            q + tokens * stride_qkv + heads * HEAD_DIM, q_out + (tokens * NUM_HEADS + heads) * HEAD_DIM, p_angles,
-            mask, q_norm, eps, tl.load(k_scale) if FIXED.scaled else 1.0, FIXED,
+            q + tokens * stride_qkv + heads * HEAD_DIM, q_out + (tokens * NUM_HEADS + heads) * HEAD_DIM, mask, factors,
+            eps, tl.load(k_scale) if FIXED.scaled else 1.0, FIXED,
         )  # fmt: skip
         return
     row = tl.arange(0, TOKENS * KV_HEADS)
@@ -176,11 +201,13 @@ def _qk_norm_rope_kernel(
     p_angles = cos_sin + tl.load(positions + tokens, mask=mask, other=0) * ROTARY_DIM
     inside = tokens * stride_qkv + heads * HEAD_DIM
     stored = (tl.load(slot_mapping + tokens, mask=mask, other=0) * NUM_KV_HEADS + heads) * HEAD_DIM
+    factors = _load_factors(p_angles, mask, k_norm, FIXED)
+    wait(EARLY)
     dims = tl.arange(0, FIXED.block_d)[None, :]
     inner = mask[:, None] & (dims < HEAD_DIM)
     values = tl.load((v + inside)[:, None] + dims, mask=inner, other=0.0)
     k_factor = 1.0 / tl.load(k_scale) if FIXED.scaled else 1.0
-    _norm_rope(k + inside, k_cache + stored, p_angles, mask, k_norm, eps, k_factor, FIXED)
+    _norm_rope(k + inside, k_cache + stored, mask, factors, eps, k_factor, FIXED)
     v_factor = 1.0 / tl.load(v_scale) if FIXED.scaled else 1.0
     _store((v_cache + stored)[:, None] + dims, values.to(tl.float32) * v_factor, inner)
 

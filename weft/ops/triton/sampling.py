@@ -14,9 +14,9 @@ All three filters keep what lies above some value of the row, its threshold, sea
 
 Then every row is sampled:
 
-    draw       programs per block of tokens: the best score of the block. Greedy: the logit. Otherwise
+    draw       programs per block of tokens: its largest logit, and its best score. Greedy: the logit. Otherwise
                ``logit / temperature - log(E)``, the logarithm of ``p / E`` up to a constant of the row (Gumbel-max).
-    pick       one program per row: the best block, the lower id among equals.
+    pick       one program per row: the best block, the lower id among equals; and whether the largest logit is finite.
 
 Sums run in a fixed order inside a row, so a row's token depends on nothing else in the batch.
 """
@@ -268,9 +268,9 @@ def _threshold_kernel(
     tl.store(thresholds + index, threshold)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["largest_logits"])
 def _draw_kernel(
-    logits, temperatures, thresholds, seeds, positions, best_scores, best_tokens, stride,
+    logits, temperatures, thresholds, seeds, positions, best_scores, best_tokens, largest_logits, stride,
     GREEDY_BELOW: tl.constexpr, ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -279,6 +279,7 @@ def _draw_kernel(
     index = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + index.to(tl.int64) * stride + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
+    tl.store(largest_logits + index * BLOCKS + block, tl.max(tl.where(x == x, x, float("inf")), 0))
     if not ALL_GREEDY:
         temperature = tl.load(temperatures + index)
         if temperature >= GREEDY_BELOW:
@@ -293,14 +294,19 @@ def _draw_kernel(
     tl.store(best_tokens + index * BLOCKS + block, block * BLOCK + place.to(tl.int32))
 
 
-@jit
-def _pick_kernel(best_scores, best_tokens, out, BLOCKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr):
+@jit(do_not_specialize_on_alignment=["largest_logits"])
+def _pick_kernel(
+    best_scores, best_tokens, largest_logits, out, not_finite,
+    BLOCKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     enter(EARLY)
     index = tl.program_id(0)
     blocks = tl.arange(0, LANES)
     inside = blocks < BLOCKS
     scores = tl.load(best_scores + index * BLOCKS + blocks, mask=inside, other=float("-inf"))
     tokens = tl.load(best_tokens + index * BLOCKS + blocks, mask=inside, other=2147483647)
+    largest = tl.max(tl.load(largest_logits + index * BLOCKS + blocks, mask=inside, other=float("-inf")), 0)
+    tl.store(not_finite + index, (tl.abs(largest) == float("inf")).to(tl.uint8))
     wins = scores == tl.max(scores, 0)
     tl.store(out + index, tl.min(tl.where(wins, tokens, 2147483647), 0).to(tl.int64))
 
@@ -347,7 +353,7 @@ def sample_triton(
     all_greedy: bool,
     candidates: int,
     uses_min_p: bool,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``sample`` of ``weft/ops/sampling.py``; logits may have any float dtype.
 
     Rows without a filter skip the search on the device: a captured graph passes ``candidates`` other than 0 once and
@@ -361,16 +367,17 @@ def sample_triton(
         _thresholds(logits, (temperature, top_k, top_p, min_p), thresholds)
     block = min(_DRAW_BLOCK, next_power_of_2(vocab_size))
     blocks = cdiv(vocab_size, block)
-    scores = torch.empty((num_rows, blocks), dtype=torch.float32, device=logits.device)
+    scores, largest = torch.empty((2, num_rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, blocks), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    not_finite = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
     _draw_kernel[(blocks, num_rows)](
-        logits, temperature, thresholds, seeds, positions, scores, tokens, logits.stride(0),
+        logits, temperature, thresholds, seeds, positions, scores, tokens, largest, logits.stride(0),
         GREEDY_BELOW=GREEDY_BELOW, ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, BLOCKS=blocks,
         BLOCK=block, num_warps=4, **early_launch(logits.device),
     )  # fmt: skip
     _pick_kernel[(num_rows,)](
-        scores, tokens, out, BLOCKS=blocks, LANES=next_power_of_2(blocks), num_warps=1,
+        scores, tokens, largest, out, not_finite, BLOCKS=blocks, LANES=next_power_of_2(blocks), num_warps=1,
         **early_launch(logits.device),
     )  # fmt: skip
-    return out
+    return out, not_finite.view(torch.bool)

@@ -1,16 +1,16 @@
 """Linear layers for a few rows: the weight streams through once, at the speed of memory.
 
-Job: ``linear`` and ``linear_silu_mul`` on the GPU for up to 64 rows, where the matrix library leaves bandwidth unused.
+Job: ``linear`` and ``linear_silu_mul`` on the GPU for up to 256 rows, where the matrix library leaves bandwidth unused.
 Owns: the kernel, and for which sizes it runs (``skinny_linear_h200.json``, written by ``benchmarks/kernels/linear.py
 --tune``). Does not know: layers.
 
-A program computes ``rows`` outputs of all tokens. Three ways to multiply: ``sum`` keeps partial sums per token and lane
-and adds the lanes up at the end (up to 8 tokens); ``dot`` uses the tensor cores, with the weight as the left operand,
-which streams through a pipeline; ``held`` does the same with the weight in registers. Where one program per block of
-rows cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its sums, and the last one to
-arrive adds them in order. Nothing depends on the order in which programs run, nor one token's output on another token.
-No kernel writes weights, so ``sum`` and ``held`` load a program's whole share before the kernel before this one has
-ended.
+A program computes ``rows`` outputs of up to ``tokens`` tokens; programs of the same outputs run side by side, so that
+memory is read once. Three ways to multiply: ``sum`` keeps partial sums per token and lane and adds the lanes up at the
+end (up to 8 tokens); ``dot`` uses the tensor cores, with the weight as the left operand, which streams through a
+pipeline; ``held`` does the same with the weight in registers. Where one program per block of rows cannot fill the GPU,
+``splits`` programs share the inner dimension: each writes its sums, and the last one to arrive adds them in order.
+Nothing depends on the order in which programs run, nor one token's output on another token. No kernel writes weights,
+so ``sum`` and ``held`` load a program's whole share before the kernel before this one has ended.
 
 The number of tokens is padded to a power of two, so that few kernels are compiled; the padding repeats the last token.
 """
@@ -35,7 +35,7 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import has_table
 
-MAX_TOKENS = 64
+MAX_TOKENS = 256
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
@@ -54,6 +54,7 @@ class Config(NamedTuple):
         warps: per program.
         stages: of the software pipeline (``dot``).
         splits: programs that share the inner dimension.
+        tokens: of a program at most.
     """
 
     method: str
@@ -62,6 +63,7 @@ class Config(NamedTuple):
     warps: int
     stages: int = 1
     splits: int = 1
+    tokens: int = 64
 
 
 @triton.jit
@@ -160,9 +162,15 @@ def _skinny_linear_kernel(
     DOT: tl.constexpr, HELD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension."""
-    block = tl.program_id(0)
+    """A block of outputs of a block of tokens, by ``program_id(0)``; share ``program_id(1)`` of the inner dimension."""
+    place = tl.program_id(0)
     split = tl.program_id(1)
+    token_blocks = tl.cdiv(num_tokens, TOKENS)
+    block = place // token_blocks
+    first_token = place % token_blocks * TOKENS
+    x += first_token.to(tl.int64) * stride_x
+    out += first_token.to(tl.int64) * stride_out
+    num_tokens -= first_token
     first = split * SPAN
     weight_rows = weight + rows_of_block(block, width, ROWS, GATED).to(tl.int64)[:, None] * DEPTH
     release(EARLY)
@@ -180,7 +188,7 @@ def _skinny_linear_kernel(
     else:
         acc = _sum_products(x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, VECTOR, EVEN)
     add_splits(
-        acc, bias, out, partial, arrivals, block, split, num_tokens, width, stride_out,
+        acc, bias, out, partial, arrivals, place, block, split, num_tokens, width, stride_out,
         SPLITS, TOKENS, ROWS, GATED, BIAS,
     )  # fmt: skip
 
@@ -229,7 +237,7 @@ def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
 def launch_options(
     config: Config, inner: int, tokens: int, dtype: torch.dtype, *, silu_mul: bool, bias: bool
 ) -> dict[str, Any]:
-    """Compile-time arguments of the kernel for an inner size and a padded number of tokens."""
+    """Compile-time arguments of the kernel for an inner size and a program's tokens."""
     span = cdiv(cdiv(inner, config.splits), config.inner) * config.inner
     even = inner == span * config.splits
     assert config.method != "sum" or tokens <= MAX_SUM_TOKENS
@@ -251,17 +259,17 @@ def skinny_linear_triton(
     silu_mul: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``1 <= T <= 64``. ``out``: where to; it
-    may be a slice of wider rows."""
+    """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``T >= 1``. ``out``: where to; it may
+    be a slice of wider rows."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
-    tokens = next_power_of_2(num_tokens)
+    tokens = min(next_power_of_2(num_tokens), config.tokens)
     outputs, width = (config.rows // 2, rows // 2) if silu_mul else (config.rows, rows)
-    blocks = cdiv(width, outputs)
+    programs = cdiv(width, outputs) * cdiv(num_tokens, tokens)
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     if out is None:
         out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    partial, arrivals = workspace(blocks, config.splits, config.rows, tokens, out)
-    _skinny_linear_kernel[(blocks, config.splits)](
+    partial, arrivals = workspace(programs, config.splits, config.rows, tokens, out)
+    _skinny_linear_kernel[(programs, config.splits)](
         x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, width, x.stride(0),
         out.stride(0),
         **launch_options(config, inner, tokens, x.dtype, silu_mul=silu_mul, bias=bias is not None),
