@@ -114,9 +114,12 @@ def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
             assert graphs is None if mode == "NONE" else graphs is not None and graphs.counters.replays
 
 
-@pytest.fixture(scope="module", params=["NONE", "FULL_DECODE_ONLY"])
+COLUMNS = {"NONE": "Qwen3NextForCausalLM", "FULL_DECODE_ONLY": "Qwen3_5ForCausalLM"}
+
+
+@pytest.fixture(scope="module", params=COLUMNS)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path_factory.mktemp("mtp"))
+    folder, _ = make_mtp_checkpoint(COLUMNS[request.param], tmp_path_factory.mktemp("mtp"))
     with open_engines(folder, request.param) as engines:
         yield engines
 
@@ -170,7 +173,7 @@ def test_an_aborted_request_leaves_the_others_alone(engines: Engines) -> None:
     prompts = [[5, 6, 7], [9] * 12, [8, 8]]
     params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 3
     expected = [output.outputs[0].token_ids for output in engines.expect(prompts, params)]
-    found = [output.outputs[0].token_ids for output in run(engines.following, prompts, params, abort_after=14)]
+    found = [output.outputs[0].token_ids for output in run(engines.following, prompts, params, abort_after=6)]
     assert found[1:] == expected[1:] and found[0] == expected[0][: len(found[0])] and len(found[0]) < 30
 
 
