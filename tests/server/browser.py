@@ -82,7 +82,8 @@ class Browser:
 
     def send(self, text: str) -> None:
         message = self.one("#message")
-        message.send_keys(text)
+        self.script("arguments[0].focus()", message)
+        self.driver.execute_cdp_cmd("Input.insertText", {"text": text})  # all keys at once
         message.send_keys(Keys.ENTER)
 
     def ask(self, text: str) -> WebElement:
