@@ -27,6 +27,7 @@ class DraftSlots:
         allocate_pages: Callable[[Lease, int], list[int] | None],
     ) -> None:
         self._spec, self._slots, self._evictor, self._states = spec, slots, evictor, states
+        self._has_states = spec.has_states
         self._allocate_pages = allocate_pages
 
     def allocate(self, lease: Lease, start: int, num_drafts: int) -> int:
@@ -34,7 +35,7 @@ class DraftSlots:
         slots for these are then there. Under ``aligned`` it ends where a state has to be kept."""
         if self._states.at_multiples:
             num_drafts = min(num_drafts, self._states.alignment - 1 - start % self._states.alignment)
-        if self._spec.has_states:
+        if self._has_states:
             spare = lease.drafts.spare
             while len(spare) < num_drafts and (slot := self._evictor.take_slot()) is not None:
                 spare.append(slot)
@@ -51,7 +52,7 @@ class DraftSlots:
 
     def store(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
         """``(position, slot)`` of the states that a step from ``start`` stores. Call it when the step is launched."""
-        if not self._spec.has_states:
+        if not self._has_states:
             return []
         checkpoints, end = lease.drafts.begin(start, num_drafts, lease.state_slot), start + 1 + num_drafts
         slot = self._evictor.take_slot() if self._states.takes_snapshot(end) else None
@@ -69,7 +70,7 @@ class DraftSlots:
     def follow(self, lease: Lease, start: int) -> tuple[list[tuple[int, int]], int]:
         """The ``(position, slot)`` pairs of a step that follows an unsettled one, if that is accepted wholly up to
         ``start``, and the slot of the state after its last token."""
-        if not self._spec.has_states:
+        if not self._has_states:
             return [], 0
         *before, last = lease.drafts.follow()
         return list(zip(range(start + 1, start + 1 + len(before)), before, strict=True)), last

@@ -164,18 +164,21 @@ class StepRunner:
 
     def _launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
         self._sampling.set_processors(processors)
-        requests = scheduler_output.requests
-        sampled = sampled_positions(requests) if self.builder.num_drafts else [r for r in requests if r.samples]
         shape = self.builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
         whole = shape.query_len and self._drafts_on_device  # also without a graph: what it leaves stays on the device
         if whole or (choice.mode is GraphMode.FULL and (shape.is_decode or shape.query_len)):
-            return self._launch_whole(scheduler_output, sampled, shape, choice)
-        return self._launch_batch(scheduler_output, sampled, shape, choice)
+            return self._launch_whole(scheduler_output, shape, choice)
+        return self._launch_batch(scheduler_output, shape, choice)
 
-    def _launch_whole(
-        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
-    ) -> PendingStep:
+    def _sampled(self, requests: list[ScheduledRequest], query_len: int = 0) -> list[ScheduledRequest]:
+        """A request for every token that is sampled, in order. In a graph of verifications (``query_len``) the tokens
+        are sampled by then: the drafts before each position matter only if somebody's logits are edited."""
+        if query_len and not self._sampling.edited(requests):
+            return [request for request in requests for _ in range(query_len)]
+        return sampled_positions(requests) if self.builder.num_drafts else [r for r in requests if r.samples]
+
+    def _launch_whole(self, scheduler_output: SchedulerOutput, shape: StepShape, choice: Choice) -> PendingStep:
         """Run a whole step, in which every sequence decodes, or verifies equally many drafts, as one function."""
         is_graph = choice.mode is GraphMode.FULL
         size = choice.size if is_graph else shape.num_seqs
@@ -190,6 +193,7 @@ class StepRunner:
             replayed = graphs.replay(size, shape.num_seqs)
         else:
             replayed = self.functions.verify(size)
+        sampled = self._sampled(scheduler_output.requests, shape.query_len)
         result = self._sample(replayed.logits, sampled, replayed)
         drafts = result.drafts
         if drafts is None and replayed.hidden_states is not None:  # other tokens were sampled than in the graph
@@ -208,11 +212,9 @@ class StepRunner:
         acceptance = result.acceptance if result is not None else None
         return self._draft(scheduler_output.requests, shape, hidden_states, acceptance)
 
-    def _launch_batch(
-        self, scheduler_output: SchedulerOutput, sampled: list[ScheduledRequest], shape: StepShape, choice: Choice
-    ) -> PendingStep:
+    def _launch_batch(self, scheduler_output: SchedulerOutput, shape: StepShape, choice: Choice) -> PendingStep:
         """Run any batch as chosen: its forward pass, then what it samples."""
-        sample_size = None
+        sampled, sample_size = self._sampled(scheduler_output.requests), None
         if choice.mode is not GraphMode.NONE:
             self.builder.pad_mixture(shape, choice.size)
             sample_size = self.graphs.sample_size(shape.num_samples) if sampled else None
