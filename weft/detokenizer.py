@@ -54,7 +54,8 @@ class ByteLevelDetokenizer:
 
     def extend(self, token_ids: Sequence[int]) -> str:
         table = self._table
-        text = self._decode(b"".join([table[i] for i in token_ids]))
+        one = len(token_ids) == 1
+        text = self._decode(table[token_ids[0]] if one else b"".join([table[i] for i in token_ids]))
         return self._told(text) if self._is_within else text
 
     def finish(self) -> str:

@@ -91,7 +91,11 @@ class ResponseStream:
         changed = sorted(self._changed) if len(self._changed) > 1 else list(self._changed)
         self._changed.clear()
         self._catch_up(changed)
-        return [(index, delta) for index in changed for delta in self.outputs[index].deltas()]
+        deltas: list[PromptDelta] = []
+        for index in changed:
+            for delta in self.outputs[index].deltas():
+                deltas.append((index, delta))  # a comprehension costs a call, and this runs for every token
+        return deltas
 
     async def results(self) -> list[RequestOutput]:
         """Wait for the end of every completion. Raises EngineDeadError as above."""
@@ -179,4 +183,7 @@ class ResponseStream:
 
 
 def _has_end(deltas: list[PromptDelta]) -> bool:
-    return any(delta.finish_reason is not None for _, delta in deltas)
+    for _, delta in deltas:  # noqa: SIM110  # a generator costs more, and this runs for every token
+        if delta.finish_reason is not None:
+            return True
+    return False

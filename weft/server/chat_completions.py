@@ -287,7 +287,10 @@ class ChatAnswer:
 
     def content(self, deltas: list[PromptDelta]) -> bytes:
         """The events of some news, perhaps none."""
-        return b"".join([self._event(delta) for _, delta in deltas])
+        content = b""
+        for _, delta in deltas:
+            content += self._event(delta)
+        return content
 
     def _event(self, delta: CompletionDelta) -> bytes:
         if self._is_text(delta):
