@@ -12,6 +12,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -216,7 +217,7 @@ def text_alone(requests: Requests, repeats: int) -> dict[str, Any]:
 
 def make(model: str, args: argparse.Namespace, **more: Any) -> EngineCore:
     settings = {"max_model_len": 32768, "max_num_seqs": 64, "load_format": "dummy", "skip_tokenizer_init": True}
-    return EngineCore(resolve(model=str(CONFIGS / model), **(settings | more | json.loads(args.settings))))
+    return EngineCore(resolve(model=os.path.relpath(CONFIGS / model), **(settings | more | json.loads(args.settings))))
 
 
 def release(core: EngineCore) -> None:
