@@ -41,7 +41,8 @@ ON_GPU = DEVICE == "cuda"
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
 WINDOWS = {"gpt-oss": (64, 8, 64, 128), "gemma3": (8, 4, 256, 1024)}
 PREPARE_SHAPES = [
-    kda.Shape(*s) for s in ((64, 8, 128), (64, 8, None), (128, 8, None), (32, 8, 128), (32, 4, 128), (32, 4, 168))
+    kda.Shape(*s)
+    for s in ((128, 8, None), (128, 16, None), (128, 16, 64), (64, 8, None), (64, 8, 128), (64, 4, None), (32, 8, 128))
 ]
 TILES = [Tile(*t) for t in ((32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 8, 2))]
 SHAPES = [

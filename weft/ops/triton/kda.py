@@ -79,7 +79,7 @@ def kda_gates_triton(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tu
 
 
 class Shape(NamedTuple):
-    """How the first kernel goes through a chunk: channels at a time, warps, and registers of a thread at most."""
+    """Of the first kernel: channels at a time, warps, and registers of a thread at most."""
 
     channels: int
     warps: int
@@ -88,7 +88,7 @@ class Shape(NamedTuple):
 
 def _choose_shape(dtype: torch.dtype) -> Shape:
     """Measured on an H200; see ``benchmarks/kernels/kda.py``."""
-    return Shape(32, 8, None) if dtype == torch.float32 else Shape(64, 8, 128)
+    return Shape(32, 8, None) if dtype == torch.float32 else Shape(128, 8, None)
 
 
 class Fixed(NamedTuple):
@@ -114,11 +114,11 @@ class Fixed(NamedTuple):
 
 @jit(do_not_specialize_on_alignment=METADATA)
 def _prepare_kernel(
-    q, k, g, beta, keys, solve, attention, own, sums, decays, chunk_start, chunk_length, stride_q, stride_k,
+    q, k, g, beta, keys, system, attention, own, sums, decays, chunk_start, chunk_length, stride_q, stride_k,
     H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head: the solve matrix, the attention inside the chunk, and keys and queries with their decays."""
+    """One chunk and head: A and the attention inside the chunk, and keys and queries with their decays."""
     enter(EARLY)
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunk_length + i_chunk)
@@ -128,8 +128,8 @@ def _prepare_kernel(
     tile = (i_chunk * H + i_head).to(tl.int64)
     o_row, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     valid = o_row < length
-    rows = (start + o_row)[:, None]
-    mask = valid[:, None] & (o_k < K)[None, :]
+    i, j = o_row[:, None], o_row[None, :]
+    rows, mask = start + i, valid[:, None] & (o_k < K)[None, :]
     p_k, p_q = k + rows * stride_k + i_head * K, q + rows * stride_q + i_head * K
     k_float = tl.load(p_k + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
     q_float = tl.load(p_q + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -138,48 +138,67 @@ def _prepare_kernel(
     scale: tl.constexpr = K**-0.5
     tl.store(own + tile * CHUNK + o_row, tl.sum(q_float * k_float, 1) * (q_norm * k_norm) * scale)
 
-    i, j = o_row[:, None], o_row[None, :]
     kk = tl.zeros([CHUNK, CHUNK], tl.float32)
     qk = tl.zeros([CHUNK, CHUNK], tl.float32)
-    levels = 0  # that the chunk's length needs: a loop of unknown length is not unrolled, and takes half the registers
+    levels = 0  # that the chunk's length needs; a loop of unknown length is not unrolled
     for doubling in tl.static_range(LEVELS):
         levels += (length > 1 << doubling).to(tl.int32)
     for first in range(0, K, BLOCK):
         o_c = first + tl.arange(0, BLOCK)
         c_mask = (o_c < K)[None, :]
         inside = valid[:, None] & c_mask
-        b_k = tl.load(p_k + o_c[None, :], mask=inside, other=0.0).to(tl.float32) * k_norm[:, None]
-        b_q = tl.load(p_q + o_c[None, :], mask=inside, other=0.0).to(tl.float32) * q_norm[:, None]
+        b_k = tl.load(p_k + o_c[None, :], mask=inside, other=0.0)
+        b_q = tl.load(p_q + o_c[None, :], mask=inside, other=0.0)
         b_g = tl.load(g + (rows * H + i_head) * K + o_c[None, :], mask=inside, other=0.0)
         b_sum = tl.cumsum(b_g, 0)
         p_sums = sums + tile * CHUNK * K + o_c[None, :]
         tl.store(p_sums + i * K, b_sum, mask=c_mask)
-        to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for what still counts there
         p_keys = keys + tile * 3 * CHUNK * K + i * K + o_c[None, :]
         dtype = keys.dtype.element_ty
-        from_start = tl.exp(b_sum)
-        tl.store(p_keys, (b_k * from_start).to(dtype), mask=c_mask)
-        tl.store(p_keys + CHUNK * K, (b_q * (from_start * scale)).to(dtype), mask=c_mask)
-        tl.store(p_keys + 2 * CHUNK * K, (b_k * tl.exp(to_end)).to(dtype), mask=c_mask)
+        from_start, wide_k = tl.exp(b_sum), b_k.to(tl.float32)
+        tl.store(p_keys, (wide_k * (from_start * k_norm[:, None])).to(dtype), mask=c_mask)
+        from_start = b_q.to(tl.float32) * (from_start * (q_norm * scale)[:, None])
+        tl.store(p_keys + CHUNK * K, from_start.to(dtype), mask=c_mask)
+        to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for what still counts there
+        tl.store(p_keys + 2 * CHUNK * K, (wide_k * (tl.exp(to_end) * k_norm[:, None])).to(dtype), mask=c_mask)
         tl.store(decays + tile * K + o_c, tl.exp(tl.sum(b_g, 0)), mask=o_c < K)
         tl.debug_barrier()
         for level in range(levels):
+            # Sums are read again at every level, which takes fewer registers.
             border = (i >> (level + 1) << (level + 1)) + (1 << level) - 1
-            factor = tl.exp(-tl.abs(b_sum - tl.load(p_sums + border * K, mask=c_mask, other=0.0)))
-            near = (b_k * factor).to(OPERAND)
-            pair = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+            at_border = tl.load(p_sums + border * K, mask=c_mask, other=0.0)
+            factor = tl.exp(-tl.abs(tl.load(p_sums + i * K, mask=c_mask, other=0.0) - at_border))
+            near = (b_k.to(tl.float32) * (factor * k_norm[:, None])).to(OPERAND)
+            near_q = (b_q.to(tl.float32) * (factor * q_norm[:, None])).to(OPERAND)
+            pair = ((i ^ j) >> level == 1) & (i > j)
             kk += tl.where(pair, tl.dot(near, tl.trans(near), input_precision=PRECISION), 0.0)
-            near_q = (b_q * factor).to(OPERAND)
             qk += tl.where(pair, tl.dot(near_q, tl.trans(near), input_precision=PRECISION), 0.0)
     square = tile * CHUNK * CHUNK + i * CHUNK + j
     tl.store(attention + square, (qk * scale).to(attention.dtype.element_ty))
-    system = kk * tl.load(beta + (start + o_row) * H + i_head, mask=valid, other=0.0)[:, None]
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, system, 0.0)
-    for doubling in tl.static_range(1, LEVELS):
-        below = tl.where((i >> (doubling + 1) == j >> (doubling + 1)) & (i >> doubling != j >> doubling), system, 0.0)
-        operand = inverse.to(OPERAND)
-        product = tl.dot(operand, below.to(OPERAND), input_precision=PRECISION)
-        inverse -= tl.dot(product.to(OPERAND), operand, input_precision=PRECISION)
+    b_beta = tl.load(beta + (start + o_row) * H + i_head, mask=valid, other=0.0)
+    tl.store(system + square, (kk * b_beta[:, None]).to(OPERAND))
+
+
+@jit(do_not_specialize_on_alignment=METADATA)
+def _solve_kernel(
+    system, solve, chunk_length,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One chunk and head: ``(I + A)^-1 - I``."""
+    enter(EARLY)
+    if tl.load(chunk_length + tl.program_id(0)) == 0:
+        return
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    square = tile * CHUNK * CHUNK + i * CHUNK + j
+    b_system = tl.load(system + square)
+    operand = b_system.dtype
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, b_system, 0.0).to(tl.float32)
+    for level in tl.static_range(1, LEVELS):
+        half = inverse.to(operand)
+        product = tl.dot(half, b_system, input_precision=PRECISION).to(operand)
+        joined = ((i ^ j) >> level == 1) & (i > j)
+        inverse -= tl.where(joined, tl.dot(product, half, input_precision=PRECISION), 0.0)
     tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
 
@@ -308,14 +327,19 @@ def _prepare(
     keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, dim)
     sums, decays = g.new_empty(num_chunks, heads, CHUNK_SIZE, dim), g.new_empty(num_chunks, heads, dim)
     solve, attention = (q.new_empty(num_chunks, heads, CHUNK_SIZE, CHUNK_SIZE) for _ in range(2))
+    system = torch.empty_like(solve, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     own = g.new_empty(num_chunks, heads, CHUNK_SIZE)
-    block = max(16, next_power_of_2(dim))
+    block, levels = max(16, next_power_of_2(dim)), CHUNK_SIZE.bit_length() - 1
     _prepare_kernel[(num_chunks, heads)](
-        q, k, g, beta, keys, solve, attention, own, sums, decays, chunks.start, chunks.length,
+        q, k, g, beta, keys, system, attention, own, sums, decays, chunks.start, chunks.length,
         q.stride(0), k.stride(0),
-        H=heads, K=dim, BLOCK_K=block, BLOCK=min(shape.channels, block), CHUNK=CHUNK_SIZE,
-        LEVELS=CHUNK_SIZE.bit_length() - 1, OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16,
-        PRECISION=_precision(q.dtype),
+        H=heads, K=dim, BLOCK_K=block, BLOCK=min(shape.channels, block), CHUNK=CHUNK_SIZE, LEVELS=levels,
+        OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
         num_warps=shape.warps, maxnreg=shape.max_registers, num_stages=1, **early_launch(q.device),
+    )  # fmt: skip
+    _solve_kernel[(num_chunks, heads)](
+        system, solve, chunks.length,
+        CHUNK=CHUNK_SIZE, LEVELS=levels, PRECISION=_precision(q.dtype), num_warps=4, maxnreg=168, num_stages=1,
+        **early_launch(q.device),
     )  # fmt: skip
     return keys, solve, attention, own, decays
