@@ -1,7 +1,7 @@
 """Kimi Delta Attention in chunks, for prefill: the gated delta rule with a decay per channel of the key.
 
-Job: ``kda_gates`` and ``chunk_gated_delta_rule`` with ``g [T, H, K]`` on the GPU. Owns: the split into two launches and
-their tile shapes. Does not know: projections, convolution, norms.
+Job: ``kda_gates`` and ``chunk_gated_delta_rule`` with ``g [T, H, K]`` on the GPU. Owns: the split into three launches
+and their tile shapes. Does not know: projections, convolution, norms.
 
 As in ``gated_delta_rule.py``, but decays do not factor out of the products over channels. Inside a chunk, with G the
 running sum of g and S the state before the chunk::
@@ -16,9 +16,10 @@ first half, ``exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j)``, of which neither
 a matrix product: one per level s = 1, 2, ... 32, of rows scaled by ``exp(-|G - G_b|)`` with themselves, of which the
 entries of that level's pairs count. Normalised keys and queries are at most 1, so operands in float16 serve bfloat16
 inputs better than bfloat16. The rows ``G_b`` are read from what the program wrote before: they come from the nearest
-cache. Keys and queries with their decays are written once, for the scan.
+cache. Keys and queries with their decays are written once, for the scan. The inverse, a chain of small products, has a
+launch of its own: its programs need fewer registers, and more of them hide each other's latency.
 
-Accuracy: G is a sum of up to 64 float32 numbers, so a factor ``exp(G_i - G_j)`` is off by a relative ``64 * 2**-24``
+Accuracy: G is a sum of up to 64 float32 numbers, so a factor ``exp(G_i - G_j)`` is off by a relative ``128 * 2**-24``
 times the largest ``|G|`` of the chunk, at most; everything else is rounded as the operands are.
 
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
