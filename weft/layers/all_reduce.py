@@ -74,7 +74,7 @@ class AllReduce(nn.Module):
 
     def peers(self, x: Tensor) -> PeerBuffers | None:
         """The memory for the fused kernel, if it is to sum ``x``: not in a pass that breaks at sums, nor in a trace."""
-        if self._peers is None or self._tp.is_alone or torch.compiler.is_dynamo_compiling():
+        if self._peers is None or torch.compiler.is_dynamo_compiling() or self._tp.is_alone:
             return None
         if x.shape[0] > self._peers.max_rows:
             return None
