@@ -29,6 +29,7 @@ FROM_ELSEWHERE: dict[str, dict[str, str]] = {
         "4.25": "TB/s, what floors are counted with",
     },
     "speculation.md": {
+        "1.25": "a goal",
         "1.35": "a goal",
         "1.5": "a goal",
     },

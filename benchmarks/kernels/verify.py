@@ -24,12 +24,12 @@ from weft.forward_context import Verification
 from weft.ops.gdn_verify import gdn_verify_reference
 from weft.ops.triton.attention import paged_attention_triton
 from weft.ops.triton.gdn_decode import gdn_decode_triton
-from weft.ops.triton.gdn_verify import Shape, gdn_verify_triton
+from weft.ops.triton.gdn_verify import gdn_verify_triton
 
 MODEL = "B"
 CONTEXT, MAX_LEN = (1024, 2048) if ON_GPU else (48, 64)
 
-SHAPES = tuple(Shape(*shape) for shape in ((2, False), (4, False), (4, True), (8, False), (8, True)))
+WARPS = (4, 8, 16)
 """Tried with two drafts."""
 
 
@@ -63,15 +63,15 @@ def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
     decode = [lambda p=p: gdn_decode_triton(**one, state_slots=p[0], geometry=gdn.GEOMETRY) for p in places]
     times = {"verify_us": gdn.time_us(verify), "decode_us": gdn.time_us(decode)}
     trials = {
-        str(tuple(shape)): gdn.time_us(
+        str(warps): gdn.time_us(
             [
-                lambda p=p, shape=shape: gdn_verify_triton(
-                    **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY, shape=shape
+                lambda p=p, warps=warps: gdn_verify_triton(
+                    **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY, num_warps=warps
                 )
                 for p in places
             ]
         )
-        for shape in (SHAPES if num_drafts == 2 else ())
+        for warps in (WARPS if num_drafts == 2 else ())
     }
     state_bytes = num_seqs * gdn.HV * gdn.K * gdn.V * 4
     floor = (tokens + 1) * state_bytes / gdn.PEAK_BYTES_PER_S * 1e6

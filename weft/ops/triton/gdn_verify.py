@@ -30,21 +30,14 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
-class Shape(NamedTuple):
-    """Warps, and whether the next token's vectors load meanwhile."""
-
-    warps: int
-    prefetch: bool
-
-
-def choose_shape(state_size: int) -> Shape:
+def choose_warps(state_size: int) -> int:
     """As few warps as can hold the state, for every token is summed over all of them: on an H200 four were fastest for
-    any number of sequences, by more than half where there are few (``kernels-verify-h200.json``).
+    any number of sequences, by a third and more where there are few (``kernels-verify-h200.json``).
 
     Args:
         state_size: numbers in the state of one value head, which lie in the registers of one program.
     """
-    return Shape(min(16, max(4, state_size // 4096)), False)
+    return min(16, max(4, state_size // 4096))
 
 
 class Fixed(NamedTuple):
@@ -56,7 +49,6 @@ class Fixed(NamedTuple):
             ``GatedDeltaNetConfig``.
         block_k, block_v: powers of two that hold a state's rows and columns.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
-        prefetch: see ``Shape``.
     """
 
     num_tokens: int
@@ -70,7 +62,6 @@ class Fixed(NamedTuple):
     block_v: int
     block_g: int
     block_h: int
-    prefetch: bool
 
 
 @triton.jit
@@ -139,7 +130,6 @@ def _gdn_verify_kernel(
     V: tl.constexpr = FIXED.head_v_dim
     W: tl.constexpr = FIXED.conv_kernel
     BLOCK_G: tl.constexpr = FIXED.block_g
-    PREFETCH: tl.constexpr = FIXED.prefetch
     i_key_head, i_seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HK
     KEY_DIM: tl.constexpr = HK * K
@@ -204,21 +194,10 @@ def _gdn_verify_kernel(
 
     for i in tl.static_range(GROUP):
         b_state = tl.load(p_state + i * K * V, mask=tile_mask, other=0.0).to(tl.float32)
-        if PREFETCH:
-            q_next, k_next, v_next, gate_next, fade_next, strength_next = _load_vectors(
-                p_vectors, i, o_k, o_v, k_mask, v_mask, FIXED
-            )
         for t in range(T):
-            if PREFETCH:
-                query, key, value, b_gate, fade, strength = q_next, k_next, v_next, gate_next, fade_next, strength_next
-                p_next = p_vectors + tl.minimum(t + 1, T - 1) * VECTORS
-                q_next, k_next, v_next, gate_next, fade_next, strength_next = _load_vectors(
-                    p_next, i, o_k, o_v, k_mask, v_mask, FIXED
-                )
-            else:
-                query, key, value, b_gate, fade, strength = _load_vectors(
-                    p_vectors + t * VECTORS, i, o_k, o_v, k_mask, v_mask, FIXED
-                )
+            query, key, value, b_gate, fade, strength = _load_vectors(
+                p_vectors + t * VECTORS, i, o_k, o_v, k_mask, v_mask, FIXED
+            )
             b_out, new_state = delta_rule_step(b_state, query, key, value, fade, strength)
             stored = new_state.to(state.dtype.element_ty)
             after = tl.load(p_slots + t).to(tl.int64)
@@ -241,11 +220,11 @@ def gdn_verify_triton(
     slots: Tensor,
     geometry: GatedDeltaNetConfig,
     *,
-    shape: Shape | None = None,
+    num_warps: int | None = None,
 ) -> Tensor:
     """Triton kernel of ``gdn_verify``; all arithmetic in float32, rounded at the stores only.
 
-    ``shape`` overrides the choice of ``choose_shape`` (measurements).
+    ``num_warps`` overrides ``choose_warps`` (measurements).
     """
     (num_seqs, num_tokens), g = slots.shape, geometry
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
@@ -257,14 +236,13 @@ def gdn_verify_triton(
     vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
     if num_seqs:
         block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
-        shape = shape or choose_shape(block_k * block_v)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
-            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), shape.prefetch,
+            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group),
         )  # fmt: skip
         _gdn_verify_kernel[(g.num_k_heads, num_seqs)](
             projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
             projected.stride(0), eps,
-            FIXED=fixed, num_warps=shape.warps, **early_launch(projected.device),
+            FIXED=fixed, num_warps=num_warps or choose_warps(block_k * block_v), **early_launch(projected.device),
         )  # fmt: skip
     return out
