@@ -28,11 +28,6 @@ FROM_ELSEWHERE: dict[str, dict[str, str]] = {
     "performance.md": {
         "4.25": "TB/s, what floors are counted with",
     },
-    "speculation.md": {
-        "1.25": "a goal",
-        "1.35": "a goal",
-        "1.5": "a goal",
-    },
     "quantization.md": {
         "0.0137": "from the test that is named beside it",
         "97.6": "from the test that is named beside it",
