@@ -75,6 +75,7 @@ class AsyncEngine:
         self._token_times = token_times
         self._streams: dict[str, ResponseStream] = {}
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
+        self._untold: dict[ResponseStream, None] = {}  # have news from this turn of the event loop
         self._death: EngineDeadError | None = None
         self._numbers = itertools.count() if numbers is None else numbers
         self._looks: dict[int, asyncio.Future[wire.Inspected]] = {}
@@ -153,12 +154,20 @@ class AsyncEngine:
                     self._stop(request, stop)
             if request.finish_reason is not None:
                 self._owners.pop(request.request_id, None)
-        for stream in told:
-            stream.tell()
+        if (
+            told and not self._untold
+        ):  # what one turn of a busy loop reads is told together: each write is a system call
+            asyncio.get_running_loop().call_soon(self._tell)
+        self._untold |= told
         for listener in self._token_times if num_tokens else ():
             listener.iteration(num_tokens)
             for moment, count in previous.items():
                 listener.next_tokens(now - moment, count)
+
+    def _tell(self) -> None:
+        told, self._untold = self._untold, {}
+        for stream in told:
+            stream.tell()
 
     def _note_time(self, request: Request, now: float, previous: dict[float, int]) -> int:
         """A request got tokens. Returns how many tokens of its prompt are done by that."""
