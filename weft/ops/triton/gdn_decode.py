@@ -49,21 +49,27 @@ def choose_shape(num_programs: int) -> Shape:
 
 
 @triton.jit
-def convolve(row, weight, p_state, channels, mask, W: tl.constexpr):
-    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their next states, oldest input first.
+def load_columns(p, channels, mask, COUNT: tl.constexpr):
+    """Some rows of ``p [C, COUNT]``, column by column: the last inputs of channels, oldest first, or their taps."""
+    columns = ()
+    for j in tl.static_range(COUNT):
+        value = tl.load(p + channels * COUNT + j, mask=mask, other=0.0)
+        columns = columns + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return columns
 
-    ``p_state``: the row's states ``[C, W - 1]``.
-    """
+
+@triton.jit
+def convolve(row, taps, kept, channels, mask, W: tl.constexpr):
+    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their last ``W - 1`` inputs with the newest."""
     newest = tl.load(row + channels, mask=mask, other=0.0)
-    y = newest.to(tl.float32) * tl.load(weight + channels * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
-    kept = ()
+    y = newest.to(tl.float32) * taps[W - 1].to(tl.float32)
+    later = ()
     for j in tl.static_range(W - 1):
-        value = tl.load(p_state + channels * (W - 1) + j, mask=mask, other=0.0)
-        y += value.to(tl.float32) * tl.load(weight + channels * W + j, mask=mask, other=0.0).to(tl.float32)
+        y += kept[j].to(tl.float32) * taps[j].to(tl.float32)
         if j > 0:
-            kept = kept + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
-    kept = kept + (newest.to(p_state.dtype.element_ty),)  # type: ignore[assignment]  # noqa: RUF005
-    return y * tl.sigmoid(y), kept
+            later = later + (kept[j],)  # type: ignore[assignment]  # noqa: RUF005
+    later = later + (newest.to(kept[0].dtype),)  # type: ignore[assignment]  # noqa: RUF005
+    return y * tl.sigmoid(y), later
 
 
 @triton.jit
@@ -180,24 +186,28 @@ def _gdn_decode_kernel(
     inside = (i_key_head * GROUP) * K * V + o_k[:, None] * V + o_v[None, :]
     p_state = state + slot * HV * K * V + inside
     b_next = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0)  # under way during all of this
-    wait(EARLY)  # no kernel of this step has written the state
-    row = projected + i_row * stride_row
     p_conv = conv_state + slot * C * (W - 1)
     o_g, o_h = tl.arange(0, FIXED.block_g), tl.arange(0, FIXED.block_h)
     g_mask, h_mask = o_g < GROUP * V, o_h < GROUP
     q_channels = i_key_head * K + o_k
     k_channels = KEY_DIM + q_channels
     v_channels = 2 * KEY_DIM + i_key_head * GROUP * V + o_g
-    b_q, q_kept = convolve(row, conv_weight, p_conv, q_channels, k_mask, W)
-    b_k, k_kept = convolve(row, conv_weight, p_conv, k_channels, k_mask, W)
-    b_v, v_kept = convolve(row, conv_weight, p_conv, v_channels, g_mask, W)
     heads = i_key_head * GROUP + o_h
-    b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
-    b_a = tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
-    b_a += tl.load(dt_bias + heads, mask=h_mask, other=0.0).to(tl.float32)
+    q_kept, q_taps = load_columns(p_conv, q_channels, k_mask, W - 1), load_columns(conv_weight, q_channels, k_mask, W)
+    k_kept, k_taps = load_columns(p_conv, k_channels, k_mask, W - 1), load_columns(conv_weight, k_channels, k_mask, W)
+    v_kept, v_taps = load_columns(p_conv, v_channels, g_mask, W - 1), load_columns(conv_weight, v_channels, g_mask, W)
     rate = tl.exp(tl.load(A_log + heads, mask=h_mask, other=0.0).to(tl.float32))
+    b_a = tl.load(dt_bias + heads, mask=h_mask, other=0.0).to(tl.float32)
+    norm = tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
+    wait(EARLY)  # what is loaded until here are weights, and states that no kernel of this step has written
+    row = projected + i_row * stride_row
+    b_q, q_kept = convolve(row, q_taps, q_kept, q_channels, k_mask, W)
+    b_k, k_kept = convolve(row, k_taps, k_kept, k_channels, k_mask, W)
+    b_v, v_kept = convolve(row, v_taps, v_kept, v_channels, g_mask, W)
+    b_beta = tl.load(row + C + VALUE_DIM + heads, mask=h_mask, other=0.0).to(tl.float32)
+    b_a += tl.load(row + C + VALUE_DIM + HV + heads, mask=h_mask, other=0.0).to(tl.float32)
     gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
-    gate *= tl.sigmoid(gate) * tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
+    gate *= tl.sigmoid(gate) * norm
 
     p_vectors = vectors + (i_row * HK + i_key_head) * VECTORS
     tl.store(p_vectors + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)

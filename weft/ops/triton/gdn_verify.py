@@ -25,7 +25,7 @@ from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
-from weft.ops.triton.gdn_decode import store_inputs
+from weft.ops.triton.gdn_decode import convolve, load_columns, store_inputs
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
@@ -62,30 +62,6 @@ class Fixed(NamedTuple):
     block_v: int
     block_g: int
     block_h: int
-
-
-@triton.jit
-def _load_inputs(p_state, channels, mask, W: tl.constexpr):
-    """The last ``W - 1`` inputs of some channels, oldest first; ``p_state``: the sequence's states ``[C, W - 1]``."""
-    kept = ()
-    for j in tl.static_range(W - 1):
-        value = tl.load(p_state + channels * (W - 1) + j, mask=mask, other=0.0)
-        kept = kept + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
-    return kept
-
-
-@triton.jit
-def _convolve(row, weight, kept, channels, mask, W: tl.constexpr):
-    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their inputs with the newest one."""
-    newest = tl.load(row + channels, mask=mask, other=0.0)
-    y = newest.to(tl.float32) * tl.load(weight + channels * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
-    later = ()
-    for j in tl.static_range(W - 1):
-        y += kept[j].to(tl.float32) * tl.load(weight + channels * W + j, mask=mask, other=0.0).to(tl.float32)
-        if j > 0:
-            later = later + (kept[j],)  # type: ignore[assignment]  # noqa: RUF005
-    later = later + (newest.to(kept[0].dtype),)  # type: ignore[assignment]  # noqa: RUF005
-    return y * tl.sigmoid(y), later
 
 
 @triton.jit
@@ -158,16 +134,16 @@ def _gdn_verify_kernel(
     q_channels = i_key_head * K + o_k
     k_channels = KEY_DIM + q_channels
     v_channels = 2 * KEY_DIM + i_key_head * GROUP * V + o_g
-    q_kept = _load_inputs(p_conv, q_channels, k_mask, W)
-    k_kept = _load_inputs(p_conv, k_channels, k_mask, W)
-    v_kept = _load_inputs(p_conv, v_channels, g_mask, W)
+    q_kept, q_taps = load_columns(p_conv, q_channels, k_mask, W - 1), load_columns(conv_weight, q_channels, k_mask, W)
+    k_kept, k_taps = load_columns(p_conv, k_channels, k_mask, W - 1), load_columns(conv_weight, k_channels, k_mask, W)
+    v_kept, v_taps = load_columns(p_conv, v_channels, g_mask, W - 1), load_columns(conv_weight, v_channels, g_mask, W)
     norm = tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
     computed = ()
     states = ()
     for _ in tl.static_range(T):
-        b_q, q_kept = _convolve(row, conv_weight, q_kept, q_channels, k_mask, W)
-        b_k, k_kept = _convolve(row, conv_weight, k_kept, k_channels, k_mask, W)
-        b_v, v_kept = _convolve(row, conv_weight, v_kept, v_channels, g_mask, W)
+        b_q, q_kept = convolve(row, q_taps, q_kept, q_channels, k_mask, W)
+        b_k, k_kept = convolve(row, k_taps, k_kept, k_channels, k_mask, W)
+        b_v, v_kept = convolve(row, v_taps, v_kept, v_channels, g_mask, W)
         decay, beta = _gates(row, A_log, dt_bias, i_key_head * GROUP + o_h, h_mask, C, VALUE_DIM, FIXED)
         gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
         gate *= tl.sigmoid(gate) * norm

@@ -20,7 +20,7 @@ from weft.config.kimi import KimiDeltaConfig
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gated_delta_rule import l2_normalize
-from weft.ops.triton.gdn_decode import Shape, convolve, step_head, store_inputs
+from weft.ops.triton.gdn_decode import Shape, convolve, load_columns, step_head, store_inputs
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
@@ -80,9 +80,13 @@ def _kda_decode_kernel(
     wait(EARLY)
     row, p_conv = projected + i_row * stride_row, conv_state + slot * 3 * H * K * (W - 1)
     channels = head * K + o_k
-    b_q, q_kept = convolve(row, conv_weight, p_conv, channels, mask, W)
-    b_k, k_kept = convolve(row, conv_weight, p_conv, H * K + channels, mask, W)
-    b_v, v_kept = convolve(row, conv_weight, p_conv, 2 * H * K + channels, mask, W)
+    k_channels, v_channels = H * K + channels, 2 * H * K + channels
+    q_kept, q_taps = load_columns(p_conv, channels, mask, W - 1), load_columns(conv_weight, channels, mask, W)
+    k_kept, k_taps = load_columns(p_conv, k_channels, mask, W - 1), load_columns(conv_weight, k_channels, mask, W)
+    v_kept, v_taps = load_columns(p_conv, v_channels, mask, W - 1), load_columns(conv_weight, v_channels, mask, W)
+    b_q, q_kept = convolve(row, q_taps, q_kept, channels, mask, W)
+    b_k, k_kept = convolve(row, k_taps, k_kept, k_channels, mask, W)
+    b_v, v_kept = convolve(row, v_taps, v_kept, v_channels, mask, W)
     beta = sigmoid(tl.load(row + 3 * H * K + head).to(tl.float32))
     forget = tl.load(f + i_row * stride_f + channels, mask=mask, other=0.0).to(tl.float32)
     forget += tl.load(dt_bias + channels, mask=mask, other=0.0).to(tl.float32)
@@ -97,8 +101,8 @@ def _kda_decode_kernel(
     tl.store(p_vectors + 4 * K + o_k, b_gate, mask=mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
     store_inputs(p_conv, q_kept, channels, mask, W)
-    store_inputs(p_conv, k_kept, H * K + channels, mask, W)
-    store_inputs(p_conv, v_kept, 2 * H * K + channels, mask, W)
+    store_inputs(p_conv, k_kept, k_channels, mask, W)
+    store_inputs(p_conv, v_kept, v_channels, mask, W)
     b_q = tl.load(p_vectors + o_k, mask=mask, other=0.0)
     b_k = tl.load(p_vectors + K + o_k, mask=mask, other=0.0)
     decay = tl.load(p_vectors + 2 * K + o_k, mask=mask, other=0.0)
