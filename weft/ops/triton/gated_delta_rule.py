@@ -103,11 +103,13 @@ def _prepare_kernel(
     tl.store(attention + square, tl.where(i == j, 0.0, qk).to(attention.dtype.element_ty))
 
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, kk, 0.0)
+    below = kk.to(INVERSE)
     for level in tl.static_range(1, LEVELS):
-        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), kk, 0.0)
         operand = inverse.to(INVERSE)
-        product = tl.dot(operand, below.to(INVERSE), input_precision=PRECISION)
-        inverse -= tl.dot(product.to(INVERSE), operand, input_precision=PRECISION)
+        product = tl.dot(operand, below, input_precision=PRECISION).to(INVERSE)
+        product = tl.dot(product, operand, input_precision=PRECISION)
+        pairs = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
+        inverse = tl.where(pairs, -product, inverse)  # zero there so far
     tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
     p_vectors = vectors + (i_chunk * HV + i_head).to(tl.int64) * _VECTORS * CHUNK + o_row
@@ -199,6 +201,10 @@ def _scan_kernel(
 
     key_columns = (i_head // (HV // HK)) * K + o_k
     value_columns = i_head * V + o_v
+    keys = o_row[:, None] * stride_k + key_columns[None, :]
+    queries = o_row[:, None] * stride_q + key_columns[None, :]
+    values = o_row[:, None] * stride_v + value_columns[None, :]
+    outputs = o_row[:, None] * (HV * V) + value_columns[None, :]
     operand = q.dtype.element_ty
     start = tl.load(chunk_start + first).to(tl.int64)
     length = tl.load(chunk_length + first)
@@ -206,13 +212,14 @@ def _scan_kernel(
         # The next chunk's length is read one chunk ahead, so that the addresses of its tiles wait for nothing.
         next_length = tl.load(chunk_length + i_chunk + 1, mask=i_chunk + 1 < last, other=0)
         valid = o_row < length
-        rows = (start + o_row)[:, None]
         tile = (i_chunk * HV + i_head).to(tl.int64)
-        mask = valid[:, None] & k_mask[None, :]
-        b_k = tl.load(k + rows * stride_k + key_columns[None, :], mask=mask, other=0.0)
-        b_q = tl.load(q + rows * stride_q + key_columns[None, :], mask=mask, other=0.0)
+        mask = valid[:, None]
+        if FIXED.block_k > K:
+            mask = mask & k_mask[None, :]
+        b_k = tl.load(k + start * stride_k + keys, mask=mask, other=0.0)
+        b_q = tl.load(q + start * stride_q + queries, mask=mask, other=0.0)
         mask = valid[:, None] & v_mask[None, :]
-        b_v = tl.load(v + rows * stride_v + value_columns[None, :], mask=mask, other=0.0)
+        b_v = tl.load(v + start * stride_v + values, mask=mask, other=0.0)
         b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
         b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
         p_vectors = vectors + tile * _VECTORS * CHUNK + o_row
@@ -227,8 +234,7 @@ def _scan_kernel(
         b_state = b_state * chunk_decay
         b_state = tl.dot(tl.trans(b_k), (delta * k_to_end[:, None]).to(operand), b_state, input_precision=PRECISION)
         b_out = tl.dot(b_attention, delta.to(operand), b_out + delta * own[:, None], input_precision=PRECISION)
-        p_out = out + rows * (HV * V) + value_columns[None, :]
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + start * (HV * V) + outputs, b_out.to(out.dtype.element_ty), mask=mask)
 
         copy_slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
         if copy_slot >= 0:
@@ -276,10 +282,9 @@ def choose_tile(num_rows: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
     widest = max(16, next_power_of_2(head_v_dim))
     if dtype == torch.float32:
         return Tile(min(32, widest), 4, 1)
-    for block_v in (32, 64):
-        if num_rows * cdiv(head_v_dim, block_v) <= MULTIPROCESSORS:
-            return Tile(min(block_v, widest), 4, 3)
-    return Tile(min(64, widest), 4, 1)
+    if num_rows * cdiv(head_v_dim, 32) <= MULTIPROCESSORS:
+        return Tile(min(32, widest), 4, 3)
+    return Tile(min(64, widest), 4, 3 if num_rows * cdiv(head_v_dim, 64) <= 2 * MULTIPROCESSORS else 1)
 
 
 def chunk_gated_delta_rule_triton(
@@ -323,13 +328,15 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
     solve = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
     attention = torch.empty_like(solve)
     vectors = g.new_empty(num_chunks, num_heads, _VECTORS.value, CHUNK_SIZE)
+    # With two programs to a multiprocessor left alone, more of them gain from room for four.
+    is_crowded = q.dtype != torch.float32 and num_chunks * num_heads > 2 * MULTIPROCESSORS
     _prepare_kernel[(num_chunks, num_heads)](
         q, k, g, beta, solve, attention, vectors, chunks.start, chunks.length,
         q.stride(0), k.stride(0),
         HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, next_power_of_2(head_dim)),
         CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
         INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
-        num_warps=4, num_stages=1, **early_launch(q.device),
+        num_warps=4, num_stages=1, maxnreg=128 if is_crowded else None, **early_launch(q.device),
     )  # fmt: skip
     return solve, attention, vectors
 
