@@ -345,7 +345,7 @@ MUTANTS = (
     ),
     _mutant(
         "own-budget", "ranks agree on the smallest budget", "weft/runner/model_runner.py",
-        "budget_bytes=self._tp.least(self._cache_budget()),", "budget_bytes=self._cache_budget(),",
+        "budget_bytes=self._tp.least(self._budget_of_all()),", "budget_bytes=self._budget_of_all(),",
         "tests/runner/test_memory.py::test_the_plan_is_that_of_the_rank_with_the_least_memory",
     ),
     # -- replicas ----------------------------------------------------------------------------------------------------
