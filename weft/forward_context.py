@@ -195,6 +195,17 @@ def active_breaks() -> Breaks | None:
     return _current.breaks if _current is not None else None
 
 
+NAMED_CALL = "named_"
+"""Begins the names of split ops that ``splitting_ops`` made of functions, methods and modules."""
+
+
+def has_named_calls() -> bool:
+    """Whether such split ops break this pass. What else than rows of tokens their calls were given when they were found
+    stands for all numbers of tokens: a layer that computes few rows in another way must not do so."""
+    breaks = active_breaks()
+    return breaks is not None and any(name.startswith(NAMED_CALL) for name in breaks.names)
+
+
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make ``context`` the current one for the body.

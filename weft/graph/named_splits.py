@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.forward_context import ForwardContext, active_breaks, forward_context, get_forward_context
+from weft.forward_context import NAMED_CALL, ForwardContext, active_breaks, forward_context, get_forward_context
 from weft.graph.split_ops import SplitOp, split_op_of_inputs
 
 
@@ -162,7 +162,7 @@ class _Finding:
     """The ``breaks`` of the run that finds the calls: split ops run at once."""
 
     def __init__(self, splits: NamedSplits, names: frozenset[str]) -> None:
-        self.names, self._splits = names, splits
+        self.names, self._splits = names | {NAMED_CALL}, splits
 
     def at(self, op: SplitOp, layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         with self._splits.inside():
@@ -190,7 +190,7 @@ def _site(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
             f"returns one tensor [tokens, width] of the dtype of its first input, {tensors[0].dtype}"
         )
     plain = re.sub(r"\W", "_", target.given)
-    op = split_op_of_inputs(f"named_{plain}_{len(tensors)}", len(tensors))
+    op = split_op_of_inputs(f"{NAMED_CALL}{plain}_{len(tensors)}", len(tensors))
     name = f"{target.where}#{len(target.sites)}"
     return CallSite(name, target.original, args, dict(kwargs), (*positions, *keywords), result.shape[1], op)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.config.model import ModelConfig
 from weft.config.moe import ClampedSwiGLU
 from weft.config.sharding import divide
-from weft.forward_context import get_forward_context
+from weft.forward_context import get_forward_context, has_named_calls
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, MergedReplicatedLinear
 from weft.layers.mlp import MLP, dense_mlp
@@ -194,9 +194,11 @@ class SparseMoe(WeightModule):
         return self.experts(x, weights, ids, shared=self.shared_expert(x), shared_gate=gate)
 
     def _shared_is_routed(self, x: Tensor) -> bool:
-        """Whether the shared expert is one of each token's experts. Not in a trace, which is for any number of rows."""
-        joins = self.experts.shared_joins and not torch.compiler.is_dynamo_compiling()
-        return joins and x.shape[0] <= MOST_ROUTED_ROWS
+        """Whether the shared expert is one of each token's experts. Not in a trace, which is for any number of rows,
+        nor where calls are split off by name."""
+        if not self.experts.shared_joins or torch.compiler.is_dynamo_compiling() or has_named_calls():
+            return False
+        return x.shape[0] <= MOST_ROUTED_ROWS
 
     def _route(self, logits: Tensor, shared: bool, shared_gate: Tensor | None) -> tuple[Tensor, Tensor]:
         """``[T, E]`` -> the weights and local ids of each token's experts, ``[T, top_k]``, and of the shared one behind
