@@ -25,13 +25,20 @@ def reference() -> Any:
     return make_model(HYBRID, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID)
 
 
+NEAR = 1e-5
+"""Two log probabilities closer than this may stand in either order: processors round sums differently."""
+
+
 def check_entry(entry: LogprobsDict, token: int, want: torch.Tensor, top_n: int) -> None:
     """``entry`` holds ``token`` first and the ``top_n`` likeliest, with ranks, in order."""
-    likeliest = want.topk(top_n).indices.tolist() if top_n else []
-    assert list(entry) == list(dict.fromkeys([token, *likeliest]))
+    likeliest = [t for t in want.topk(top_n).indices.tolist() if t != token] if top_n else []
+    first, *others = entry
+    assert first == token and len(others) == len(likeliest)
+    assert not others or (want[others] - want[likeliest]).abs().max() < NEAR
     for t, logprob in entry.items():
         assert abs(logprob.logprob - want[t].item()) < 1e-4
-        assert logprob.rank == 1 + int((want > want[t]).sum())
+        above, not_below = (int((want > want[t] + side).sum()) for side in (NEAR, -NEAR))
+        assert logprob.rank is not None and above < logprob.rank <= not_below
 
 
 def check(output: RequestOutput, reference: Any, top_n: int, prompt_n: int | None) -> None:
