@@ -5,19 +5,24 @@ each other's prompts and outputs, aborts and preemptions; after every step the i
 each token against the reference's logits for the very tokens before it. Owns: the settings and the traffic. Does not
 know: how the engine works, beyond where its pools are.
 
-    python -m tests.fuzz_engine [--seconds 110] [--first 0] [--count N] [--requests N] [--drafts] [--json FILE]
-                                [--device cpu]
+    python -m tests.fuzz_engine [--seconds 110] [--first 0] [--count N] [--requests N] [--jobs N] [--drafts]
+                                [--json FILE] [--device cpu]
 
 A failure says its seed; ``--first SEED --count 1`` repeats it (with ``--drafts`` if every engine had drafts).
+``make fuzz-speculation`` sends 10,000 requests to engines that all have drafts, in ``JOBS`` processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +41,7 @@ from weft.messages import SchedulerOutput
 from weft.ops.sampling import exponential_noise
 
 ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3ForCausalLM")
+WITH_HEAD = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
 MODES = ("NONE", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 CHOICES = ["one two three", "four", "five six"]
 TOLERANCE = 2e-3
@@ -47,7 +53,7 @@ class Reference:
     """transformers' model of one architecture, and the folder that Weft loads it from."""
 
     def __init__(self, arch: str, folder: Path) -> None:
-        self.has_head = arch == ARCHITECTURES[0]
+        self.has_head = arch in WITH_HEAD
         if self.has_head:
             self.folder, _ = make_mtp_checkpoint(arch, folder, with_tokenizer=True)
         else:
@@ -84,6 +90,8 @@ class Episode:
     num_accepted: int = 0
     num_verified: int = 0
     num_cached: int = 0
+    num_followed: int = 0
+    method: str = "none"
 
     def run(self) -> None:
         self.rng = rng = random.Random(self.seed)
@@ -94,10 +102,12 @@ class Episode:
             late = None
             if self.device == "cpu" and rng.random() < 0.7:
                 late = LateDevice(self.llm, rng if rng.random() < 0.7 else None, self._poison)
-            if self.settings.get("speculative_config", {}).get("method") == "ngram":
+            self.method = self.settings.get("speculative_config", {}).get("method", "none")
+            if self.method == "ngram":
                 self._install_drafter()
             self._traffic()
-            self.num_late = late.num_late if late is not None else 0
+            if late is not None:
+                self.num_late, self.num_followed = late.num_late, late.num_followed
             stats = self.llm.stats()
             self.num_preemptions = stats.num_preemptions
             self.num_accepted = stats.spec_decode_num_accepted_tokens
@@ -148,8 +158,10 @@ class Episode:
         """The configured one, a random one, or one that is mostly right."""
         choice = self.rng.random()
         if choice < 0.3:
+            self.method = "random"
             install(self.llm, Random(self.rng))
-        elif choice < 0.7:
+        elif choice < 0.6:
+            self.method = "mostly right"
             install(self.llm, ByModel(lambda tokens: int(self.reference.logits(tokens)[-1].argmax()), self.rng))
 
     def _poison(self, step: SchedulerOutput) -> None:
@@ -165,7 +177,7 @@ class Episode:
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     def _traffic(self) -> None:
-        rng, total = self.rng, self.rng.randint(5, 16)
+        rng, total = self.rng, self.rng.randint(5, 32 if self.always_drafts else 16)
         for _ in range(MAX_STEPS):
             if len(self.sent) < total and (rng.random() < 0.4 or self.llm.is_finished()):
                 self._send()
@@ -290,6 +302,24 @@ class Episode:
             scores = scores / params.temperature - noise.log()
         return float(scores.max() - scores[token])
 
+    def figures(self) -> Counter[str]:
+        """What came and what became of it."""
+        return Counter(
+            {
+                "engines": 1,
+                f"engines with drafts by {self.method}": 1,
+                "requests": len(self.sent),
+                "aborted": sum(sent.aborted for sent in self.sent.values()),
+                "tokens": self.num_tokens,
+                "cached_prompt_tokens": self.num_cached,
+                "preemptions": self.num_preemptions,
+                "steps_that_ran_late": self.num_late,
+                "steps_that_followed": self.num_followed,
+                "verified_drafts": self.num_verified,
+                "accepted_drafts": self.num_accepted,
+            }
+        )
+
 
 def _seed_of(seed: int, index: int) -> int:
     from weft.engine.inputs import _sample_seed
@@ -298,20 +328,52 @@ def _seed_of(seed: int, index: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def figures(done: list[Episode], failed: list[int]) -> dict[str, Any]:
-    """What came and what became of it, over all engines."""
-    return {
-        "engines": len(done),
-        "requests": sum(len(e.sent) for e in done),
-        "aborted": sum(sent.aborted for e in done for sent in e.sent.values()),
-        "tokens": sum(e.num_tokens for e in done),
-        "cached_prompt_tokens": sum(e.num_cached for e in done),
-        "preemptions": sum(e.num_preemptions for e in done),
-        "steps_that_ran_late": sum(e.num_late for e in done),
-        "verified_drafts": sum(e.num_verified for e in done),
-        "accepted_drafts": sum(e.num_accepted for e in done),
-        "failed_seeds": failed,
-    }
+REFERENCES: dict[str, Reference] = {}
+"""Of this process."""
+
+
+def prepare(folder: str) -> None:
+    """Make what a process compares with."""
+    torch.set_num_threads(1)
+    own = Path(tempfile.mkdtemp(dir=folder))
+    REFERENCES.update({arch: Reference(arch, own / arch) for arch in dict.fromkeys(ARCHITECTURES)})
+
+
+def run_seed(seed: int, device: str, always_drafts: bool) -> tuple[int, Counter[str], str]:
+    """One episode: its seed, figures, and what failed (empty if nothing did)."""
+    episode, failure = Episode(seed, REFERENCES, device, always_drafts), ""
+    try:
+        episode.run()
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}\n  settings {episode.settings}"
+    return seed, episode.figures(), failure
+
+
+def in_turn(args: argparse.Namespace, folder: str) -> Iterator[tuple[int, Counter[str], str]]:
+    """The episodes in this process."""
+    prepare(folder)
+    for seed in range(args.first, args.first + args.count):
+        yield run_seed(seed, args.device, args.drafts)
+
+
+def side_by_side(args: argparse.Namespace, folder: str) -> Iterator[tuple[int, Counter[str], str]]:
+    """The episodes in ``args.jobs`` processes, in the order in which they end. What runs when the caller has enough is
+    not waited for."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(args.jobs, context, prepare, (folder,))
+    seeds, running = iter(range(args.first, args.first + args.count)), set[Future[Any]]()
+    try:
+        while True:
+            for seed in seeds:
+                running.add(pool.submit(run_seed, seed, args.device, args.drafts))
+                if len(running) == 2 * args.jobs:
+                    break
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -320,29 +382,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
     parser.add_argument("--count", type=int, default=10**9, help="episodes")
     parser.add_argument("--requests", type=int, default=10**9, help="start no episode after so many requests")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--drafts", action="store_true", help="every engine verifies drafts; otherwise half of them")
     parser.add_argument("--json", type=Path, help="write what came and what became of it there")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    started, done, failed = time.monotonic(), [], []
+    started, found, failed, seeds = time.monotonic(), Counter[str](), {}, []
     with tempfile.TemporaryDirectory() as folder:
-        references = {arch: Reference(arch, Path(folder) / arch) for arch in dict.fromkeys(ARCHITECTURES)}
-        for seed in range(args.first, args.first + args.count):
-            requests = sum(len(episode.sent) for episode in done)
-            if time.monotonic() - started > args.seconds or requests >= args.requests:
+        episodes = in_turn(args, folder) if args.jobs == 1 else side_by_side(args, folder)
+        for seed, figures, failure in episodes:
+            seeds.append(seed)
+            found += figures
+            if failure:
+                failed[seed] = failure
+                print(f"seed {seed} failed: {failure}", flush=True)
+            if time.monotonic() - started > args.seconds or found["requests"] >= args.requests:
+                episodes.close()
                 break
-            episode = Episode(seed, references, args.device, args.drafts)
-            try:
-                episode.run()
-            except Exception as error:
-                failed.append(seed)
-                print(f"seed {seed} failed: {type(error).__name__}: {error}\n  settings {episode.settings}", flush=True)
-            done.append(episode)
-    found = figures(done, failed)
-    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()))
+    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()), f"; failed: {[*failed]}")
     if args.json is not None:
-        report.write_json(args.json, report.provenance(args.device) | {"benchmark": "fuzz-engine"} | found)
+        figures = {"seeds": [min(seeds), max(seeds)], "seconds": round(time.monotonic() - started, 1)} | dict(found)
+        result = report.provenance(args.device) | {"benchmark": "fuzz-engine", "jobs": args.jobs} | figures
+        report.write_json(args.json, result | {"failed": failed})
     return 1 if failed else 0
 
 
