@@ -181,15 +181,17 @@ def test_sum_of_experts(tile: moe_sum.Tile, dtype: torch.dtype, with_shared: boo
     assert torch.equal(out, moe_sum.sum_experts(partial, weights, ids, *extra))
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 2), (7, 60, 4), (3, 512, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "on_device"), [((1, 8, 2), True), ((7, 60, 4), False), ((3, 512, 10), True)])
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_router(shape: tuple[int, int, int], renormalize: bool, on_device: bool) -> None:
+def test_router(shape: tuple[int, int, int], renormalize: bool, on_device: bool, dtype: torch.dtype) -> None:
+    """Equal logits, of which there are many in two bytes, in the order of their ids."""
     num_tokens, num_experts, top_k = shape
-    logits = torch.randn(num_tokens + 2, num_experts + 1, device=DEVICE)[:, :num_experts]
+    logits = torch.randn(num_tokens + 2, num_experts + 1, device=DEVICE).to(dtype)[:, :num_experts]
     count = torch.tensor([num_tokens], dtype=torch.int32, device=DEVICE) if on_device else num_tokens
     weights, ids = topk_router_triton(logits, top_k, renormalize=renormalize, num_tokens=count)
-    want, want_ids = logits[:num_tokens].double().softmax(-1).topk(top_k, dim=-1)
+    want_ids = logits[:num_tokens].sort(dim=-1, descending=True, stable=True)[1][:, :top_k]
+    want = logits[:num_tokens].double().softmax(-1).gather(1, want_ids)
     want = want / want.sum(-1, keepdim=True) if renormalize else want
     assert torch.equal(ids[:num_tokens].long(), want_ids)
     torch.testing.assert_close(weights[:num_tokens].double(), want, rtol=1e-5, atol=1e-8)
@@ -229,10 +231,11 @@ def test_routers_add_the_shared_expert(gated: bool) -> None:
         assert weights[4, 3] == 0
 
 
-def test_router_takes_the_lower_id_of_equals() -> None:
-    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]], device=DEVICE)
-    _, ids = topk_router_triton(logits, 4, renormalize=True, num_tokens=1)
-    assert ids.tolist() == [[1, 2, 4, 0]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_router_takes_the_lower_id_of_equals(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[-0.0, 1.0, 1.0, 0.0, 1.0, -1e-30]], device=DEVICE).to(dtype)
+    _, ids = topk_router_triton(logits, 6, renormalize=True, num_tokens=1)
+    assert ids.tolist() == [[1, 2, 4, 0, 3, 5]]
 
 
 @pytest.mark.parametrize(

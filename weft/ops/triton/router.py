@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
@@ -39,6 +39,43 @@ def _store_chosen(
     tl.store(ids + row * PLACES + places, local, mask=places < PLACES)
 
 
+@triton.jit
+def _sortable(x):
+    """Integers in the order of 2 or 4 byte floats; the two zeros are equal."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x == 0.0, 0, ordered)
+
+
+@triton.jit
+def _best_experts(values, experts, inside, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``[BLOCK_K]``: the experts with the highest values, the lower id first among equals; -1 behind them.
+
+    A maximum of 32-bit integers over a warp is one instruction on the GPU. With values of 16 bits one integer holds
+    value and id, else the lowest id of the highest value takes a second one.
+    """
+    places = tl.arange(0, BLOCK_K)
+    PACKED: tl.constexpr = values.dtype.primitive_bitwidth == 16
+    keys = _sortable(values)
+    if PACKED:
+        keys = (keys << 16) | (0xFFFF - experts)
+    keys = tl.where(inside, keys, -0x80000000)
+    chosen = tl.full([BLOCK_K], -1, dtype=tl.int32)
+    for place in tl.static_range(TOP_K):
+        best = tl.max(keys, 0)
+        if PACKED:
+            expert = 0xFFFF - (best & 0xFFFF)
+        else:
+            expert = tl.min(tl.where(keys == best, experts, 0x7FFFFFFF), 0)
+        chosen = tl.where(places == place, expert, chosen)
+        keys = tl.where(experts == expert, -0x80000000, keys)
+    return chosen
+
+
 @jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
     logits, shared_gate, weights, ids, num_tokens_ptr, num_tokens, stride_logits, stride_gate,
@@ -46,29 +83,29 @@ def _router_kernel(
     SHARED: tl.constexpr, GATED: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)
+    """A logit is higher where its probability is, and of the chosen ones alone the sum is their weights' if those are
+    renormalised."""
+    release(EARLY)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     places = tl.arange(0, BLOCK_K)
     if COUNT_ON_DEVICE:
         num_tokens = tl.load(num_tokens_ptr)
+    wait(EARLY)
     chosen_ids = tl.full([BLOCK_K], -1, dtype=tl.int32)
     chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
     if row < num_tokens:
         inside = experts < NUM_EXPERTS
-        x = tl.load(logits + row * stride_logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
-        p = tl.exp(x - tl.max(x, 0))
-        p = p / tl.sum(p, 0)
-        # One key orders by probability, then by lower id: the bits of a float >= 0 are ordered as it is.
-        keys = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (BLOCK_E - experts)
-        keys = tl.where(inside, keys, 0)
-        for place in tl.static_range(TOP_K):
-            best = tl.max(keys, 0)
-            chosen_ids = tl.where(places == place, BLOCK_E - (best & 0xFFFFFFFF).to(tl.int32), chosen_ids)
-            chosen = tl.where(places == place, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), chosen)
-            keys = tl.where(keys == best, 0, keys)
+        row_logits = logits + row * stride_logits
+        x = tl.load(row_logits + experts, mask=inside, other=float("-inf"))
+        chosen_ids = _best_experts(x, experts, inside, TOP_K, BLOCK_K)
+        best = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=float("-inf")).to(tl.float32)
+        highest = tl.max(best, 0)
+        chosen = tl.exp(best - highest)
         if RENORMALIZE:
             chosen = chosen / tl.sum(chosen, 0)
+        else:
+            chosen = chosen / tl.sum(tl.exp(x.to(tl.float32) - highest), 0)
     _store_chosen(
         weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids,
         FIRST, COUNT, TOP_K, SHARED, GATED, BLOCK_K,
@@ -103,28 +140,27 @@ def _sigmoid_router_kernel(
     SHARED: tl.constexpr, GATED: tl.constexpr, RENORMALIZE: tl.constexpr,
     COUNT_ON_DEVICE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)
+    release(EARLY)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     places = tl.arange(0, BLOCK_K)
     if COUNT_ON_DEVICE:
         num_tokens = tl.load(num_tokens_ptr)
+    wait(EARLY)
     chosen_ids = tl.full([BLOCK_K], -1, dtype=tl.int32)
     chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
     if row < num_tokens:
         inside = experts < NUM_EXPERTS
-        scores = sigmoid(tl.load(logits + row * stride_logits + experts, mask=inside, other=0.0).to(tl.float32))
-        choice = scores
+        row_logits = logits + row * stride_logits
+        choice = sigmoid(tl.load(row_logits + experts, mask=inside, other=0.0).to(tl.float32))
         if BIASED:
             choice += tl.load(bias + experts, mask=inside, other=0.0)
         choice = tl.where(inside, choice, float("-inf"))
         if TOP_GROUPS < NUM_GROUPS:
             choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, NUM_EXPERTS // NUM_GROUPS)
-        for place in tl.static_range(TOP_K):
-            best = tl.argmax(choice, 0)
-            chosen_ids = tl.where(places == place, best, chosen_ids)
-            chosen = tl.where(places == place, tl.sum(tl.where(experts == best, scores, 0.0), 0), chosen)
-            choice = tl.where(experts == best, float("-inf"), choice)
+        chosen_ids = _best_experts(choice, experts, inside, TOP_K, BLOCK_K)
+        taken = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=0.0).to(tl.float32)
+        chosen = tl.where(places < TOP_K, sigmoid(taken), 0.0)
         if RENORMALIZE:
             chosen = chosen / (tl.sum(chosen, 0) + epsilon)
         chosen *= scale
