@@ -18,7 +18,8 @@ from weft.ops.triton import early_launch
 FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
-    "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel",
+    "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
+    "_sigmoid_router_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 
