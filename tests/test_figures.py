@@ -28,6 +28,9 @@ FROM_ELSEWHERE: dict[str, dict[str, str]] = {
     "performance.md": {
         "4.25": "TB/s, what floors are counted with",
     },
+    "kernels.md": {
+        "4.25": "TB/s, what floors are counted with",
+    },
     "quantization.md": {
         "0.0137": "from the test that is named beside it",
         "97.6": "from the test that is named beside it",
