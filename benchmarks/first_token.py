@@ -4,8 +4,8 @@
 
 As ``weft bench prefill``, one request at a time with one new token; every part is timed where it is called, in
 microseconds, medians of all requests. Parts contain one another: *launch* contains *fill* and *replay*. On a GPU *wait*
-is what the host waits for the device, and *device* spans the first to the last operation of the step. ``--model`` may be
-a folder; with ``--device cpu`` the host's parts of a tiny model are measured without a GPU.
+is what the host waits for the device, and *device* spans the first to the last operation of the step. ``--model`` may
+be a folder; with ``--device cpu`` the host's parts of a tiny model are measured without a GPU.
 """
 
 from __future__ import annotations

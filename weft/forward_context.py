@@ -53,7 +53,7 @@ class Mixture:
     Attributes:
         counts: ``[3]`` int32: tokens, sequences, and how many of these decode (they come first).
         decode_slots: ``[S]`` int32, state slots of the sequences that decode, and 0 for the others.
-        max_prefills: most sequences that do not decode.
+        max_prefills: most sequences that do not decode; 0: all sequences do, and what padding rows get is arbitrary.
     """
 
     counts: Tensor
@@ -74,6 +74,24 @@ class Verification:
 
     query_len: int
     slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRows:
+    """The rows of a batch from which a token may be sampled: the last token of every sequence. The last layer computes
+    no others beyond what its caches need.
+
+    Attributes:
+        indices: ``[S]`` int64, on the flat token axis; of padding sequences that of any row but these.
+        batch: these rows as a batch of their own, of sequences with one token each.
+    """
+
+    indices: Tensor
+    batch: Batch
+
+    def of(self, x: Tensor) -> Tensor:
+        """These rows of ``[T, *]``."""
+        return x.index_select(0, self.indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +130,7 @@ class Batch:
             vision_language.py``). A captured graph that serves such tokens says so whether or not there are any.
         mixture: what the device alone knows where a captured graph serves any mixture of decodes and prefills; None
             otherwise.
+        logits_rows: set where the model returns the hidden states of these rows alone; None: of all.
     """
 
     num_tokens: int
@@ -130,6 +149,7 @@ class Batch:
     mixture: Mixture | None = None
     verification: Verification | None = None
     may_have_media: bool = False
+    logits_rows: LogitsRows | None = None
 
 
 LayerCache = Mapping[str, "Tensor"]

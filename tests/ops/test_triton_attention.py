@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import PAGE_SIZE, make_batch
-from weft.forward_context import Batch, Verification
+from weft.forward_context import Batch, Mixture, Verification
 
 from weft.ops.attention import paged_attention  # isort: skip
 from weft.ops.backend import Backend  # isort: skip
@@ -58,8 +58,11 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[:, :, : len(k)], v)
 
 
-def run(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Batch]:
-    """The kernel's output, and what each sequence should have got."""
+def run(
+    case: str, heads: tuple[int, int, int], dtype: torch.dtype, *, as_mixture: bool = False
+) -> tuple[Tensor, list[Tensor], Batch]:
+    """The kernel's output, and what each sequence should have got. ``as_mixture``: of a graph that knows how many
+    sequences there are on the device alone, and that none of them prefills."""
     query_lens, contexts, num_decodes = CASES[case]
     hq, hkv, dim = heads
     batch = on_device(make_batch(query_lens, contexts, num_decodes=num_decodes, pad_tokens=3, pad_seqs=2))
@@ -78,6 +81,9 @@ def run(case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Ten
         expected.append(plain_attention(q[begin : begin + length], k, v, dim**-0.5, sinks))
         begin += length
     out = torch.full_like(q, torch.nan)
+    if as_mixture:
+        counts = torch.tensor([batch.num_tokens, *[len(query_lens)] * 2], dtype=torch.int32, device=DEVICE)
+        batch = dataclasses.replace(batch, mixture=Mixture(counts, batch.state_slots, max_prefills=0))
     paged_attention(q, *caches, batch, scale=dim**-0.5, sinks=sinks, backend=Backend.TRITON, out=out)
     return out, expected, batch
 
@@ -91,6 +97,16 @@ def test_equals_plain_attention(case: str, heads: tuple[int, int, int], dtype: t
     error = (out[: batch.num_tokens].double() - want).norm() / want.norm()
     assert error < TOLERANCE[dtype]
     assert (out[batch.num_tokens :] == 0).all(), "padding rows are written, as zeros"
+
+
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_a_mixture_of_decodes_alone(heads: tuple[int, int, int]) -> None:
+    """The rows that the last layer of a captured pass computes: one launch, which leaves padding as it is."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    out, expected, batch = run("split decode", heads, dtype, as_mixture=True)
+    want = torch.cat(expected)
+    assert (out[: batch.num_tokens].double() - want).norm() / want.norm() < TOLERANCE[dtype]
+    assert out[batch.num_tokens :].isnan().all()
 
 
 VERIFIED = [(heads, n) for heads in HEADS for n in (2, 3, 4, 8)] if ON_GPU else [*zip(HEADS, (2, 4, 8), strict=True)]

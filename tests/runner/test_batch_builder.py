@@ -25,6 +25,7 @@ def make(rows: int = 8, recurrent: bool = True, num_drafts: int = 4) -> tuple[Ro
         num_drafts=num_drafts,
         num_drafts_at=lambda num_seqs: num_drafts,
         verifies=True,
+        ends_sparse=False,
         device=CPU,
     )
     return table, builder

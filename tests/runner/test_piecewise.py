@@ -15,11 +15,13 @@ from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.forward_context import ForwardContext, forward_context
+from weft.graph.dispatcher import Choice
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
 from weft.graph.pieces import PiecewiseModel
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.model_runner import ModelRunner
+from weft.runner.step_shape import StepShape
 
 ARCHS = ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 SETTINGS: dict[str, Any] = {
@@ -198,11 +200,11 @@ def rounding(checkpoint: Path, steps: list[list[tuple[int, int, int]]], exact: l
 
 
 def noted_states(runner: ModelRunner) -> list[torch.Tensor]:
-    """A list that receives the hidden states of every step."""
+    """A list that receives the hidden states of every token of every step."""
     forward, states = runner.steps.forward, []
 
-    def noted(*args: Any) -> torch.Tensor:
-        found = forward(*args)
+    def noted(shape: StepShape, choice: Choice, needs_all_rows: bool) -> torch.Tensor:
+        found = forward(shape, choice, True)
         states.append(found.clone())
         return found
 

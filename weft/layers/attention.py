@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.config.attention import AttentionConfig
 from weft.config.model import ModelConfig
-from weft.forward_context import get_forward_context
+from weft.forward_context import Batch, LayerCache, LogitsRows, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -117,20 +117,40 @@ class Attention(PagedAttention):
         return (-1.0, 1.0) if name == "sinks" else (0.01, 0.02)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        return self._output(self.attend(self._project(hidden_states)))
+
+    def forward_rows(self, hidden_states: Tensor, rows: LogitsRows) -> Tensor:
+        """``[T, hidden_size] -> [N, hidden_size]``: all keys and values into the cache, and the output of ``rows``."""
+        q, gate = self._rotate_and_store(self._project(hidden_states))
+        attended = self._attended(rows.of(q), rows.of(gate) if gate is not None else None, rows.batch)
+        return self._output(attended)
+
+    def attend_rows(self, qkv: Tensor) -> Tensor:
+        """``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
+        return self._attended(*self._rotate_and_store(qkv), get_forward_context().batch)
+
+    def _rotate_and_store(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        context = get_forward_context()
+        batch, cache = context.batch, context.caches[self.name]
+        scaled = self._scales(cache)
+        return self._rotate(qkv, batch.positions, cache["k"], cache["v"], batch.slot_mapping, scaled=scaled)
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """``[T, hidden_size] -> [T, q | gate | k | v]``."""
         if self._in_multiplier != 1.0:
             hidden_states = hidden_states * self._in_multiplier
         qkv = self.qkv_proj(hidden_states)
         if self._norm_spans_heads and self.q_norm is not None and self.k_norm is not None:
             qkv = self._normalize_whole(qkv, self.q_norm, self.k_norm)
-        out = self.o_proj(self.attend(qkv))
+        return qkv
+
+    def _output(self, attended: Tensor) -> Tensor:
+        out = self.o_proj(attended)
         return out if self._out_multiplier == 1.0 else out * self._out_multiplier
 
-    def attend_rows(self, qkv: Tensor) -> Tensor:
-        """``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""
-        context = get_forward_context()
-        batch, cache = context.batch, context.caches[self.name]
-        scaled = cache["k"].dtype is E4M3 and self.k_scale is not None
-        q, gate = self._rotate(qkv, batch.positions, cache["k"], cache["v"], batch.slot_mapping, scaled=scaled)
+    def _attended(self, q: Tensor, gate: Tensor | None, batch: Batch) -> Tensor:
+        """The batch's queries ``[T, num_heads, head_dim]`` over what the cache holds: ``[T, num_heads * head_dim]``."""
+        cache = get_forward_context().caches[self.name]
         attended = paged_attention(
             q,
             cache["k"],
@@ -138,10 +158,14 @@ class Attention(PagedAttention):
             batch,
             scale=self._scale,
             sinks=self.sinks,
-            v_scale=self.v_scale if scaled else None,
+            v_scale=self.v_scale if self._scales(cache) else None,
             backend=self._backend,
         ).flatten(1)
         return attended if gate is None else sigmoid_mul(attended, gate, backend=self._backend)
+
+    def _scales(self, cache: LayerCache) -> bool:
+        """Whether keys and values are stored divided by the checkpoint's scales."""
+        return cache["k"].dtype is E4M3 and self.k_scale is not None
 
     def _rotate(
         self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, scaled: bool

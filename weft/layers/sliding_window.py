@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.config.model import ModelConfig
 from weft.config.sliding_window import CHUNK_SIZE, SlidingWindowConfig
-from weft.forward_context import get_forward_context
+from weft.forward_context import LogitsRows, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
@@ -25,6 +25,10 @@ class SlidingWindowAttention(Attention):
 
     def __init__(self, geometry: SlidingWindowConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__(geometry.attention, config, context, name)
+
+    def forward_rows(self, hidden_states: Tensor, rows: LogitsRows) -> Tensor:
+        """``[T, hidden_size] -> [N, hidden_size]``: attention of all rows, the output of ``rows``."""
+        return self._output(rows.of(self.attend(self._project(hidden_states))))
 
     @split_op("sliding_window", width=lambda layer: layer.output_width)
     def attend(self, qkv: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft.config.attention import AttentionConfig
 from weft.config.model import ModelConfig, layer_name
 from weft.config.sliding_window import SlidingWindowConfig
+from weft.forward_context import LogitsRows, get_forward_context, other_batch
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -57,7 +58,8 @@ class LayerPlace(NamedTuple):
 class DecoderLayer(nn.Module):
     """Pre-norm block: token mixers (several add up), then MLP or experts. It may have one of these halves alone.
 
-    ``(x, residual) -> (x, residual)``: the layer's input is the sum of both, which the next norm forms.
+    ``(x, residual) -> (x, residual)``: the layer's input is the sum of both, which the next norm forms. With
+    ``LogitsRows``, in the last layer, caches take all rows, and only these rows ``[N, hidden_size]`` come out.
 
     Attributes:
         kind: layers of one kind differ in their weights only.
@@ -89,23 +91,43 @@ class DecoderLayer(nn.Module):
             partial = bool(self._mixers) or partial_input
             self.post_attention_layernorm = residual_norm(config, context, partial=partial)
 
-    def mix(self, hidden_states: Tensor) -> Tensor:
-        """The token mixers: ``[T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum."""
-        first, *others = self._mixers
-        mixed: Tensor = getattr(self, first)(hidden_states)
-        for module in others:
-            mixed = mixed + getattr(self, module)(hidden_states)
-        return mixed
+    def forward(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor]:
+        if rows is None:
+            return self.feed(*self.mix(x, residual))
+        mixed, residual = self.mix(x, residual, rows) if self._mixers else (rows.of(x), residual)
+        with other_batch(rows.batch):
+            return self.feed(mixed, rows.of(residual) if residual is not None else None)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
+        """The first half: what the mixers give, of ``rows`` alone if there are any, and the residual of all rows."""
         if self._mixers:
             x, residual = self.input_layernorm.add(x, residual)
-            x = self.mix(x)
+            x = self.mixed(x, rows)
+        return x, residual
+
+    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The second half, of the rows that it is given."""
         if self._has_mlp:
             x, residual = self.post_attention_layernorm.add(x, residual)
             x = self.mlp(x)
         assert residual is not None, "a layer has at least one half, whose norm forms the residual"
         return x, residual
+
+    def mixed(self, hidden_states: Tensor, rows: LogitsRows | None) -> Tensor:
+        """The token mixers' sum: ``[T, hidden_size] -> [T, hidden_size]`` or ``[N, hidden_size]``, this rank's part."""
+        first, *others = (getattr(self, module) for module in self._mixers)
+        mixed = _mixed(first, hidden_states, rows)
+        for mixer in others:
+            mixed = mixed + _mixed(mixer, hidden_states, rows)
+        return mixed
+
+
+def _mixed(mixer: nn.Module, hidden_states: Tensor, rows: LogitsRows | None) -> Tensor:
+    if rows is None:
+        return mixer(hidden_states)
+    if isinstance(mixer, Attention):
+        return mixer.forward_rows(hidden_states, rows)
+    return rows.of(mixer(hidden_states))
 
 
 class PostNormLayer(DecoderLayer):
@@ -118,9 +140,12 @@ class PostNormLayer(DecoderLayer):
         self.post_attention_layernorm = output_norm(config, context)
         self.post_feedforward_layernorm = output_norm(config, context)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
         residual = self._input(x, residual)
-        residual = residual + self.post_attention_layernorm(self.mix(residual))
+        return self.mixed(residual, rows), residual
+
+    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = residual + self.post_attention_layernorm(x)
         return self.post_feedforward_layernorm(self.mlp(residual)), residual
 
 
@@ -135,9 +160,8 @@ class SandwichNormLayer(DecoderLayer):
         self.pre_feedforward_layernorm = residual_norm(config, context, partial=False)
         self.post_feedforward_layernorm = output_norm(config, context)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.mix(x))
+    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self.post_attention_layernorm(x)
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
@@ -149,12 +173,13 @@ class StreamNormLayer(DecoderLayer):
         super().__init__(config, context, place, mixers)
         self._weights = config.residual_weights[place.layer_type]
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        weights = self._weights
+    def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
         x, _ = self.input_layernorm.add(x, residual)
-        mixed = self.mix(x) * weights.mixer_output
-        x, _ = self.post_attention_layernorm.add(mixed, x * weights.mixer_input)
-        return self.mlp(x) * weights.mlp_output, x * weights.mlp_input
+        return self.mixed(x, rows) * self._weights.mixer_output, x * self._weights.mixer_input
+
+    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, _ = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x) * self._weights.mlp_output, x * self._weights.mlp_input
 
 
 _LAYERS = {"stream": StreamNormLayer, "pre": DecoderLayer, "post": PostNormLayer, "sandwich": SandwichNormLayer}
@@ -184,7 +209,8 @@ def output_norm(config: ModelConfig, context: ModelContext) -> OutputRMSNorm:
 
 
 class Decoder(nn.Module):
-    """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm."""
+    """``input_ids [T] int64 -> hidden_states [T, hidden_size]`` after the final norm; ``[N, hidden_size]`` where the
+    batch says of which rows."""
 
     def __init__(self, config: ModelConfig, context: ModelContext, mixers: Mixers) -> None:
         super().__init__()
@@ -198,8 +224,9 @@ class Decoder(nn.Module):
         x, residual = self.embed_tokens(input_ids), None
         if self._multiplier != 1.0:
             x = x * self._multiplier
-        for layer in self.layers:
-            x, residual = layer(x, residual)
+        rows, last = get_forward_context().batch.logits_rows, len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual) if rows is None or index < last else layer(x, residual, rows)
         return self.norm.add(x, residual)[0]
 
 
@@ -222,7 +249,8 @@ class CausalLM(LoadableModel):
         return Decoder(config, context, self.mixers)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[T] int64 -> [T, hidden_size]``; rows of padding tokens are meaningless."""
+        """``[T] int64 -> [T, hidden_size]``, or ``[N, hidden_size]`` of the batch's ``logits_rows``; rows of padding
+        tokens are meaningless."""
         return self.model(input_ids)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -43,9 +43,10 @@ class VisionDecoder(Decoder):
     def forward(self, input_ids: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
         # Ranks have parts of a sum between layers: one of them adds what is whole.
-        adds = self._is_first_rank and get_forward_context().batch.may_have_media
+        batch, last = get_forward_context().batch, len(self.layers) - 1
+        adds, rows = self._is_first_rank and batch.may_have_media, batch.logits_rows
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual)
+            x, residual = layer(x, residual) if rows is None or index < last else layer(x, residual, rows)
             if adds and index < len(self.features):
                 first_id = self.embed_tokens.vocab_size
                 x = add_media_features(x, input_ids, self.features[index], first_id, backend=self._backend)

@@ -11,6 +11,7 @@ from the static device buffers for given, possibly padded sizes, with device wor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from weft.cache.checkpoints import MAX_CHECKPOINTS
 from weft.forward_context import Batch, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
+from weft.runner import logits_rows
 from weft.runner.buffers import StepBuffers
 from weft.runner.following import following_inputs
 from weft.runner.layout import Layout
@@ -43,6 +45,7 @@ class BatchBuilder:
         num_drafts: most drafts of a request in a step.
         num_drafts_at: from the requests of a step to the drafts that each of them should have.
         verifies: steps of sequences with equally many drafts get a ``Verification``.
+        ends_sparse: the model's last layer has experts.
         first_media_id, first_media_position: token id and position of the first token of a step, if it is one of an
             image; the next tokens have the next ones (``models/vision_language.py``). None: the model reads no images.
         device: where the forward pass runs.
@@ -59,6 +62,7 @@ class BatchBuilder:
         num_drafts: int,
         num_drafts_at: Callable[[int], int],
         verifies: bool,
+        ends_sparse: bool,
         device: torch.device,
         first_media_id: int | None = None,
         first_media_position: int = 0,
@@ -69,7 +73,7 @@ class BatchBuilder:
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
         self.num_drafts, self.num_drafts_at = num_drafts, num_drafts_at
-        self.verifies, self._keeps_states = verifies, bool(chunk_sizes)
+        self.verifies, self._keeps_states, self._ends_sparse = verifies, bool(chunk_sizes), ends_sparse
         max_num_samples = max_num_seqs * (1 + num_drafts)
         groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
             (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
@@ -79,7 +83,8 @@ class BatchBuilder:
             (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
             (torch.int32, max_num_seqs + 1, ("cu_seqlens_q",)),
             (torch.int32, max_num_samples, ("verify_slots",)),
-            (torch.int32, 3, ("counts",)),
+            (torch.int32, 3, ("counts", logits_rows.COUNTS)),
+            (torch.int64, max_num_seqs, logits_rows.PER_SEQUENCE),
         ]
         for size in self._chunk_sizes:
             # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint or draft.
@@ -91,6 +96,7 @@ class BatchBuilder:
         # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
         arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * rows.max_pages)
         self._buffers = StepBuffers(arrays, device)
+        self.one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._host: dict[str, np.ndarray] = {}
         self._num_updates = 0
 
@@ -117,7 +123,7 @@ class BatchBuilder:
             num_chunks = tuple((n, self._fill_chunks(requests, starts, num_decodes, n)) for n in self._chunk_sizes)
         num_tokens = int(layout.bounds[-1])
         self._host["counts"][:] = num_tokens, len(requests), num_decodes
-        return StepShape(
+        shape = StepShape(
             num_tokens=num_tokens,
             num_seqs=len(requests),
             num_decodes=num_decodes,
@@ -128,6 +134,9 @@ class BatchBuilder:
             query_len=query_len,
             may_have_media=bool(self._rows.rope_positions) and any(r.media for r in requests),
         )
+        if not shape.is_decode:
+            logits_rows.fill(self._host, layout)
+        return shape
 
     def _query_len(self, requests: list[ScheduledRequest]) -> int:
         """Tokens of each request where all verify as many drafts as they should, and store no other states; otherwise
@@ -241,7 +250,9 @@ class BatchBuilder:
 
     def pad_mixture(self, real: StepShape, size: int) -> None:
         """See ``Padding``."""
-        self._padding.mixture(self._host, real, self.mixture_shape(size, 0))
+        padded = self.mixture_shape(size, 0)
+        self._padding.mixture(self._host, real, padded)
+        logits_rows.pad(self._host, real.num_seqs, padded.num_seqs)
 
     def pad_samples(self, real: StepShape, size: int) -> None:
         """See ``Padding``."""
@@ -251,7 +262,7 @@ class BatchBuilder:
         """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
         nothing = StepShape(0, 0, 0, 0, 0, (), 0)
         self._host, self._num_updates = self._buffers.begin(), 0
-        self._host["counts"][:] = self._host["cu_seqlens_q"][0] = 0
+        self._host["counts"][:] = self._host[logits_rows.COUNTS][:] = self._host["cu_seqlens_q"][0] = 0
         if shape.any_mixture:
             self.pad_mixture(nothing, shape.num_tokens)
             self.pad_samples(nothing, shape.num_samples)
@@ -273,8 +284,15 @@ class BatchBuilder:
 
     # -- device --------------------------------------------------------------------------------------------------
 
-    def materialise(self, shape: StepShape) -> StepInputs:
-        """Tensors of a step of the given sizes; static buffers in, no host synchronisation, capturable."""
+    def selects_rows(self, shape: StepShape) -> bool:
+        """Whether it pays that the last layer computes only the rows from which a token may be sampled: where there are
+        fewer of them, or where padding, which meets no expert, then has its weights not read. Drafts need all rows."""
+        return not self.num_drafts and (self._ends_sparse or shape.num_seqs < shape.num_tokens)
+
+    def materialise(self, shape: StepShape, *, selects_rows: bool = False) -> StepInputs:
+        """Tensors of a step of the given sizes; static buffers in, no host synchronisation, capturable.
+
+        ``selects_rows``: the batch has ``logits_rows``; one that is no step of decodes alone."""
         device = self._buffers.device
         rows = device("rows", shape.num_seqs)
         num_pages = -(-shape.max_seq_len // self.page_size)
@@ -298,6 +316,8 @@ class BatchBuilder:
             if shape.any_mixture
             else None,
         )
+        if selects_rows:
+            batch = replace(batch, logits_rows=logits_rows.rows_of(batch, shape, self._buffers, self.one_each))
         inputs = StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
         if shape.query_len and self._rows.drafts.shape[1]:
             return following_inputs(inputs, rows, device("follows", shape.num_seqs), self._rows, self.page_size)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.layers.sampler import Logprobs, logprobs_of
-from weft.messages import ModelOutput, SchedulerOutput, TokenLogprobs
+from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable
@@ -195,6 +195,18 @@ def failed_prefills(scheduler_output: SchedulerOutput, hidden_states: Tensor) ->
     return hidden_states.index_select(0, indices).isfinite().all(-1).logical_not()
 
 
+def _num_prompt_logprobs(request: ScheduledRequest, rows: RowTable) -> int:
+    """Tokens of its prompt that follow the ones run in this step."""
+    stop = min(request.start + request.num_tokens + 1, int(rows.num_prompt_tokens[request.row]))
+    return max(0, stop - request.start - 1)
+
+
+def wants_prompt_logprobs(scheduler_output: SchedulerOutput, rows: RowTable) -> bool:
+    """Whether ``prompt_logprobs_of`` reads hidden states of the step."""
+    table = rows.prompt_logprobs
+    return bool(table) and any(r.row in table and _num_prompt_logprobs(r, rows) for r in scheduler_output.requests)
+
+
 def prompt_logprobs_of(
     scheduler_output: SchedulerOutput, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: RowTable
 ) -> dict[int, HostLogprobs]:
@@ -210,10 +222,10 @@ def prompt_logprobs_of(
     start = 0
     for request in scheduler_output.requests:
         wanted = rows.prompt_logprobs.get(request.row)
-        stop = min(request.start + request.num_tokens + 1, int(rows.num_prompt_tokens[request.row]))
-        count = stop - request.start - 1
+        count = _num_prompt_logprobs(request, rows)
         if wanted is not None and count > 0:
-            targets = torch.from_numpy(rows.known_tokens(request.row, request.start + 1, stop))
+            first = request.start + 1
+            targets = torch.from_numpy(rows.known_tokens(request.row, first, first + count))
             logits = compute_logits(hidden_states[start : start + count])
             targets = targets.long().to(hidden_states.device)
             result[request.row] = HostLogprobs.fetch(logprobs_of(logits, targets, wanted))

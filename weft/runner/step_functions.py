@@ -144,11 +144,16 @@ class StepFunctions:
         return sampled._replace(hidden_states=hidden_states, drafts=drafts)
 
     def forward(self, num_tokens: int) -> Tensor:
-        """The forward pass of ``num_tokens`` tokens of any sequences: ``[num_tokens, hidden_size]``, kept."""
-        inputs = self._builder.materialise(self.mixture_shape(num_tokens))
+        """The forward pass of ``num_tokens`` tokens of any sequences: ``[num_tokens, hidden_size]``, kept. Where rows
+        are selected, what stands in the others is arbitrary."""
+        shape = self.mixture_shape(num_tokens)
+        inputs = self._builder.materialise(shape, selects_rows=self._builder.selects_rows(shape))
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             hidden_states = self._model(inputs.input_ids)
-        return self.keep(hidden_states)
+        rows = inputs.batch.logits_rows
+        if rows is None:
+            return self.keep(hidden_states)
+        return self.hidden[:num_tokens].index_copy_(0, rows.indices, hidden_states)
 
     def keep(self, hidden_states: Tensor) -> Tensor:
         """Leave ``[T, hidden_size]`` where ``sample`` finds it. Returns that memory."""

@@ -30,10 +30,17 @@ from weft.models.decoder import CausalLM
 from weft.models.mtp import MtpDrafter
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
+from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches, cache_tensors
 from weft.runner.moves import CacheMover
-from weft.runner.results import PendingStep, failed_prefills, pending_step, prompt_logprobs_of
+from weft.runner.results import (
+    PendingStep,
+    failed_prefills,
+    pending_step,
+    prompt_logprobs_of,
+    wants_prompt_logprobs,
+)
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_drafter import StepDrafter
@@ -101,6 +108,7 @@ class StepRunner:
             num_drafts=config.num_drafts,
             num_drafts_at=config.num_drafts_at,
             verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
+            ends_sparse=model_config.is_sparse(model_config.num_hidden_layers - 1),
             device=device,
             first_media_id=model_config.vocab_size if media is not None else None,
             first_media_position=config.max_model_len,
@@ -135,7 +143,8 @@ class StepRunner:
         stored = [*self._model.named_parameters(), *self._model.named_buffers()]
         rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
         rows |= {"drafts": self.rows.drafts, "rejected drafts": self.rows.num_rejected}
-        steps = {"step buffers": self.builder.device_block, "hidden states": self.functions.hidden}
+        steps = {"step buffers": self.builder.device_block, "sequence numbers": self.builder.one_each}
+        steps |= {"hidden states": self.functions.hidden}
         images = self._media.graphs.inputs if self._media is not None else {}
         return dict(stored) | cache_tensors(self.caches) | rows | steps | images
 
@@ -166,10 +175,13 @@ class StepRunner:
         self._sampling.set_processors(processors)
         shape = self.builder.fill(scheduler_output)
         choice = self.graphs.choose(shape)
+        needs_all_rows = wants_prompt_logprobs(scheduler_output, self.rows)
+        if needs_all_rows and choice.mode is GraphMode.FULL and self.builder.selects_rows(shape):
+            choice = Choice(GraphMode.NONE, shape.num_tokens)
         whole = shape.query_len and self._drafts_on_device  # also without a graph: what it leaves stays on the device
         if whole or (choice.mode is GraphMode.FULL and (shape.is_decode or shape.query_len)):
             return self._launch_whole(scheduler_output, shape, choice)
-        return self._launch_batch(scheduler_output, shape, choice)
+        return self._launch_batch(scheduler_output, shape, choice, needs_all_rows)
 
     def _sampled(self, requests: list[ScheduledRequest], query_len: int = 0) -> list[ScheduledRequest]:
         """A request for every token that is sampled, in order. In a graph of verifications (``query_len``) the tokens
@@ -212,7 +224,9 @@ class StepRunner:
         acceptance = result.acceptance if result is not None else None
         return self._draft(scheduler_output.requests, shape, hidden_states, acceptance)
 
-    def _launch_batch(self, scheduler_output: SchedulerOutput, shape: StepShape, choice: Choice) -> PendingStep:
+    def _launch_batch(
+        self, scheduler_output: SchedulerOutput, shape: StepShape, choice: Choice, needs_all_rows: bool
+    ) -> PendingStep:
         """Run any batch as chosen: its forward pass, then what it samples."""
         sampled, sample_size = self._sampled(scheduler_output.requests), None
         if choice.mode is not GraphMode.NONE:
@@ -221,7 +235,7 @@ class StepRunner:
         if sample_size is not None:
             self.builder.pad_samples(shape, sample_size)
         self.builder.send()
-        hidden_states = self.forward(shape, choice)
+        hidden_states = self.forward(shape, choice, needs_all_rows)
         prompt_logprobs = prompt_logprobs_of(scheduler_output, hidden_states, self._model.compute_logits, self.rows)
         failed = failed_prefills(scheduler_output, hidden_states)
         result = None
@@ -238,15 +252,19 @@ class StepRunner:
         pending.mode, pending.num_padding_tokens = str(choice.mode), choice.size - shape.num_tokens
         return pending
 
-    def forward(self, shape: StepShape, choice: Choice) -> Tensor:
-        """``[num_tokens, hidden_size]``; from graphs valid until the next step."""
+    def forward(self, shape: StepShape, choice: Choice, needs_all_rows: bool) -> Tensor:
+        """``[num_tokens, hidden_size]``; from graphs valid until the next step. Without ``needs_all_rows`` rows from
+        which no token is sampled may be arbitrary."""
         if choice.mode is GraphMode.FULL:
             assert self.graphs.forward is not None
             return self.graphs.forward.replay(choice.size, shape.num_tokens)[: shape.num_tokens]
-        inputs = self.builder.materialise(shape)
+        is_whole = choice.mode is GraphMode.PIECEWISE or shape.is_decode or needs_all_rows
+        inputs = self.builder.materialise(shape, selects_rows=not is_whole and self.builder.selects_rows(shape))
         context = self.context(inputs.batch, choice.mode)
         if choice.mode is GraphMode.PIECEWISE:
             assert self.graphs.pieces is not None
             return self.graphs.pieces.run(context, inputs.input_ids, choice.size)
         with forward_context(context):
-            return self._model(inputs.input_ids)
+            hidden_states = self._model(inputs.input_ids)
+        rows = inputs.batch.logits_rows
+        return hidden_states if rows is None else spread(hidden_states, rows, shape.num_tokens)

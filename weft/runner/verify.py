@@ -135,14 +135,17 @@ class _Checks:
         steps, graphs = self._steps, self._steps.graphs.forward
         assert graphs is not None
         step, shape = self._fill(size)
-        count = shape.num_tokens
+        rows = torch.arange(shape.num_tokens)
+        if steps.builder.selects_rows(steps.functions.mixture_shape(size)):  # what else it leaves is arbitrary
+            rows = torch.tensor([r.num_tokens for r in step.requests]).cumsum(0) - 1
+        rows = rows.to(self._runner.device)
         eager, replayed = self._both(
             step,
-            lambda: (steps.functions.forward(size), None),
-            lambda: (graphs.replay(size, count), None),
+            lambda: (steps.functions.forward(size)[rows], None),
+            lambda: (graphs.replay(size, shape.num_tokens)[rows], None),
             graphs.results(size),
         )
-        return _check("forward", size, count, eager, replayed)
+        return _check("forward", size, shape.num_tokens, eager, replayed)
 
     @torch.inference_mode()
     def sampling(self, size: int) -> SizeCheck:

@@ -46,11 +46,11 @@ def paged_attention_triton(
         _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, batch.verification.query_len)
         return out
     num_rows, num_seqs = q.shape[0], batch.seq_lens.shape[0]
-    only_decodes = batch.max_query_len == 1 and batch.mixture is None
+    only_decodes = batch.max_query_len == 1 if batch.mixture is None else batch.mixture.max_prefills == 0
     decodes = only_decodes or batch.num_decodes > 0 or batch.mixture is not None
     if decodes:
         _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out)
-    if not only_decodes or num_rows > num_seqs:
+    if not only_decodes or (num_rows > num_seqs and batch.mixture is None):
         _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes)
     return out
 

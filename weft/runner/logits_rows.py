@@ -1,0 +1,73 @@
+"""Which rows of a step logits may be computed from: the last token of each of its sequences (``LogitsRows``).
+
+Job: these rows as arrays of the step buffers, and as a batch of their own. Owns: what stands there for padding. Does
+not know: models, graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.forward_context import Batch, LogitsRows, Mixture
+from weft.runner.buffers import StepBuffers
+from weft.runner.layout import Layout
+from weft.runner.step_shape import StepShape
+
+PER_SEQUENCE = ("logits_indices", "logits_positions", "logits_slots")
+COUNTS = "logits_counts"
+
+
+def fill(host: Mapping[str, np.ndarray], layout: Layout) -> None:
+    """The rows of a step whose tokens are laid out already."""
+    count, last = len(layout.rows), layout.bounds[1:] - 1
+    host["logits_indices"][:count] = last
+    host["logits_positions"][:count] = host["positions"][last]
+    host["logits_slots"][:count] = host["slot_mapping"][last]
+    host[COUNTS][:] = count
+
+
+def pad(host: Mapping[str, np.ndarray], count: int, size: int) -> None:
+    """Fill ``count`` rows up to ``size`` with one that is no sequence's last: results are stored by these indices."""
+    indices = host["logits_indices"]
+    differ = (indices[:count] != np.arange(count)).nonzero()[0]  # up to the first, every row is a last one
+    indices[count:size] = differ[0] if len(differ) else count
+    host["logits_positions"][count:size] = host["logits_slots"][count:size] = 0
+
+
+def rows_of(batch: Batch, shape: StepShape, buffers: StepBuffers, one_each: Tensor) -> LogitsRows:
+    """The rows of a batch, with device work only.
+
+    Args:
+        one_each: ``[S + 1]`` int32 or longer: 0, 1, 2, …
+    """
+    size = shape.num_seqs
+    indices, positions, slots = (buffers.device(name, size) for name in PER_SEQUENCE)
+    counts = buffers.device(COUNTS, 3)
+    mixture = Mixture(counts, batch.mixture.decode_slots, max_prefills=0) if batch.mixture is not None else None
+    alone = replace(
+        batch,
+        num_tokens=size,
+        num_seqs=size,
+        num_decodes=size,
+        max_query_len=1,
+        positions=positions,
+        slot_mapping=slots,
+        cu_seqlens_q=one_each[: size + 1],
+        chunks={},
+        token_count=counts[:1] if batch.token_count is not None else None,
+        mixture=mixture,
+        may_have_media=False,
+    )
+    return LogitsRows(indices, alone)
+
+
+def spread(hidden_states: Tensor, rows: LogitsRows, num_tokens: int) -> Tensor:
+    """``[S, hidden_size]`` of ``rows`` at their places in ``[num_tokens, hidden_size]``; what else stands there is
+    arbitrary."""
+    out = torch.empty(num_tokens, hidden_states.shape[1], dtype=hidden_states.dtype, device=hidden_states.device)
+    return out.index_copy_(0, rows.indices, hidden_states)
