@@ -206,3 +206,13 @@ def test_a_group_is_normalised_on_its_own() -> None:
     scaled = torch.cat([x[:, :4] * 100, x[:, 4:]], dim=1)
     other = gated_group_norm(scaled, gate, weight, 1e-6, 3, backend=TORCH)
     torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tile"), [(64, 64, (32, 4, 3)), (64, 128, (64, 4, 3)), (256, 128, (64, 4, 2))]
+)
+def test_tiles_are_the_widest_that_leave_no_multiprocessor_idle(rows: int, columns: int, tile: tuple[int, ...]) -> None:
+    """One prompt of Mamba-2, one and four of lightning attention."""
+    from weft.ops.triton.linear_attention import choose_tile
+
+    assert choose_tile(rows, 128, columns, torch.bfloat16) == tile

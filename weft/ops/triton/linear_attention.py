@@ -193,10 +193,13 @@ def choose_tile(num_rows: int, head_k_dim: int, head_v_dim: int, dtype: torch.dt
     widest = max(16, next_power_of_2(head_v_dim))
     if dtype == torch.float32:
         return Tile(min(32, widest), 4, 1)
-    stages = 3 if head_k_dim <= 128 else 2  # the tiles of q and k of all stages stand in shared memory
-    if num_rows * cdiv(head_v_dim, 32) <= 2 * MULTIPROCESSORS:
-        return Tile(min(32, widest), 4, stages)
-    return Tile(min(64, widest), 4, 2 if head_k_dim <= 128 else 1)
+    fits = head_k_dim <= 128  # the tiles of q and k of all stages stand in shared memory
+    narrow, wide = num_rows * cdiv(head_v_dim, 32), num_rows * cdiv(head_v_dim, 64)
+    if narrow <= MULTIPROCESSORS or (narrow <= 2 * MULTIPROCESSORS and not fits):
+        return Tile(min(32, widest), 4, 3 if fits else 2)
+    if wide <= MULTIPROCESSORS and fits:  # a program to each multiprocessor again, with half as many reads of q and k
+        return Tile(min(64, widest), 4, 3)
+    return Tile(min(64, widest), 4, 2 if fits else 1)
 
 
 def chunk_linear_attention_triton(
