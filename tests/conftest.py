@@ -4,7 +4,8 @@ A test without a tier marker is of the ``cpu`` tier. ``torch.empty`` and its kin
 so that a value read before it was written shows in every result it reaches.
 
 Without a GPU, Triton's interpreter runs the kernels. Triton reads that choice when it is imported, so it is made here,
-before any test module is.
+before any test module is. Inductor is told to trust what the processor says of its vector instructions: finding out by
+compiling trial programs costs every process that compiles ten seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 TIERS = {"cpu": 0, "gpu": 1, "multi_gpu": 2}
 """GPUs that each tier needs."""

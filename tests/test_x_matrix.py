@@ -176,15 +176,23 @@ def make_reference(arch: str, folder: Path) -> Reference:
     return Reference(model, folder)
 
 
-COLUMNS = [(*column, "capture") for column in product(ARCHITECTURES, MODES, OVERLAP)] + [
-    (arch, "PIECEWISE", "overlap", "eager") for arch in ARCHITECTURES
-]
+COLUMNS = {
+    arch: [(arch, *column, "capture") for column in product(MODES, OVERLAP)] + [(arch, "PIECEWISE", "overlap", "eager")]
+    for arch in ARCHITECTURES
+}
 """Model, mode, overlap, and where pieces come from."""
+HYBRID, DENSE = ARCHITECTURES
 
 
-@pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))
+@pytest.fixture(scope="module", params=COLUMNS[HYBRID], ids=lambda p: "-".join(p))
 def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     """One engine per column, for all its cases."""
+    with open_engine(*request.param, references) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=COLUMNS[DENSE], ids=lambda p: "-".join(p))
+def dense_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
     with open_engine(*request.param, references) as engine:
         yield engine
 
@@ -344,6 +352,13 @@ def run_preempted(engine: Poisoned, prompt: list[int], salt: str, phase: str) ->
 @pytest.mark.parametrize("path", PATHS)
 def test_tokens_are_those_of_transformers(engine: Poisoned, path: str, phase: str, length: int) -> None:
     check(engine, path, phase, length)
+
+
+@pytest.mark.parametrize("length", [1, 65, 1000])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_without_recurrent_layers(dense_engine: Poisoned, path: str, phase: str, length: int) -> None:
+    check(dense_engine, path, phase, length)
 
 
 @pytest.mark.parametrize("length", [1, 65, 1000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -38,16 +39,22 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
-@pytest.fixture(params=ARCHITECTURES)
-def pair(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Iterator[tuple[LLM, LLM]]:
-    """An engine with the cache and one without."""
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def engines(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Iterator[tuple[LLM, LLM]]:
     folder = str(folder_of(request.param))
     with LLM(folder, max_num_seqs=4) as cached, LLM(folder, max_num_seqs=4, enable_prefix_caching=False) as cold:
         yield cached, cold
-        assert_idle(cached)
 
 
-@pytest.mark.parametrize("pair", [*ARCHITECTURES, *OTHER_KINDS], indirect=True)
+@pytest.fixture
+def pair(engines: tuple[LLM, LLM]) -> Iterator[tuple[LLM, LLM]]:
+    """An engine with the cache, which is empty, and one without."""
+    assert engines[0].reset_prefix_cache()
+    yield engines
+    assert_idle(engines[0])
+
+
+@pytest.mark.parametrize("engines", [*ARCHITECTURES, *OTHER_KINDS], indirect=True)
 def test_worked_example(pair: tuple[LLM, LLM]) -> None:
     """210 tokens, then the same and 20 more: all but what must be computed is reused, and outputs equal a cold run."""
     cached, cold = pair
@@ -91,8 +98,14 @@ SEEDS = dict.fromkeys(
 """Of those whose own name leads to a workload in which some policy finds nothing to reuse."""
 
 
-@pytest.mark.parametrize("policy", ["exact", "aligned", "finish_only"])
-@pytest.mark.parametrize("arch", BRANCHING)
+OTHER_POLICIES = [
+    *product(["Qwen3NextForCausalLM", "Lfm2ForCausalLM"], ["aligned", "finish_only"]),
+    ("Mamba2ForCausalLM", "aligned"),
+    ("JambaForCausalLM", "finish_only"),
+]
+
+
+@pytest.mark.parametrize(("arch", "policy"), [*((arch, "exact") for arch in BRANCHING), *OTHER_POLICIES])
 def test_random_branching_workload(arch: str, policy: str, folder_of: Callable[[str], Path]) -> None:
     """Branching prompts, several at a time, in chunks, on pools so small that states and KV are always evicted."""
     rng = random.Random(SEEDS.get(arch, arch) + policy)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fp8_checkpoints import make_fp8_checkpoint
+from tests.fp8_checkpoints import GEOMETRY, make_fp8_checkpoint
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
 from weft import LLM
@@ -106,29 +106,38 @@ def test_the_engine_loads_no_compiler_that_it_does_not_use() -> None:
     assert not unused & set(done.stdout.split())
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8"])
-def test_the_walk_meets_every_kernel_of_later_steps(weights: str, tmp_path: Path) -> None:
-    """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In bfloat16
-    with drafts of the model's own head, as one of two ranks; in FP8 on one."""
+WARM: dict[str, Any] = GEOMETRY | {"max_position_embeddings": 1024}  # for several splits
+WARM_HALVES: dict[str, Any] = WARM | {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4
+}  # fmt: skip
+"""Of which a rank of two has the heads of ``WARM``, so that both need many kernels alike and compile them once."""
+
+
+def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
+    """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In FP8 on one
+    rank; in bfloat16 with drafts of the model's own head, as one of two ranks."""
     from weft.ops.triton.attention import GLUON_IS_KNOWN
 
-    room: dict[str, Any] = {"max_position_embeddings": 1024}  # for several splits
-    drafts: list[str] = []
-    if weights == "fp8":
-        folder = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path, **room)
-    else:  # a head size that the kernel for Hopper takes
-        folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path, head_dim=64, **room)
-        drafts = ['{"method": "mtp", "num_speculative_tokens": 2}', "2"]
-    command = [sys.executable, "-m", "tests.runner.compile_only", str(folder), *drafts]
+    fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path / "fp8", **WARM)
+    bf16, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path / "bf16", **WARM_HALVES)
+    of_fp8 = kernels_at_start(tmp_path / "triton", str(fp8))
+    drafts = '{"method": "mtp", "num_speculative_tokens": 2}'
+    of_bf16 = kernels_at_start(tmp_path / "triton", str(bf16), drafts, "2")
+    for names in (of_fp8, of_bf16):
+        assert len(names) > 20 and ("_prefill_hopper_kernel" in " ".join(names)) == GLUON_IS_KNOWN
+    assert any("_few_rows_kernel" in name for name in of_fp8)
+    for kernel in ("_packed_all_reduce_kernel", "_all_reduce_norm_kernel", "_gdn_verify_kernel"):
+        assert any(kernel in name for name in of_bf16) and not any(kernel in name for name in of_fp8)
+
+
+def kernels_at_start(cache: Path, *arguments: str) -> list[str]:
+    """What a start compiles, in a process of its own; nothing may be missing later."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        command, env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "triton")}, capture_output=True, text=True
-    )
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-m", "tests.runner.compile_only", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert len(kernels["at_start"]) > 20 and kernels["later"] == []
-    assert any("_prefill_hopper_kernel" in name for name in kernels["at_start"]) == GLUON_IS_KNOWN
-    assert any("_few_rows_kernel" in name for name in kernels["at_start"]) == (weights == "fp8")
-    assert any("_packed_all_reduce_kernel" in name for name in kernels["at_start"]) == bool(drafts)
-    assert any("_all_reduce_norm_kernel" in name for name in kernels["at_start"]) == bool(drafts)
-    assert any("_gdn_verify_kernel" in name for name in kernels["at_start"]) == bool(drafts)
+    assert kernels["later"] == []
+    at_start: list[str] = kernels["at_start"]
+    return at_start
