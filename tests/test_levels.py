@@ -19,6 +19,8 @@ PACKAGE = ROOT / "weft"
 LEVELS: list[tuple[str, ...]] = [
     (
         "collector",
+        "preload",
+        "lifeline",
         "errors",
         "text_pieces",
         "chat_template",

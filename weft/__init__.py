@@ -54,6 +54,10 @@ def __getattr__(name: str) -> Any:
     module = _MODULES[name]
     if module not in sys.modules:
         from weft.collector import collector_off
+        from weft.preload import load_torch_libraries
+
+        if name == "LLM":
+            load_torch_libraries()
 
         with collector_off():
             import_module(module)

@@ -31,6 +31,7 @@ from weft.config.validate import check_names, check_value
 from weft.config.vision_settings import choose_encoder_graphs, choose_vision
 from weft.config.vllm_settings import without_vllms
 from weft.errors import ConfigError
+from weft.preload import import_torch
 
 logger = logging.getLogger(__name__)
 
@@ -350,6 +351,7 @@ def cuda_available() -> bool:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    import torch  # takes seconds; needed only where a driver is there
+    import_torch()  # takes seconds; needed only where a driver is there
+    import torch
 
     return torch.cuda.is_available()

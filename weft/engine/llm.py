@@ -23,9 +23,10 @@ from weft.engine.progress import Progress
 from weft.engine.prompts import Prompt
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import follow
-from weft.executor.rank_process import start_ranks
+from weft.executor.rank_process import begin_start
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
+from weft.preload import import_torch
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -76,7 +77,7 @@ class LLM:
         refuse_replicas(settings)
         follow(settings)
         times = StartupTimes()
-        ranks = start_ranks(settings)
+        ranks = begin_start(settings)
         try:
             with times.stage("config"):
                 self.config: EngineConfig = resolve(model=model, **settings)
@@ -84,6 +85,7 @@ class LLM:
                 self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
                 media = load_processor(self.config)
             with times.stage("libraries"), collector_off():
+                import_torch()
                 from weft.engine.core import EngineCore
             self._core = EngineCore(self.config, ranks)
         except BaseException:

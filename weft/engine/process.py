@@ -28,10 +28,11 @@ from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.fair_order import FairOrder
 from weft.engine.heartbeat import Heartbeat
-from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import configure_logging
 from weft.errors import EngineDeadError, WeftError
-from weft.executor.rank_process import start_ranks
+from weft.executor.rank_process import begin_start
+from weft.lifeline import die_with_parent
+from weft.preload import import_torch, load_torch_libraries
 from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
 
@@ -195,10 +196,11 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
     """The real engine."""
     from weft.config import resolve
 
-    ranks = start_ranks(start.settings)
+    ranks = begin_start(start.settings)
     config = resolve(**start.settings)
     channel.send(wire.Configured(config))
     began = time.monotonic()
+    import_torch()
     with collector_off():
         from weft.engine.core import EngineCore  # imports torch and the models
 
@@ -225,6 +227,7 @@ def _stages(seconds: Mapping[str, float]) -> str:
 
 def main(make: Start = start_core) -> int:
     """Run the engine process until it is told to leave. Returns its exit status."""
+    load_torch_libraries()
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineStart)
     die_with_parent(start.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -13,7 +13,7 @@ from weft.executor.rank_process import StartedRank
 
 
 def make_executor(config: EngineConfig, ranks: Sequence[StartedRank] = ()) -> Executor:
-    """Start all ranks of the model. ``ranks``: those that ``start_ranks`` has started for it.
+    """Start all ranks of the model. ``ranks``: those that ``begin_start`` has started for it.
 
     Raises:
         WeftError: a rank cannot start, and why.

@@ -23,6 +23,7 @@ from typing import Any
 from weft.config.parallelism import is_launched
 from weft.executor.ring import Writer
 from weft.executor.worker import FAILED_STATUS, Report, WorkerStart, decode_report, encode_start
+from weft.preload import create_cuda_context
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +163,17 @@ class StartedRank(RankProcess):
         return "; its last lines: " + " | ".join(self._last_lines) if self._last_lines else "; it printed nothing"
 
 
-def start_ranks(settings: Mapping[str, Any]) -> list[StartedRank]:
-    """The processes of the ranks that these settings will need, so that they load their libraries while this process
-    loads its own and resolves the settings. None where that is not certain: ``MultiProcessExecutor`` starts them then.
+def begin_start(settings: Mapping[str, Any]) -> list[StartedRank]:
+    """What needs no resolved settings, while this process loads its libraries and resolves them: its CUDA context is
+    created.
 
-    They end with this process; else whoever gets them sees to their end.
+    Returns:
+        The processes of the ranks that these settings will need, which load their libraries; none where that is not
+        certain: ``MultiProcessExecutor`` starts them then. They end with this process; else whoever gets them sees to
+        their end.
     """
+    if settings.get("device") != "cpu" and not is_launched():
+        create_cuda_context()
     size, backend = settings.get("tensor_parallel_size"), settings.get("distributed_executor_backend")
     if not isinstance(size, int) or not 1 < size <= _MOST_EARLY or backend not in (None, "mp") or is_launched():
         return []

@@ -29,6 +29,7 @@ from weft.config.transport import decode_other, encode_other
 from weft.errors import ConfigError, WeftError
 from weft.executor.ring import Address, Reader
 from weft.messages import SchedulerOutput
+from weft.preload import import_torch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -116,6 +117,7 @@ def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], tell: Ca
 def _load_libraries() -> float:
     """torch and the model code. Returns how many seconds that took the first time."""
     began = time.monotonic()
+    import_torch()
     with collector_off():
         import weft.executor.rank  # noqa: F401
     return time.monotonic() - began

@@ -1,8 +1,8 @@
 """Compiling a model's kernels before the first step, several at a time.
 
-Job: walk through every kind of step that serving can bring, without launching a kernel, so that Triton compiles (or
-loads from its cache on disk) all that the model needs, in threads. Owns: which steps cover the kernels. Does not know:
-the kernels.
+Job: walk through every kind of step that serving can bring, without launching a kernel, so that all that the model
+needs is compiled (``runner/compile_processes.py``) or loaded from Triton's cache on disk. Owns: which steps cover the
+kernels. Does not know: the kernels.
 
 A Triton kernel is compiled once for each combination of its compile-time arguments, and these follow from the model and
 from sizes of the step: tiles grow with the number of tokens or sequences, splits with the context. Sizes at powers of
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,57 +117,50 @@ def powers_of_two(limit: int) -> list[int]:
 
 @contextmanager
 def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterator[None]:
-    """Compile in threads what ``walk`` would launch, while the body runs; wait for them at its end, and put what they
-    made on the device, if that is a GPU, so that no launch has to: not even one in the middle of a capture.
+    """Compile what ``walk`` would launch, while the body runs; wait for that at its end. All of it is then on the
+    device, if that is a GPU, so that no launch has to load it: not even one in the middle of a capture.
 
     ``walk`` runs first. Its torch operations run as usual, its kernels do not: what they would have written is
     arbitrary, so it must index nothing by that.
     """
     import triton
 
+    from weft.ops.triton.launch import compiled_by
+    from weft.runner.compile_processes import CompileProcesses
+
+    on_gpu = device.type == "cuda"
+    current = torch.cuda.current_device() if on_gpu else 0
+
+    def load(kernel: Any) -> None:
+        """Load its binary and make its launcher, as its first launch would."""
+        if on_gpu:
+            torch.cuda.set_device(current)  # of this thread
+            _ = kernel.run
+
     remember_triton_key()
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        with triton.AsyncCompileMode(threads):
-            with _no_launches() as compiled:
+    count = len(os.sched_getaffinity(0))
+    with CompileProcesses(count, load, builds_launchers=on_gpu) as processes, compiled_by(processes.compile):
+        with triton.AsyncCompileMode(processes):
+            with _no_launches():
                 walk()
             yield
-        if device.type == "cuda":
-            current = torch.cuda.current_device()
-            list(threads.map(lambda kernel: _load(kernel, current), compiled))
-
-
-def _load(compiled: Any, device: int) -> None:
-    """Load a kernel's binary and make its launcher, as its first launch would.
-
-    Args:
-        compiled: what Triton's ``JITFunction.run`` returned: the kernel, or its future, or None under a debugger.
-    """
-    torch.cuda.set_device(device)  # of this thread
-    kernel = compiled.result() if hasattr(compiled, "result") else compiled
-    if kernel is not None:
-        _ = kernel.run
 
 
 @contextmanager
-def _no_launches() -> Iterator[list[Any]]:
-    """Launches compile only, as Triton's own ``JITFunction.warmup`` does, each kind of launch once.
-
-    Yields:
-        What they compile, growing.
-    """
+def _no_launches() -> Iterator[None]:
+    """Launches compile only, as Triton's own ``JITFunction.warmup`` does, each kind of launch once."""
     from weft.ops.triton.launch import Kernel, launches_handled
 
     met: set[tuple[Any, ...]] = set()
-    compiled: list[Any] = []
 
     def compile_only(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         key = (id(kernel), *kernel.key(args, options))
         if key not in met:
             met.add(key)
-            compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
+            kernel.run(*args, grid=grid, warmup=True, **options)
 
     with launches_handled(compile_only):
-        yield compiled
+        yield
 
 
 @contextmanager

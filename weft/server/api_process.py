@@ -26,9 +26,9 @@ import uvloop
 from weft.engine import wire
 from weft.engine.keeper import Hear
 from weft.engine.keeper import Lost as OnLost
-from weft.engine.lifeline import die_with_parent
 from weft.engine.logwriter import LogWriter
 from weft.engine.views import ReplicaView
+from weft.lifeline import die_with_parent
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
 from weft.server.listening import make_tracer, serve_http

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from weft.engine.lifeline import die_with_parent
+from weft.lifeline import die_with_parent
 
 EXTRA_BYTES = 256 << 20
 """Memory that a compilation may take."""

@@ -64,6 +64,11 @@ class Kernel(JITFunction):
         self._constants = (None,) * (len(self.params) - len(at_run_time))  # the launcher skips them
         self._launchers: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
+    def create_binder(self) -> Any:
+        binder = super().create_binder()
+        self.compile = compile_kernel
+        return binder
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self.launch, grid)
 
@@ -109,6 +114,28 @@ def _has_hooks() -> bool:
     if runtime.launch_enter_hook is not _ENTER or runtime.launch_exit_hook is not _EXIT:
         return True
     return bool(_ENTER.calls or _EXIT.calls)
+
+
+Compiler = Callable[..., CompiledKernel]
+"""``compiler(src, **options)``, as ``triton.compile``."""
+
+_compiler: Compiler = triton.compile
+
+
+def compile_kernel(src: Any, **options: Any) -> CompiledKernel:
+    """What kernels are compiled by: ``triton.compile``, or what ``compiled_by`` names."""
+    return _compiler(src, **options)
+
+
+@contextmanager
+def compiled_by(compiler: Compiler) -> Iterator[None]:
+    """In the body, kernels are compiled by ``compiler``."""
+    global _compiler
+    before, _compiler = _compiler, compiler
+    try:
+        yield
+    finally:
+        _compiler = before
 
 
 Handler = Callable[[Kernel, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]

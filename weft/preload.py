@@ -1,0 +1,85 @@
+"""Loading torch, and creating the CUDA context, in less time.
+
+Job: do in threads what needs no Python, while the interpreter reads modules: loading torch's shared libraries is a
+third of importing it, and the CUDA driver takes as long for its first use. Owns: nothing. Does not know: what is
+loaded later.
+
+What goes wrong here goes wrong again, with a message, where torch does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from weft.collector import collector_off
+
+_LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch.so", ctypes.RTLD_LOCAL))
+"""As torch loads them itself, before its Python library."""
+
+
+@functools.cache
+def load_torch_libraries() -> threading.Thread:
+    """Begin to load what ``import torch`` will look for."""
+    return _meanwhile(_load_torch_libraries)
+
+
+@functools.cache
+def create_cuda_context() -> threading.Thread:
+    """Begin to create the primary context of the first GPU, if there is one and torch is built for it."""
+    return _meanwhile(_create_cuda_context)
+
+
+def import_torch() -> None:
+    """Import torch, behind what does not wait for its libraries."""
+    load_torch_libraries()
+    with collector_off():
+        import numpy  # noqa: F401
+
+        if _has_cuda():
+            import triton  # noqa: F401
+        import torch  # noqa: F401
+
+
+def _meanwhile(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="preload", daemon=True)
+    thread.start()
+    return thread
+
+
+def _library_folder() -> Path | None:
+    spec = find_spec("torch")
+    return Path(spec.origin).parent / "lib" if spec is not None and spec.origin is not None else None
+
+
+def _has_cuda() -> bool:
+    """torch is built for it."""
+    folder = _library_folder()
+    return folder is not None and (folder / "libtorch_cuda.so").exists()
+
+
+def _load_torch_libraries() -> None:
+    folder = _library_folder()
+    if folder is None:
+        return
+    for name, mode in _LIBRARIES:
+        try:
+            ctypes.CDLL(str(folder / name), mode=mode)
+        except OSError:
+            return
+
+
+def _create_cuda_context() -> None:
+    if not _has_cuda():
+        return
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)

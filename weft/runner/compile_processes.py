@@ -1,0 +1,146 @@
+"""Compiling Triton kernels in several processes.
+
+Job: have kernels compiled that are not in Triton's cache, and put all of them on the device. Owns: the processes, and
+the threads that wait for them. Does not know: which kernels.
+
+The part of Triton's compiler that is written in Python holds the interpreter's lock, so threads compile hardly faster
+than one. The processes are forked, which takes milliseconds, and only when a kernel is missing: they have the kernels'
+modules loaded, use no GPU, and leave what they compile in Triton's cache on disk, where this process finds it.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from importlib import import_module
+from types import TracebackType
+from typing import Any, NoReturn
+
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITCallable
+
+from weft.lifeline import die_with_parent
+
+
+class CompileProcesses:
+    """What ``triton.AsyncCompileMode`` submits to, from one thread, while ``compile`` stands in for ``triton.compile``.
+    Made by the thread that submits. The body ends when all is compiled.
+
+    Args:
+        count: processes, and threads.
+        load: puts a kernel on the device; called in threads.
+        builds_launchers: compile the C code that launches a kernel in the processes too; it needs the CUDA driver's
+            library.
+    """
+
+    def __init__(self, count: int, load: Callable[[CompiledKernel], None], *, builds_launchers: bool) -> None:
+        self._count, self._load, self._builds_launchers = count, load, builds_launchers
+        self._threads = ThreadPoolExecutor(count)
+        self._pool: ProcessPoolExecutor | None = None
+        self._submitter = threading.get_ident()
+
+    def submit(self, compile_function: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
+        """The kernel, when it is on the device. ``compile_function`` calls ``compile`` with fixed arguments."""
+        try:
+            kernel = compile_function()
+        except _MissingError as missing:
+            compiled = self._processes().submit(_compile, missing.pickled, self._builds_launchers)
+            return self._threads.submit(self._when_compiled, compiled, compile_function)
+        return self._threads.submit(self._loaded, kernel)
+
+    def compile(self, src: Any, **options: Any) -> CompiledKernel:
+        """As ``triton.compile``; in the thread that submits, only what the cache holds.
+
+        Raises:
+            _MissingError: it is not there.
+        """
+        if threading.get_ident() != self._submitter:
+            return triton.compile(src, **options)
+        src.make_ir = _raise_missing  # what Triton calls first if it has to compile
+        try:
+            return triton.compile(src, **options)
+        except _MissingError as missing:
+            del src.make_ir
+            missing.pickled = _pickled(src, options)
+            raise
+        finally:
+            src.__dict__.pop("make_ir", None)
+
+    def _processes(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            context = multiprocessing.get_context("fork")
+            self._pool = ProcessPoolExecutor(self._count, context, _obey, (os.getpid(),))
+        return self._pool
+
+    def _when_compiled(self, compiled: Future[None], compile_function: Callable[[], CompiledKernel]) -> CompiledKernel:
+        compiled.result()
+        return self._loaded(compile_function())
+
+    def _loaded(self, kernel: CompiledKernel) -> CompiledKernel:
+        self._load(kernel)
+        return kernel
+
+    def __enter__(self) -> CompileProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class _MissingError(Exception):
+    """A kernel is not in Triton's cache. ``pickled``: its source, and the options of ``triton.compile``."""
+
+    pickled = b""
+
+
+def _raise_missing(*args: Any, **options: Any) -> NoReturn:
+    raise _MissingError
+
+
+# -- in a process ------------------------------------------------------------------------------------------------------
+
+
+def _obey(parent_pid: int) -> None:
+    """End with the parent, and by it alone: a terminal interrupts the whole group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent_pid)
+
+
+def _compile(pickled: bytes, builds_launcher: bool) -> None:
+    """Leave the kernel in Triton's cache."""
+    src, options = pickle.loads(pickled)
+    kernel = triton.compile(src, **options)
+    if builds_launcher:
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(src, kernel.metadata)
+
+
+class _Pickler(pickle.Pickler):
+    """Triton's functions travel as their names: the process has them under the same."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, JITCallable):
+            return NotImplemented
+        return _find, (obj.fn.__module__, obj.fn.__qualname__)
+
+
+def _pickled(*what: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(what)
+    return file.getvalue()
+
+
+def _find(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
