@@ -41,7 +41,7 @@ def import_torch() -> None:
         import numpy  # noqa: F401
 
         if _has_cuda():
-            import triton  # noqa: F401
+            import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
         import torch  # noqa: F401
 
 

@@ -80,10 +80,11 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
         if limits.max_model_len > 1:
             yield step([(1, 1)] + [(0, longest)] * (full - 1), state_slot)
     for tokens in powers_of_two(limits.max_num_batched_tokens):  # by many sequences, which take other kernels than one
-        share = min(longest, (tokens - 1) // counts[-1])
-        if counts[-1] > 1 and share > 2:
-            yield step([(0, share)] * counts[-1], state_slot)
-            yield step([(1, 1)] + [(0, share)] * (counts[-1] - 1), state_slot)
+        most = min(tokens, counts[-1] * longest)
+        if counts[-1] > 1 and most // counts[-1] > 2:
+            yield step([(0, share) for share in shares(most, counts[-1])], state_slot)
+            others = shares(min(tokens - 1, (counts[-1] - 1) * longest), counts[-1] - 1)
+            yield step([(1, 1)] + [(0, share) for share in others], state_slot)
     for count in counts:
         yield step([(0, max(1, min(2, longest, limits.max_num_batched_tokens // count)))] * count, state_slot)
         starts = {1, limits.max_model_len - 1} if limits.max_model_len > 1 else ()
@@ -108,6 +109,11 @@ def image_step(state_slot: int, merge: int) -> SchedulerOutput:
     """A step of one token: an image of ``merge * merge`` patches that was never encoded."""
     new = NewRequest(0, [0], 1, GREEDY, [(0, 1, merge, merge)])
     return SchedulerOutput(0, [ScheduledRequest(0, 0, 1, [], state_slot, True, media=[(0, 1, 0)])], [new])
+
+
+def shares(tokens: int, count: int) -> list[int]:
+    """``tokens`` in ``count`` parts that differ by one token at most."""
+    return [tokens // count + (i < tokens % count) for i in range(count)]
 
 
 def powers_of_two(limit: int) -> list[int]:

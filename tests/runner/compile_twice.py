@@ -1,0 +1,67 @@
+"""Compiles two kernels for a GPU that is not there, as a start does: ``python -m tests.runner.compile_twice [broken]``.
+
+A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, how many kernels there
+are, how many were compiled in this process, and in how many others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.driver import driver
+
+from tests.runner.compile_only import AbsentGpu
+from weft.ops.triton.launch import jit
+from weft.runner import warmup
+from weft.runner.compile_processes import CompileProcesses
+
+
+@triton.jit
+def _plus(x, y):  # type: ignore[no-untyped-def]
+    return x + y
+
+
+@jit
+def _kernel(x, y, COMBINE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(y + at, COMBINE(tl.load(x + at), 1.0))
+
+
+@jit
+def _broken_kernel(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(x + tl.arange(0, SIZE), unknown)  # type: ignore[name-defined]  # noqa: F821
+
+
+def main(what: str = "") -> None:
+    driver.set_active(AbsentGpu())
+    compiled_here: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **rest: compiled_here.append(not cache_hit)
+    forked: list[CompileProcesses] = []
+    processes = CompileProcesses._processes
+    CompileProcesses._processes = lambda self: forked.append(self) or processes(self)  # type: ignore[method-assign, func-returns-value]
+    x = torch.ones(64)
+
+    def walk() -> None:
+        if what:
+            _broken_kernel[(1,)](x, SIZE=64)
+        else:
+            for size in (32, 64):
+                _kernel[(1,)](x, x, COMBINE=_plus, SIZE=size)
+
+    found: dict[str, Any] = {}
+    try:
+        with warmup.compiled_meanwhile(walk, torch.device("cpu")):
+            pass
+    except Exception as error:
+        found["error"] = type(error).__name__
+    found |= {"kernels": len(compiled_here), "compiled_here": sum(compiled_here), "processes": len(forked)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

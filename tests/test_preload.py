@@ -1,0 +1,40 @@
+"""What a start loads in threads, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from weft import preload
+
+PROGRAM = """
+import sys
+from weft.preload import import_torch, load_torch_libraries
+load_torch_libraries().join()
+assert "torch" not in sys.modules
+assert "libtorch_cpu" in open("/proc/self/maps").read()
+import_torch()
+assert sys.modules["torch"].ones(2).sum() == 2
+import gc; assert gc.isenabled()
+"""
+
+
+def test_torch_is_imported_over_libraries_that_are_loaded() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+
+
+def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "find_spec", lambda name: None)
+    preload._load_torch_libraries()
+    preload._create_cuda_context()
+    monkeypatch.undo()
+    monkeypatch.setattr(preload, "_has_cuda", lambda: True)
+
+    def no_library(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(preload.ctypes, "CDLL", no_library)
+    preload._load_torch_libraries()
+    preload._create_cuda_context()
