@@ -18,6 +18,8 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Any, NoReturn
@@ -80,7 +82,8 @@ class CompileProcesses:
         return self._pool
 
     def _when_compiled(self, compiled: Future[None], compile_function: Callable[[], CompiledKernel]) -> CompiledKernel:
-        compiled.result()
+        with suppress(BrokenProcessPool):  # one was killed, for its memory say: then this thread compiles
+            compiled.result()
         return self._loaded(compile_function())
 
     def _loaded(self, kernel: CompiledKernel) -> CompiledKernel:
