@@ -32,7 +32,7 @@ def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: py
     monkeypatch.undo()
     monkeypatch.setattr(preload, "_has_cuda", lambda: True)
 
-    def no_library(name: str) -> None:
+    def no_library(name: str, mode: int = 0) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(preload.ctypes, "CDLL", no_library)
