@@ -7,16 +7,17 @@ Owns: both translations. Does not know: generation.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from weft.errors import RequestError
-from weft.server.blocks import Block, BlockEvent, Blocks
+from weft.server.block_answers import BlockAnswer
+from weft.server.blocks import Block, BlockEvent
 from weft.server.caller import Caller
 from weft.server.calls import Context, check_model
-from weft.server.chat_completions import Chat, render_chat, start_chat
+from weft.server.chat_completions import render_chat, start_chat
 from weft.server.errors import ApiError
 from weft.server.protocol import ChatCompletionRequest, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
@@ -59,11 +60,8 @@ async def messages(context: Context, body: bytes, caller: Caller) -> JsonRespons
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, MessagesRequest)
     chat = await start_chat(context, to_chat(request), caller, prefix="msg")
-    answer = MessagesAnswer(chat)
     timeout_s = context.settings.request_timeout_s
-    if request.stream:
-        return StreamResponse(answer.events(), chat.call.close, timeout_s, error_events, chat.call.headers)
-    return JsonResponse(answer.body, chat.call.close, timeout_s, headers=chat.call.headers)
+    return MessagesAnswer(chat).response(stream=bool(request.stream), error_events=error_events, timeout_s=timeout_s)
 
 
 async def count_tokens(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
@@ -233,45 +231,35 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesAnswer:
-    """The response to one call."""
+class MessagesAnswer(BlockAnswer):
+    """A message, or the events of one."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
-        self._blocks = Blocks()
+    def whole(self) -> dict[str, Any]:
+        return self._message([_content(block) for block in self.blocks.done]) | self._stop() | {"usage": self._usage()}
 
-    async def body(self) -> dict[str, Any]:
-        async for parts in self._chat.parts():
-            list(self._blocks.feed(parts))
-        list(self._blocks.finish())
-        return self._message([_content(block) for block in self._blocks.done]) | self._stop() | {"usage": self._usage()}
+    def first_events(self) -> Iterator[bytes]:
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        yield named_event("message_start", {"type": "message_start", "message": message})
 
-    async def events(self) -> AsyncIterator[bytes]:
-        started = False
-        async for parts in self._chat.parts():
-            if not started:
-                started = True
-                message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-                yield named_event("message_start", {"type": "message_start", "message": message})
-            for event in self._blocks.feed(parts):
-                yield _event(event)
-        for event in self._blocks.finish():
-            yield _event(event)
+    def block_events(self, event: BlockEvent) -> Iterator[bytes]:
+        yield _event(event)
+
+    def last_events(self) -> Iterator[bytes]:
         yield named_event("message_delta", {"type": "message_delta", "delta": self._stop(), "usage": self._usage()})
         yield named_event("message_stop", {"type": "message_stop"})
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        call = self._chat.call
+        call = self.chat.call
         return {"id": call.id, "type": "message", "role": "assistant", "model": call.model, "content": content}
 
     def _stop(self) -> dict[str, Any]:
-        reason, stop = self._chat.finish_reason, self._chat.stop_reason
+        reason, stop = self.chat.finish_reason, self.chat.stop_reason
         if isinstance(stop, str) and reason == "stop":
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _STOP_REASONS.get(reason or "", reason), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        usage = self._chat.call.usage()
+        usage = self.chat.call.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,

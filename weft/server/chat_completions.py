@@ -7,8 +7,8 @@ Owns: the response's shape. Does not know: how the parts are found (``answers.py
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -45,7 +45,7 @@ class Chat:
         top_logprobs: alternatives of each token that were asked for; None: no log probabilities.
         names_ids: tokens of log probabilities are named by their ids.
         hides_reasoning: the caller wants none.
-        finish_reason, stop_reason, reasoning: of the only completion, once ``parts`` has ended.
+        finish_reason, stop_reason, reasoning: of the only completion, once ``parts`` has had its end.
     """
 
     call: Call
@@ -57,6 +57,8 @@ class Chat:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     reasoning: str = ""
+    _parser: AnswerParser | None = None
+    _untold: list[dict[str, Any]] = field(default_factory=list)
 
     def parser(self) -> AnswerParser:
         """A parser for one completion."""
@@ -64,25 +66,24 @@ class Chat:
         opened = reads and opens_reasoning(self.call.prompts[0])
         return AnswerParser(reasoning=reads, in_reasoning=opened, tools=self.tools.schemas)
 
-    async def parts(self) -> AsyncIterator[Parts]:
-        """What the only completion is made of, as it comes; the first is given as soon as there is a token."""
-        parser, untold = self.parser(), []
-        async for deltas in self.call.stream:
-            for _, delta in deltas:
-                self.call.check_error(delta.finish_reason)
-                parts = parser.feed(delta.text)
-                if delta.finish_reason is not None:
-                    parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
-                    self.finish_reason = _finish_reason(delta.finish_reason, parser)
-                    self.stop_reason = delta.stop_reason
-                self.reasoning += parts.reasoning
-                if self.hides_reasoning:
-                    parts.reasoning = ""
-                if self.top_logprobs is not None:
-                    untold += self.logprobs(delta.logprobs)["content"]
-                    if parts:
-                        parts.logprobs, untold = _of_content(untold, parts.content), []
-                yield parts
+    def parts(self, deltas: list[PromptDelta]) -> Iterator[Parts]:
+        """What the only completion's news are made of."""
+        parser = self._parser = self._parser or self.parser()
+        for _, delta in deltas:
+            self.call.check_error(delta.finish_reason)
+            parts = parser.feed(delta.text)
+            if delta.finish_reason is not None:
+                parts.add(parser.finish(is_cut_off=delta.finish_reason == "length"))
+                self.finish_reason = _finish_reason(delta.finish_reason, parser)
+                self.stop_reason = delta.stop_reason
+            self.reasoning += parts.reasoning
+            if self.hides_reasoning:
+                parts.reasoning = ""
+            if self.top_logprobs is not None:
+                self._untold += self.logprobs(delta.logprobs)["content"]
+                if parts:
+                    parts.logprobs, self._untold = _of_content(self._untold, parts.content), []
+            yield parts
 
     def num_reasoning_tokens(self) -> int:
         """Tokens of the only completion's reasoning, with the mark that ends it, once ``parts`` has ended."""

@@ -7,11 +7,12 @@ Owns: both translations. Does not know: generation.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from weft.errors import RequestError
-from weft.server.blocks import Block, BlockEvent, Blocks
+from weft.server.block_answers import BlockAnswer
+from weft.server.blocks import Block, BlockEvent
 from weft.server.caller import Caller
 from weft.server.calls import Context
 from weft.server.chat_completions import Chat, start_chat
@@ -47,11 +48,8 @@ async def responses(context: Context, body: bytes, caller: Caller) -> JsonRespon
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, ResponsesRequest)
     chat = await start_chat(context, to_chat(request), caller, prefix="resp")
-    answer = ResponsesAnswer(chat, request)
-    timeout_s = context.settings.request_timeout_s
-    if request.stream:
-        return StreamResponse(answer.events(), chat.call.close, timeout_s, error_events, chat.call.headers)
-    return JsonResponse(answer.body, chat.call.close, timeout_s, headers=chat.call.headers)
+    answer, timeout_s = ResponsesAnswer(chat, request), context.settings.request_timeout_s
+    return answer.response(stream=bool(request.stream), error_events=error_events, timeout_s=timeout_s)
 
 
 # -- the request -----------------------------------------------------------------------------------------------------
@@ -174,33 +172,23 @@ _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _PART = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
-class ResponsesAnswer:
-    """The response to one call."""
+class ResponsesAnswer(BlockAnswer):
+    """A response, or the events of one."""
 
     def __init__(self, chat: Chat, request: ResponsesRequest) -> None:
-        self._chat = chat
+        super().__init__(chat)
         self._request = request
-        self._blocks = Blocks()
         self._ids: list[str] = []
         self._num_events = 0
 
-    async def body(self) -> dict[str, Any]:
-        async for parts in self._chat.parts():
-            list(self._blocks.feed(parts))
-        list(self._blocks.finish())
+    def whole(self) -> dict[str, Any]:
         return self._response(finished=True)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        async for parts in self._chat.parts():
-            if self._num_events == 0:
-                for name in ("response.created", "response.in_progress"):
-                    yield self._event(name, response=self._response(finished=False))
-            for event in self._blocks.feed(parts):
-                for encoded in self._block_events(event):
-                    yield encoded
-        for event in self._blocks.finish():
-            for encoded in self._block_events(event):
-                yield encoded
+    def first_events(self) -> Iterator[bytes]:
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=self._response(finished=False))
+
+    def last_events(self) -> Iterator[bytes]:
         whole = self._response(finished=True)
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -209,7 +197,7 @@ class ResponsesAnswer:
         self._num_events += 1
         return named_event(kind, value)
 
-    def _block_events(self, event: BlockEvent) -> Iterator[bytes]:
+    def block_events(self, event: BlockEvent) -> Iterator[bytes]:
         block, index = event.block, event.block.index
         where = {"item_id": self._id(block), "output_index": index}
         if event.what == "open":
@@ -243,8 +231,8 @@ class ResponsesAnswer:
         return {"id": self._id(block), "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _response(self, *, finished: bool) -> dict[str, Any]:
-        request, call = self._request, self._chat.call
-        cut_off = self._chat.finish_reason == "length"
+        request, call = self._request, self.chat.call
+        cut_off = self.chat.finish_reason == "length"
         status = "in_progress" if not finished else "incomplete" if cut_off else "completed"
         return {
             "id": call.id,
@@ -256,7 +244,7 @@ class ResponsesAnswer:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": call.model,
-            "output": [self._item(block, "completed") for block in self._blocks.done] if finished else [],
+            "output": [self._item(block, "completed") for block in self.blocks.done] if finished else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": request.reasoning or {"effort": None, "summary": None},
@@ -272,12 +260,12 @@ class ResponsesAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        usage = self._chat.call.usage()
+        usage = self.chat.call.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._chat.num_reasoning_tokens()},
+            "output_tokens_details": {"reasoning_tokens": self.chat.num_reasoning_tokens()},
             "total_tokens": usage["total_tokens"],
         }
 
