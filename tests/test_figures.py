@@ -31,10 +31,6 @@ FROM_ELSEWHERE: dict[str, dict[str, str]] = {
     "kernels.md": {
         "4.25": "TB/s, what floors are counted with",
     },
-    "quantization.md": {
-        "0.0137": "from the test that is named beside it",
-        "97.6": "from the test that is named beside it",
-    },
 }
 """By document: figures that no file holds, and why they stand there."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tests.harness import Harness
@@ -12,7 +14,8 @@ from weft.tokenizer import Tokenizer
 
 
 def test_the_bundled_model_online() -> None:
-    """Over the tokens of chat prompts. Measured: see docs/quantization.md."""
+    """Over the tokens of chat prompts; the argmax where the unquantised model finds it twice as likely as the next
+    token, since rounding decides between equals. Measured: see docs/quantization.md."""
     tokenizer = Tokenizer.load(MODEL_DIR)
     found = []
     for quantization in (None, ONLINE):
@@ -24,6 +27,8 @@ def test_the_bundled_model_online() -> None:
         found.append(torch.cat(rows).log_softmax(-1))
     exact, quantized = found
     kl = (exact.exp() * (exact - quantized)).sum(-1).mean().item()
-    agreement = (exact.argmax(-1) == quantized.argmax(-1)).float().mean().item()
-    print(f"{len(exact)} tokens: KL {kl:.5f}, argmax agreement {agreement:.4f}")
-    assert kl < 0.02 and agreement > 0.96
+    agree = (exact.argmax(-1) == quantized.argmax(-1)).float()
+    first, second = exact.topk(2).values.unbind(-1)
+    sure = first - second > math.log(2)
+    print(f"{len(exact)} tokens: KL {kl:.5f}, argmax agrees {agree.mean():.4f}, where sure {agree[sure].mean():.4f}")
+    assert kl < 0.02 and agree[sure].mean() > 0.985
