@@ -19,7 +19,7 @@ from tests.harness import Harness
 from tests.ops.oracles import make_batch
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
-from weft.cache.radix_tree import Node
+from weft.cache.nodes import Node
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import LayerCache
 from weft.ops.backend import Backend

@@ -11,7 +11,7 @@ import pytest
 from tests.cache.fake_memory import FakeMemory, Running
 from tests.cache.test_manager_fuzz import make_spec
 from weft.cache.manager import Lease, Manager
-from weft.cache.radix_tree import as_tokens
+from weft.cache.nodes import as_tokens
 
 PROMPT = [(7 * i + i // 5) % 997 for i in range(210)]
 

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from tests.cache.test_manager import PROMPT, make, run
 from weft import LLM, SamplingParams
 from weft.cache.manager import Manager
-from weft.cache.radix_tree import as_tokens
+from weft.cache.nodes import as_tokens
 from weft.engine import wire
 from weft.engine.inspection import Inspection, StepLog
 from weft.engine.views import MAX_NODES, MAX_REQUESTS, MAX_STEPS

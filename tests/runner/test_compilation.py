@@ -183,6 +183,20 @@ def test_functions_methods_and_modules_are_split_off_by_name(
     assert pieces.num_pieces == breaks(list(runner.config.model_config.layer_types)) + 1
 
 
+@pytest.mark.parametrize(("source", "most_rows"), [("capture", TOKENS[1]), ("eager", 1 << 20)])
+def test_a_call_that_is_given_something_else_for_few_rows_is_refused(
+    tmp_path: Path, source: str, most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found for one number of rows would be used for all: here whether the shared expert is among them."""
+    monkeypatch.setattr(moe, "MOST_ROUTED_ROWS", most_rows)
+    monkeypatch.setattr(moe, "has_named_calls", lambda: False)
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
+    settings = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_compiler": source}
+    settings |= {"piecewise_cuda_graph_tokens": TOKENS, "splitting_ops": NAMED["function"][0]}
+    with pytest.raises(ConfigError, match=r"fused_moe is not given the same for every number of tokens: argument"):
+        ModelRunner(resolve(model=str(folder), **SETTINGS, **settings))
+
+
 def test_names_are_wrapped_during_the_capture_alone(tmp_path: Path) -> None:
     from weft.layers import moe
     from weft.ops.moe import fused_moe

@@ -17,7 +17,7 @@ from tests.engine.conftest import assert_idle
 from tests.speculation.conftest import CONFIG, MAX_DRAFTS
 from tests.test_x_matrix import runner_of
 from weft import LLM, SamplingParams
-from weft.cache.radix_tree import as_tokens
+from weft.cache.nodes import as_tokens
 
 TOLERANCE = 1e-5
 PROMPT = [random.Random(3).randrange(3, 200) for _ in range(70)]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.cache.radix_tree import Node, RadixTree
+from weft.cache.nodes import Node
+from weft.cache.radix_tree import RadixTree
 
 
 def dump_tree(tree: RadixTree, max_nodes: int = 1000) -> str:

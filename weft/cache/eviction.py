@@ -14,9 +14,10 @@ import itertools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from weft.cache.nodes import Checkpoint, Node
 from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, ReuseOdds
-from weft.cache.radix_tree import Checkpoint, Node, RadixTree
+from weft.cache.radix_tree import RadixTree
 from weft.cache.spec import CacheSpec
 from weft.cache.state_pool import StatePool
 

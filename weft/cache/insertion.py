@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 
 from weft.cache.lease import Lease
+from weft.cache.nodes import Node, Tokens
 from weft.cache.policy import ReuseOdds
-from weft.cache.radix_tree import Node, RadixTree, Tokens
+from weft.cache.radix_tree import RadixTree
 from weft.cache.state_pool import StatePool
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.cache.lease import Lease
+from weft.cache.nodes import Node
 from weft.cache.page_pool import PagePool
-from weft.cache.radix_tree import Node, RadixTree
+from weft.cache.radix_tree import RadixTree
 from weft.cache.state_pool import StatePool
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from weft.cache.checkpoints import MAX_CHECKPOINTS, CheckpointKind
 from weft.cache.draft_states import DraftStates
-from weft.cache.radix_tree import Checkpoint, Node, Tokens
+from weft.cache.nodes import Checkpoint, Node, Tokens
 from weft.outputs import CacheReport
 
 

@@ -41,9 +41,10 @@ from weft.cache.insertion import insert, move_lock
 from weft.cache.invariants import check_accounts
 from weft.cache.lease import Lease
 from weft.cache.match import Match, explain
+from weft.cache.nodes import Checkpoint, Node, Prefix, Tokens, as_tokens
 from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, make_policy
-from weft.cache.radix_tree import Checkpoint, Node, Prefix, RadixTree, Tokens, as_tokens
+from weft.cache.radix_tree import RadixTree
 from weft.cache.spec import CacheSpec
 from weft.cache.state_plan import StatePlan
 from weft.cache.state_pool import StatePool

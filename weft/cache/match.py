@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from weft.cache.radix_tree import Checkpoint, Prefix, Tokens
+from weft.cache.nodes import Checkpoint, Prefix, Tokens
 from weft.multimodal.items import media_name
 from weft.outputs import CacheReport
 

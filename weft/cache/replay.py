@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.cache.manager import Manager
-from weft.cache.radix_tree import Tokens, as_tokens
+from weft.cache.nodes import Tokens, as_tokens
 
 
 @dataclass(slots=True)

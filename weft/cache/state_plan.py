@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from weft.cache.checkpoints import CheckpointKind, CheckpointPolicy, is_decode_position, prefill_positions
 from weft.cache.lease import Lease, LeaseCheckpoints
 from weft.cache.match import Match
-from weft.cache.radix_tree import common_prefix
+from weft.cache.nodes import common_prefix
 from weft.cache.spec import CacheSpec
 
 

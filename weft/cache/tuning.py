@@ -14,8 +14,8 @@ import logging
 from collections.abc import Sequence
 
 from weft.cache.manager import Manager
+from weft.cache.nodes import Tokens
 from weft.cache.policy import FlopAware
-from weft.cache.radix_tree import Tokens
 from weft.cache.replay import ReplayCounts, replay_request
 
 logger = logging.getLogger(__name__)

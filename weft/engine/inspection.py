@@ -18,7 +18,8 @@ import numpy as np
 from msgspec.structs import asdict
 
 from weft.cache.manager import Manager
-from weft.cache.radix_tree import Node, RadixTree, as_tokens
+from weft.cache.nodes import Node, as_tokens
+from weft.cache.radix_tree import RadixTree
 from weft.engine.views import (
     MAX_NODES,
     MAX_POSITIONS,

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cache.radix_tree import Node, RadixTree, Tokens
+from weft.cache.nodes import Node, Tokens
+from weft.cache.radix_tree import RadixTree
 
 STEP = 64
 

@@ -9,7 +9,8 @@ calls one of a split op. Owns: the wrappers, which stand only that long. Does no
     model.layers.3.mlp, model.layers.*.mlp   the forward of modules, by their names in the model
 
 A call becomes a split op with the tensors of one row per token as inputs; what else it is given stays as it was in the
-run that finds the calls (``prepare``). It must return one tensor ``[T, width]`` of the first input's dtype.
+run that finds the calls (``prepare``), and a later pass that gives it anything else is refused. It must return one
+tensor ``[T, width]`` of the first input's dtype.
 """
 
 from __future__ import annotations
@@ -53,6 +54,18 @@ class CallSite:
     width: int
     op: SplitOp
 
+    def first_other(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """The first argument that is no input and not what it was when the call was found; None: all are."""
+        if len(args) != len(self.args) or kwargs.keys() != self.kwargs.keys():
+            return "the number or the names of its arguments"
+        for place, new, old in [
+            *((i, args[i], self.args[i]) for i in range(len(args))),
+            *((key, kwargs[key], self.kwargs[key]) for key in kwargs),
+        ]:
+            if not (isinstance(new, Tensor) if place in self.places else _is_same(new, old)):
+                return f"argument {place}"
+        return None
+
     def run(self, *inputs: Tensor) -> Tensor:
         """The call with other rows."""
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -67,7 +80,10 @@ class CallSite:
 
 @dataclass(eq=False)
 class Target:
-    """What a name means in one place: a function, or a method of one module. ``sites``: its calls in order."""
+    """What a name means in one place: a function, or a method of one module.
+
+    ``sites``: its calls in order. ``other``: what a later pass gave one of them that it was not found with.
+    """
 
     given: str
     where: str
@@ -75,6 +91,7 @@ class Target:
     put: Callable[[Callable[..., Any]], Callable[[], None]]
     sites: list[CallSite] = field(default_factory=list)
     next: int = 0
+    other: str | None = None
 
 
 class NamedSplits:
@@ -127,6 +144,20 @@ class NamedSplits:
                 stack.callback(target.put(self._wrapper(target)))
             yield
 
+    def check(self) -> None:
+        """To be called once a pass is traced; captured ones are checked as they run.
+
+        Raises:
+            ConfigError: a call was given something else than when it was found.
+        """
+        for target in self._targets:
+            if target.other is not None:
+                raise ConfigError(
+                    f"splitting_ops names {target.given!r}, but {target.where} is not given the same for every number "
+                    f"of tokens: {target.other} differs from the run that found the call; leave the name out, or name "
+                    "what calls it"
+                )
+
     def _wrapper(self, target: Target) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             breaks = active_breaks()
@@ -136,6 +167,11 @@ class NamedSplits:
                 return target.original(*args, **kwargs)
             site = target.sites[target.next]
             target.next = (target.next + 1) % len(target.sites)
+            other = site.first_other(args, kwargs)
+            if other is not None:
+                target.other = other
+                if not torch.compiler.is_compiling():
+                    self.check()
             inputs = tuple(args[place] if isinstance(place, int) else kwargs[place] for place in site.places)
             return breaks.at(site.op, site, inputs)
 
@@ -193,6 +229,19 @@ def _site(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
     op = split_op_of_inputs(f"{NAMED_CALL}{plain}_{len(tensors)}", len(tensors))
     name = f"{target.where}#{len(target.sites)}"
     return CallSite(name, target.original, args, dict(kwargs), (*positions, *keywords), result.shape[1], op)
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    """The same object, memory or value; in a trace, which has no memory, tensors of one shape and dtype."""
+    if new is old:
+        return True
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            return False
+        return torch.compiler.is_compiling() or new.data_ptr() == old.data_ptr()
+    if isinstance(new, tuple | list) and type(new) is type(old):
+        return len(new) == len(old) and all(_is_same(a, b) for a, b in zip(new, old, strict=True))
+    return not isinstance(new, Tensor) and not isinstance(old, Tensor) and bool(new == old)
 
 
 def _described(result: Any) -> str:

@@ -83,7 +83,9 @@ class ModelCompiler:
         self._named.prepare(self._model, context, num_tokens, cut)
         self.split_ops |= self._named.ops
         with self._named.installed():
-            yield self._prepare(self._pieces_source, context, num_tokens)
+            prepared = self._prepare(self._pieces_source, context, num_tokens)
+            self._named.check()
+            yield prepared
 
     def for_decodes(self, context: ForwardContext, num_tokens: int) -> Forward:
         """What full graphs of decodes are captured of, up to ``torch_compile_max_bs``. Arguments as above."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.cache.manager import Manager
 from weft.cache.match import Match
-from weft.cache.radix_tree import Tokens, as_tokens
+from weft.cache.nodes import Tokens, as_tokens
 from weft.request import Request
 from weft.scheduler.queue import SchedulePolicy
 from weft.scheduler.running import Running

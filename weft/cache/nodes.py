@@ -1,0 +1,107 @@
+"""What the prefix tree is made of: spans of tokens with pages and states, and the longest stored prefix of a sequence.
+
+Does not know: how nodes come and go (``radix_tree``).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cache.checkpoints import CheckpointKind
+
+Tokens = NDArray[np.int64]
+"""Token ids; in the place of an image's, a negative id of the image (``weft/multimodal/items.py``)."""
+
+
+def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
+    """Token ids as an int64 array (the array itself if it is one)."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids
+    return np.frombuffer(array("q", token_ids), dtype=np.int64)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens ``a`` and ``b`` share. One vectorised comparison, no loop over tokens."""
+    length = min(len(a), len(b))
+    if length == 0:
+        return 0
+    different = a[:length] != b[:length]
+    first = int(different.argmax())
+    return first if different[first] else length
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """A recurrent state in ``slot``: that of the path's first ``position`` tokens.
+
+    ``pins`` counts state forks that read the slot and are not launched yet; ``last_used`` is in ticks of the cache.
+    ``kind``, ``lineage`` (reuses on the way to this state) and ``num_uses`` are what its prospects are judged by.
+    """
+
+    position: int
+    slot: int
+    node: Node
+    last_used: int
+    kind: CheckpointKind = "end"
+    lineage: int = 0
+    num_uses: int = 0
+    pins: int = 0
+    attached: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A span of tokens with its KV pages and checkpoints. ``locks`` counts the leases at or below it.
+
+    A root has no parent, no tokens, and the ``salt`` of the sequences below it.
+    """
+
+    parent: Node | None
+    start: int
+    tokens: Tokens
+    pages: list[int]
+    last_used: int = 0
+    locks: int = 0
+    attached: bool = True
+    salt: str | None = None
+    children: dict[int, Node] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    lost_states: dict[int, float] = field(default_factory=dict)
+    lost_continuations: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def is_evictable_leaf(self) -> bool:
+        return self.attached and not self.children and not self.locks and self.parent is not None
+
+    def path(self) -> Iterator[Node]:
+        """This node and its ancestors, upwards."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The longest stored prefix of a sequence: ``num_tokens`` tokens, ending inside or at the end of ``node``."""
+
+    node: Node | None
+    num_tokens: int
+
+    def nearest_checkpoint(self, limit: int) -> Checkpoint | None:
+        """The latest state on the path at or before ``min(limit, num_tokens)``."""
+        limit = min(limit, self.num_tokens)
+        for node in self.node.path() if self.node is not None else ():
+            best = max((p for p in node.checkpoints if p <= limit), default=None)
+            if best is not None:
+                return node.checkpoints[best]
+        return None
