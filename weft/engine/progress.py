@@ -18,7 +18,7 @@ class Progress:
     """A bar over ``total`` prompts with prefill and decode tokens per second since its start; silent if not enabled."""
 
     def __init__(self, total: int, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="Prompts", unit="prompt", disable=not enabled, dynamic_ncols=True)
+        self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True) if enabled else None
         self._start = time.monotonic()
         self._counted: dict[str, tuple[int, int]] = {}
         self._num_prefilled = 0
@@ -26,7 +26,7 @@ class Progress:
 
     def step(self, changed: list[OutputStream]) -> None:
         """Take in the outputs that one step changed."""
-        if self._bar.disable:
+        if self._bar is None:
             return
         for stream in changed:
             prefilled, generated = self._counted.get(stream.request_id, (0, 0))
@@ -44,4 +44,5 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

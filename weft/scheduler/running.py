@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from weft.cache.lease import Lease
+from weft.cache.nodes import Tokens, as_tokens
 from weft.request import Request
 
 
@@ -21,6 +23,13 @@ class Running:
     announced: bool = False
     num_pages_sent: int = 0
     failed: bool = False
+
+    def cache_tokens(self) -> Tokens:
+        """The request's tokens known on the host, as the prefix cache knows them. The lease has most of them already as
+        numbers of an array, which takes a long prompt longer to become than all else at its end."""
+        leased, request = self.lease.tokens, self.request
+        generated = request.output_token_ids[len(leased) - request.num_prompt_tokens :]
+        return np.concatenate([leased, as_tokens(generated)]) if generated else leased
 
 
 NO_DRAFTS: list[int] = []

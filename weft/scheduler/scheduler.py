@@ -199,7 +199,7 @@ class Scheduler:
         self._progress.preempted(request)
         assert victim.in_flight == 0 and request.num_pending == 0
         self._running.remove(victim)
-        self.manager.preempt(victim.lease, request.cache_token_ids)
+        self.manager.preempt(victim.lease, victim.cache_tokens())
         self._free_row(victim)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -365,7 +365,7 @@ class Scheduler:
     def _give_back_if_idle(self, running: Running) -> None:
         if running.in_flight == 0 and running in self._leaving:
             self._leaving.remove(running)
-            self.manager.release(running.lease, running.request.cache_token_ids, keep=not running.failed)
+            self.manager.release(running.lease, running.cache_tokens(), keep=not running.failed)
             self._free_row(running)
 
     def _free_row(self, running: Running) -> None:
