@@ -1,4 +1,4 @@
-"""Compiles the prefill kernel for Hopper without one, in threads as at start, and says what it needs of a GPU.
+"""Compiles the kernels for Hopper without one, in threads as at start, and says what it needs of a GPU.
 
     python -m tests.ops.compile_gluon
 
@@ -20,9 +20,11 @@ import triton
 from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
-from weft.forward_context import Batch, Mixture
+from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.ops.triton import early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
+from weft.ops.triton.delta_scan_hopper import launch_delta_scan
 from weft.ops.triton.launch import launches_handled
 
 
@@ -39,6 +41,23 @@ def launch(
     )  # fmt: skip
     sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
     launch_prefill_hopper(q, cache, cache, batch, 0.1, torch.zeros_like(q), skip_decodes=True, sinks=sinks)
+
+
+def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
+    """The recurrent rule of Qwen3-Next or of Kimi-Linear."""
+    numbers = torch.zeros(9, dtype=torch.int32)
+    chunks = ChunkTable(CHUNK_SIZE, numbers, numbers, numbers, numbers, numbers, max_seqs=num_seqs)
+    batch = Batch(
+        num_tokens=64, num_seqs=num_seqs, num_decodes=0, max_query_len=64, max_seq_len=64, positions=numbers,
+        slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers, page_table=numbers[:, None], state_slots=numbers,
+        chunks={CHUNK_SIZE: chunks},
+    )  # fmt: skip
+    v, square = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(9, 32, 64, 64, dtype=torch.bfloat16)
+    q, keys = v if per_channel else v[:, :16], torch.zeros(9, 32, 3, 64, 128, dtype=torch.bfloat16)
+    launch_delta_scan(
+        q, q, v, v, torch.zeros(9, 32, 128, 128), square, square, torch.zeros(9, 32, 4 if per_channel else 8, 64),
+        batch, zero_decodes=True, keys=keys if per_channel else None,
+    )  # fmt: skip
 
 
 def usage(kernel: Any) -> dict[str, int]:
@@ -64,6 +83,9 @@ def main() -> None:
         launch(16, 8, 128, is_mixture=True)
         launch(16, 2, 256)
         launch(64, 8, 64, has_sinks=True)
+        launch_scan(1)
+        launch_scan(4)
+        launch_scan(4, per_channel=True)
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 
 

@@ -7,6 +7,7 @@ and a matrix product reads its operands when it is waited for. Shared memory sta
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -44,6 +45,10 @@ class Pointer:
     def of(cls, tensor: Tensor) -> Pointer:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((size,), (1,), 0), tensor.storage_offset())
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.data.dtype)
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.data, self.offset + more)
@@ -104,14 +109,17 @@ class Shared:
     def index(self, i: Any) -> Any:
         return self.data[int(i)] if isinstance(self.data, list) else Shared(self.data[int(i)])
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Operand:
-        """Boxes as they lie; or the operand of a product, made of boxes that are 64 wide."""
-        if len(shape) == 3:
+        """Numbers or boxes as they lie; or the operand of a product, made of boxes that are 64 wide."""
+        if len(shape) != 2:
             return Shared(self.data.view(*shape))
         return Operand(lambda: self.data.view(-1, shape[0], 64).transpose(0, 1).flatten(1))
+
+    def permute(self, order: tuple[int, int]) -> Shared:
+        return Shared(self.data.permute(*order))
 
     def load(self, layout: Any) -> Tensor:
         return self.data.clone()
@@ -147,7 +155,7 @@ class Emulator:
         self.failures: list[BaseException] = []
         self.queue = threading.local()  # products under way, of each part
         self.namespaces: dict[int, dict[str, Any]] = {}
-        self.program, self.grid = (0, 0), (0, 0)
+        self.program, self.grid = (0, 0, 0), (0, 0, 0)
         barrier_ops = SimpleNamespace(
             MBarrierLayout=lambda: None,
             init=lambda barrier, count: barrier.init(count),
@@ -169,13 +177,11 @@ class Emulator:
     ) -> None:
         constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
         run = self._python(kernel)
-        self.grid = grid  # type: ignore[assignment]
-        for y in range(grid[1]):
-            for x in range(grid[0]):
-                self.program = (x, y)
-                run(*map(self._argument, args), **constants)
-                if self.failures:
-                    raise self.failures[0]
+        self.grid = x, y, z = (*grid, 1, 1)[:3]
+        for self.program in itertools.product(range(x), range(y), range(z)):
+            run(*map(self._argument, args), **constants)
+            if self.failures:
+                raise self.failures[0]
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, TensorDescriptor):
@@ -206,15 +212,15 @@ class Emulator:
         def arrive() -> None:
             late()
             content = torch.zeros(height, width, dtype=desc.data.dtype)
-            if row < desc.data.shape[0]:
-                content = desc.data[row : row + height, column : column + width]
+            there = desc.data[row : row + height, column : column + width]
+            content[: there.shape[0]] = there
             box.store(content)
             barrier.arrive(0, -height * width * content.element_size())
 
         assert list(box.data.shape) == desc.block
         self._thread(arrive).start()
 
-    def _multiply(self, a: Any, b: Operand, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    def _multiply(self, a: Any, b: Operand | Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         def run() -> Tensor:
             left = a if isinstance(a, Tensor) else a.read()
             product = left.float() @ b.read().float()

@@ -194,7 +194,7 @@ def test_a_captured_launch_serves_other_batches() -> None:
 def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, num_seqs: int | None = None) -> list[str]:
     """Which kernels ``paged_attention`` launches for a batch, on a Hopper GPU that need not be there."""
     names: list[str] = []
-    monkeypatch.setattr(attention_prefill_hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_prefill_hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(attention, "launch_prefill", lambda *args, **kwargs: names.append("triton"))
     monkeypatch.setattr(attention, "launch_decode", lambda *args, **kwargs: names.append("decode"))
     with launches_handled(lambda kernel, *launch: names.append("hopper")):
@@ -235,7 +235,7 @@ TAKEN = {"heads": (16, 8, 128), "page": 16, "dtype": torch.bfloat16, "hopper": T
 )  # fmt: skip
 def test_only_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], taken: bool) -> None:
     layout = TAKEN | change
-    monkeypatch.setattr(attention_prefill_hopper, "_is_hopper", lambda device: layout["hopper"])
+    monkeypatch.setattr(attention_prefill_hopper, "is_hopper", lambda device: layout["hopper"])
     num_heads, num_kv_heads, head_dim = layout["heads"]
     q = torch.empty(600, num_heads, head_dim, dtype=layout["dtype"])
     k_cache = torch.empty(2, layout["page"], num_kv_heads, head_dim, dtype=layout["dtype"])
@@ -251,7 +251,7 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert len(kernels) == 3
-    for kernel in kernels:
-        assert kernel["registers"] <= 168 and kernel["stack_bytes"] == 0, kernel
+    scans_spill = 96  # addresses of checkpoints, outside of the products
+    for kernel, stack in zip(kernels, 3 * [0] + 3 * [scans_spill], strict=True):
+        assert kernel["registers"] <= 168 and kernel["stack_bytes"] <= stack, kernel
         assert kernel["shared_bytes"] <= 227 * 1024, kernel

@@ -31,15 +31,23 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention_tiles import LOG2E, METADATA, check_layout, sequence_of_block
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.hopper_tiles import BOX, fetch, hold, softmax, start_scores, start_values, zero_unwritten
-from weft.ops.triton.launch import Kernel
+from weft.ops.triton.hopper_tiles import (
+    BOX,
+    GluonKernel,
+    fetch,
+    hold,
+    is_hopper,
+    softmax,
+    start_scores,
+    start_values,
+    zero_unwritten,
+)
 
 _ROWS = 128
 """Rows of a block: the two consumers' 64 each, as four warps multiply them at a time."""
@@ -243,12 +251,8 @@ def _place(
     return (row, num_tokens, num_padding, position, keys), page_table
 
 
-class _GluonKernel(Kernel, GluonJITFunction):
-    """A kernel in Gluon that remembers its launches."""
-
-
 @functools.partial(
-    _GluonKernel,
+    GluonKernel,
     do_not_specialize=["num_rows", "num_seqs", "stride_table"],
     do_not_specialize_on_alignment=METADATA,
 )
@@ -293,11 +297,6 @@ def _prefill_hopper_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def _keys(head_dim: int) -> int:
     """Keys of a tile: what two stages of shared memory have room for."""
     return 128 if head_dim <= 128 else 64
@@ -313,7 +312,7 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
     groups that divide 64, and pages that divide a tile and are whole swizzle patterns (8 rows)."""
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
-        _is_hopper(q.device)
+        is_hopper(q.device)
         and q.dtype == k_cache.dtype == torch.bfloat16
         and head_dim in (64, 128, 256)
         and 64 % (num_heads // num_kv_heads) == 0

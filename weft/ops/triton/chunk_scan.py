@@ -5,14 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.gated_delta_rule import _zero_rows
-
 METADATA = [
     "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
     "state_slots",
 ]  # fmt: skip
 """Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new
 kernel."""
+
+
+@triton.jit
+def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr):
+    """Zero some columns of one head of the rows ``begin`` to ``end`` of ``out [T, HV, V]``."""
+    o_row = tl.arange(0, CHUNK)
+    for row in range(begin, end, CHUNK):
+        rows = (row + o_row).to(tl.int64)
+        p_out = out + (rows[:, None] * HV + i_head) * V + o_v[None, :]
+        zeros = tl.zeros([CHUNK, o_v.shape[0]], out.dtype.element_ty)
+        tl.store(p_out, zeros, mask=(rows < end)[:, None] & v_mask[None, :])
 
 
 @triton.jit

@@ -18,9 +18,9 @@ slice of the state, ``[K, BLOCK_V]``, in float32 registers; outputs, checkpoints
 pass, and no state in between is written. Normalising queries and keys only scales rows of products, so q, k and v go to
 the matrix units as they are.
 
-The inverse doubles the size of inverted diagonal blocks, D, until one is left: with L the part of A below them,
-``(D^-1 + L)^-1 = D - D L D`` for each pair of blocks. It is as accurate as substitution (a Neumann series is not when
-keys repeat). Its entries are at most 1 in magnitude, so float16 operands serve bfloat16 inputs better than bfloat16.
+Norms of keys are what stands on the diagonal of their products. Decays are powers of 2, whose exponents come with g.
+
+On Hopper the second kernel is that of ``delta_scan_hopper.py``.
 
 Graph-safe: grids depend on padded sizes alone; chunks of length 0 and sequences without chunks leave at once.
 """
@@ -35,22 +35,22 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.triton_version import is_known
 from weft.forward_context import Batch, ChunkTable
+from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
+from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
+
+GLUON_IS_KNOWN = is_known(triton.__version__)
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import delta_scan_hopper as hopper
 
 _L2_EPS = tl.constexpr(1e-6)
-_VECTORS = tl.constexpr(6)
-
-MULTIPROCESSORS = 132
-"""Of an H200. As many programs have one each, with all its shared memory for their pipeline."""
-
-# Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new kernel.
-_METADATA = [
-    "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
-    "state_slots",
-]  # fmt: skip
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_VECTORS = tl.constexpr(8)
+"""Six are used; the copy engine takes powers of two."""
 
 
 class Tile(NamedTuple):
@@ -61,12 +61,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-@jit(do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize_on_alignment=METADATA)
 def _prepare_kernel(
     q, k, g, beta, solve, attention, vectors, chunk_start, chunk_length,
     stride_q, stride_k,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One chunk and value head: the solve matrix, the attention inside the chunk, and the row vectors."""
     enter(EARLY)
@@ -82,54 +82,33 @@ def _prepare_kernel(
     columns = (i_head // (HV // HK)) * K + o_k
     b_k = tl.load(k + rows[:, None] * stride_k + columns[None, :], mask=mask, other=0.0)
     b_q = tl.load(q + rows[:, None] * stride_q + columns[None, :], mask=mask, other=0.0)
-    b_g = tl.load(g + rows * HV + i_head, mask=valid, other=0.0)
-    b_beta = tl.load(beta + rows * HV + i_head, mask=valid, other=0.0)
 
-    k_float, q_float = b_k.to(tl.float32), b_q.to(tl.float32)
-    k_norm = tl.rsqrt(tl.sum(k_float * k_float, 1) + _L2_EPS)
+    i, j = o_row[:, None], o_row[None, :]
+    keys = tl.trans(b_k)
+    kk, qk = tl.dot(b_k, keys, input_precision=PRECISION), tl.dot(b_q, keys, input_precision=PRECISION)
+    q_float = b_q.to(tl.float32)
     q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS) * (K**-0.5)
+    k_norm = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + _L2_EPS)
+    b_g = tl.load(g + rows * HV + i_head, mask=valid, other=0.0) * _LOG2_E
+    b_beta = tl.load(beta + rows * HV + i_head, mask=valid, other=0.0)
     decay = tl.cumsum(b_g, 0)
     to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for the tokens that still count there
 
-    i, j = o_row[:, None], o_row[None, :]
-    between = tl.exp(tl.where(i >= j, decay[:, None] - decay[None, :], float("-inf"))) * k_norm[None, :]
-    keys = tl.trans(b_k)
-    kk = tl.dot(b_k, keys, input_precision=PRECISION) * between * (b_beta * k_norm)[:, None]
-    kk = tl.where(i > j, kk, 0.0)
-    qk = tl.dot(b_q, keys, input_precision=PRECISION) * between * q_norm[:, None]
-
+    between = tl.exp2(tl.where(i >= j, decay[:, None] - decay[None, :], float("-inf"))) * k_norm[None, :]
+    system = tl.where(i > j, kk * between * (b_beta * k_norm)[:, None], 0.0).to(INVERSE)
+    qk = qk * between * q_norm[:, None]
     square = ((i_chunk * HV + i_head).to(tl.int64) * CHUNK * CHUNK) + i * CHUNK + j
     own = tl.sum(tl.where(i == j, qk, 0.0), 1)
     tl.store(attention + square, tl.where(i == j, 0.0, qk).to(attention.dtype.element_ty))
-
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, kk, 0.0)
-    below = kk.to(INVERSE)
-    for level in tl.static_range(1, LEVELS):
-        operand = inverse.to(INVERSE)
-        product = tl.dot(operand, below, input_precision=PRECISION).to(INVERSE)
-        product = tl.dot(product, operand, input_precision=PRECISION)
-        pairs = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
-        inverse = tl.where(pairs, -product, inverse)  # zero there so far
-    tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
-
     p_vectors = vectors + (i_chunk * HV + i_head).to(tl.int64) * _VECTORS * CHUNK + o_row
-    tl.store(p_vectors, k_norm * tl.exp(decay))
-    tl.store(p_vectors + CHUNK, q_norm * tl.exp(decay))
-    tl.store(p_vectors + 2 * CHUNK, k_norm * tl.exp(to_end))
-    tl.store(p_vectors + 3 * CHUNK, tl.exp(to_end + b_g))
+    tl.store(p_vectors, k_norm * tl.exp2(decay))
+    tl.store(p_vectors + CHUNK, q_norm * tl.exp2(decay))
+    tl.store(p_vectors + 2 * CHUNK, k_norm * tl.exp2(to_end))
+    tl.store(p_vectors + 3 * CHUNK, tl.exp2(to_end + b_g))
     tl.store(p_vectors + 4 * CHUNK, b_beta)
     tl.store(p_vectors + 5 * CHUNK, own)
-
-
-@triton.jit
-def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr):
-    """Zero some columns of one head of the rows ``begin`` to ``end`` of ``out [T, HV, V]``."""
-    o_row = tl.arange(0, CHUNK)
-    for row in range(begin, end, CHUNK):
-        rows = (row + o_row).to(tl.int64)
-        p_out = out + (rows[:, None] * HV + i_head) * V + o_v[None, :]
-        zeros = tl.zeros([CHUNK, o_v.shape[0]], out.dtype.element_ty)
-        tl.store(p_out, zeros, mask=(rows < end)[:, None] & v_mask[None, :])
+    inverse = unit_lower_inverse(system, CHUNK, PRECISION)
+    tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
 
 class Fixed(NamedTuple):
@@ -154,7 +133,7 @@ class Fixed(NamedTuple):
     stages: int
 
 
-@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=_METADATA)
+@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=METADATA)
 def _scan_kernel(
     q, k, v, out, state, solve, attention, vectors,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
@@ -172,33 +151,19 @@ def _scan_kernel(
     i_v, i_head, i_prefill = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, FIXED.block_k), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = o_k < K, o_v < V
-    num_chunks = tl.load(first_chunk + num_seqs)
-    if i_prefill == 0:
-        num_tokens = tl.load(cu_seqlens_q + num_seqs)
-        _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, HV, V, CHUNK)
-        if FIXED.zero_decodes:
-            begin = num_tokens
-            if num_chunks > 0:
-                begin = tl.load(chunk_start)
-            _zero_rows(out, 0, begin, i_head, o_v, v_mask, HV, V, CHUNK)
-    if num_chunks == 0:
-        return
-    i_seq = tl.load(chunk_seq) + i_prefill  # decodes stand before the first sequence that has chunks
-    if i_seq >= num_seqs:
-        return
-    first, last = tl.load(first_chunk + i_seq), tl.load(first_chunk + i_seq + 1)
+    i_seq, first, last = find_chunks(
+        out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
+        HV, V, CHUNK, FIXED.zero_decodes,
+    )  # fmt: skip
     if first == last:
         return
 
     square = o_row[:, None] * CHUNK + o_row[None, :]
     inside = o_k[:, None] * V + o_v[None, :]
     state_mask = k_mask[:, None] & v_mask[None, :]
-    slot = tl.load(state_slots + i_seq).to(tl.int64)
-    query_len = tl.load(cu_seqlens_q + i_seq + 1) - tl.load(cu_seqlens_q + i_seq)
-    continues = tl.load(seq_lens + i_seq) != query_len
-    p_state = state + (slot * HV + i_head) * K * V + inside
-    b_state = tl.load(p_state, mask=state_mask & continues, other=0.0).to(tl.float32)
-
+    p_state, b_state = read_state(
+        state, cu_seqlens_q, seq_lens, state_slots, i_seq, i_head, inside, state_mask, HV, K * V
+    )  # fmt: skip
     key_columns = (i_head // (HV // HK)) * K + o_k
     value_columns = i_head * V + o_v
     keys = o_row[:, None] * stride_k + key_columns[None, :]
@@ -236,10 +201,7 @@ def _scan_kernel(
         b_out = tl.dot(b_attention, delta.to(operand), b_out + delta * own[:, None], input_precision=PRECISION)
         tl.store(out + start * (HV * V) + outputs, b_out.to(out.dtype.element_ty), mask=mask)
 
-        copy_slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
-        if copy_slot >= 0:
-            p_copy = state + (copy_slot * HV + i_head) * K * V + inside
-            tl.store(p_copy, b_state.to(state.dtype.element_ty), mask=state_mask)
+        store_checkpoint(state, checkpoint_slot, i_chunk, i_head, inside, state_mask, b_state, HV, K * V)
         start += length
         length = next_length
     tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
@@ -313,6 +275,9 @@ def chunk_gated_delta_rule_triton(
     prepared = _prepare(q, k, g, beta, chunks)
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
     num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
+    if tile is None and GLUON_IS_KNOWN and hopper.takes(q, k, v):
+        hopper.launch_delta_scan(q, k, v, out, state, *prepared, batch, zero_decodes=zero_decodes)
+        return out
     tile = tile or choose_tile(num_seqs * v.shape[1], v.shape[2], q.dtype)
     _scan(q, k, v, out, state, prepared, batch, tile, zero_decodes)
     return out
@@ -323,7 +288,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) -> tuple[Tensor, Tensor, Tensor]:
-    """``solve``, ``attention`` ``[chunks, HV, 64, 64]`` in q's dtype and ``vectors [chunks, HV, 4, 64]`` float32."""
+    """``solve``, ``attention`` ``[chunks, HV, 64, 64]`` in q's dtype and ``vectors [chunks, HV, 8, 64]`` float32."""
     num_chunks, num_heads, (_, num_k_heads, head_dim) = chunks.start.shape[0], g.shape[1], k.shape
     solve = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
     attention = torch.empty_like(solve)
@@ -334,8 +299,7 @@ def _prepare(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable) 
         q, k, g, beta, solve, attention, vectors, chunks.start, chunks.length,
         q.stride(0), k.stride(0),
         HK=num_k_heads, HV=num_heads, K=head_dim, BLOCK_K=max(16, next_power_of_2(head_dim)),
-        CHUNK=CHUNK_SIZE, LEVELS=CHUNK_SIZE.bit_length() - 1,
-        INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
+        CHUNK=CHUNK_SIZE, INVERSE=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
         num_warps=4, num_stages=1, maxnreg=128 if is_crowded else None, **early_launch(q.device),
     )  # fmt: skip
     return solve, attention, vectors

@@ -27,9 +27,9 @@ from torch import Tensor
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
-from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, delta_rule_step, l2_normalize
+from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
 
 
 class Shape(NamedTuple):

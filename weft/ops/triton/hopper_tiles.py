@@ -10,12 +10,27 @@ engine fetches at a time.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from weft.ops.triton.launch import Kernel
+
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+
+
+class GluonKernel(Kernel, GluonJITFunction):
+    """A kernel in Gluon that remembers its launches."""
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @gluon.jit

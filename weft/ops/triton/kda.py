@@ -38,9 +38,13 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
-from weft.ops.triton.gated_delta_rule import Tile, _check_rows, _precision, choose_tile
+from weft.ops.triton.gated_delta_rule import GLUON_IS_KNOWN, Tile, _check_rows, _precision, choose_tile
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
+
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import delta_scan_hopper as hopper
 
 _L2_EPS = tl.constexpr(1e-6)
 
@@ -115,7 +119,7 @@ class Fixed(NamedTuple):
 
 @jit(do_not_specialize_on_alignment=METADATA)
 def _prepare_kernel(
-    q, k, g, beta, keys, system, attention, own, sums, decays, chunk_start, chunk_length, stride_q, stride_k,
+    q, k, g, beta, keys, system, attention, vectors, sums, chunk_start, chunk_length, stride_q, stride_k,
     H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +141,8 @@ def _prepare_kernel(
     k_norm = tl.rsqrt(tl.sum(k_float * k_float, 1) + _L2_EPS)
     q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS)
     scale: tl.constexpr = K**-0.5
-    tl.store(own + tile * CHUNK + o_row, tl.sum(q_float * k_float, 1) * (q_norm * k_norm) * scale)
+    p_vectors = vectors + tile * (2 * CHUNK + K)
+    tl.store(p_vectors + CHUNK + o_row, tl.sum(q_float * k_float, 1) * (q_norm * k_norm) * scale)
 
     kk = tl.zeros([CHUNK, CHUNK], tl.float32)
     qk = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -162,7 +167,7 @@ def _prepare_kernel(
         tl.store(p_keys + CHUNK * K, from_start.to(dtype), mask=c_mask)
         to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for what still counts there
         tl.store(p_keys + 2 * CHUNK * K, (wide_k * (tl.exp(to_end) * k_norm[:, None])).to(dtype), mask=c_mask)
-        tl.store(decays + tile * K + o_c, tl.exp(tl.sum(b_g, 0)), mask=o_c < K)
+        tl.store(p_vectors + 2 * CHUNK + o_c, tl.exp(tl.sum(b_g, 0)), mask=o_c < K)
         tl.debug_barrier()
         for level in range(levels):
             # Sums are read again at every level, which takes fewer registers.
@@ -177,13 +182,14 @@ def _prepare_kernel(
     square = tile * CHUNK * CHUNK + i * CHUNK + j
     tl.store(attention + square, (qk * scale).to(attention.dtype.element_ty))
     b_beta = tl.load(beta + (start + o_row) * H + i_head, mask=valid, other=0.0)
+    tl.store(p_vectors + o_row, b_beta)
     tl.store(system + square, (kk * b_beta[:, None]).to(OPERAND))
 
 
 @jit(do_not_specialize_on_alignment=METADATA)
 def _solve_kernel(
     system, solve, chunk_length,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head: ``(I + A)^-1 - I``."""
     enter(EARLY)
@@ -192,20 +198,13 @@ def _solve_kernel(
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     tile = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     square = tile * CHUNK * CHUNK + i * CHUNK + j
-    b_system = tl.load(system + square)
-    operand = b_system.dtype
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, b_system, 0.0).to(tl.float32)
-    for level in tl.static_range(1, LEVELS):
-        half = inverse.to(operand)
-        product = tl.dot(half, b_system, input_precision=PRECISION).to(operand)
-        joined = ((i ^ j) >> level == 1) & (i > j)
-        inverse -= tl.where(joined, tl.dot(product, half, input_precision=PRECISION), 0.0)
+    inverse = unit_lower_inverse(tl.load(system + square), CHUNK, PRECISION)
     tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
 
 @jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=METADATA)
 def _scan_kernel(
-    v, beta, out, state, keys, solve, attention, own, decays,
+    v, out, state, keys, solve, attention, vectors,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, stride_v,
     FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
@@ -248,11 +247,11 @@ def _scan_kernel(
         k_to_end = tl.load(p_keys + 2 * CHUNK * K, mask=k_mask[None, :], other=0.0)
         mask = valid[:, None] & v_mask[None, :]
         b_v = tl.load(v + rows[:, None] * stride_v + value_columns[None, :], mask=mask, other=0.0)
-        b_beta = tl.load(beta + rows * H + i_head, mask=valid, other=0.0)
         b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
         b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
-        b_own = tl.load(own + tile * CHUNK + o_row)
-        decay = tl.load(decays + tile * K + o_k, mask=k_mask, other=0.0)
+        p_vectors = vectors + tile * (2 * CHUNK + K)
+        b_beta, own = tl.load(p_vectors + o_row), tl.load(p_vectors + CHUNK + o_row)
+        decay = tl.load(p_vectors + 2 * CHUNK + o_k, mask=k_mask, other=0.0)
 
         old = b_state.to(operand)
         right = (b_v - tl.dot(b_k, old, input_precision=PRECISION)) * b_beta[:, None]
@@ -260,7 +259,7 @@ def _scan_kernel(
         delta = tl.dot(b_solve, right.to(operand), right, input_precision=PRECISION)
         b_state = b_state * decay[:, None]
         b_state = tl.dot(tl.trans(k_to_end), delta.to(operand), b_state, input_precision=PRECISION)
-        b_out = tl.dot(b_attention, delta.to(operand), b_out + delta * b_own[:, None], input_precision=PRECISION)
+        b_out = tl.dot(b_attention, delta.to(operand), b_out + delta * own[:, None], input_precision=PRECISION)
         p_out = out + rows[:, None] * (H * V) + value_columns[None, :]
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
 
@@ -301,15 +300,21 @@ def chunk_kda_triton(
     assert out.is_contiguous(), "out must be contiguous"
     (num_rows, heads, head_v_dim), head_dim = v.shape, k.shape[2]
     num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
+    prepared = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
+    if tile is None and GLUON_IS_KNOWN and hopper.takes(q, k, v):
+        keys, solve, attention, vectors = prepared
+        lines = vectors.view(*vectors.shape[:2], -1, CHUNK_SIZE)
+        squares = (solve, attention, lines)
+        hopper.launch_delta_scan(q, k, v, out, state, *squares, batch, zero_decodes=zero_decodes, keys=keys)
+        return out
     tile = tile or _choose_tile(num_seqs * heads, head_v_dim, q.dtype)
     block_v = max(16, tile.block_v)
     fixed = Fixed(
         heads, head_dim, head_v_dim, max(16, next_power_of_2(head_dim)), block_v, zero_decodes, _precision(q.dtype),
         tile.stages,
     )  # fmt: skip
-    prepared = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
     _scan_kernel[(cdiv(head_v_dim, block_v), heads, chunks.max_seqs)](
-        v, beta, out, state, *prepared,
+        v, out, state, *prepared,
         chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
         batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
         num_rows, chunks.first.shape[0] - 1, v.stride(0),
@@ -320,19 +325,19 @@ def chunk_kda_triton(
 
 def _prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: ChunkTable, shape: Shape
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``keys [chunks, H, 3, 64, K]`` (with the decay from the chunk's start, queries with the same, keys with the decay
-    to its end), ``solve`` and ``attention [chunks, H, 64, 64]`` in q's dtype; ``own [chunks, H, 64]`` and
-    ``decays [chunks, H, K]`` float32."""
+    to its end), ``solve`` and ``attention [chunks, H, 64, 64]`` in q's dtype; ``vectors [chunks, H, 64 + 64 + K]``
+    float32: write strength and effect of a token on itself, for each token, and the chunk's decay, for each channel."""
     num_chunks, (_, heads, dim) = chunks.start.shape[0], k.shape
     keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, dim)
-    sums, decays = g.new_empty(num_chunks, heads, CHUNK_SIZE, dim), g.new_empty(num_chunks, heads, dim)
+    sums = g.new_empty(num_chunks, heads, CHUNK_SIZE, dim)
     solve, attention = (q.new_empty(num_chunks, heads, CHUNK_SIZE, CHUNK_SIZE) for _ in range(2))
     system = torch.empty_like(solve, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
-    own = g.new_empty(num_chunks, heads, CHUNK_SIZE)
+    vectors = g.new_empty(num_chunks, heads, 2 * CHUNK_SIZE + dim)
     block, levels = max(16, next_power_of_2(dim)), CHUNK_SIZE.bit_length() - 1
     _prepare_kernel[(num_chunks, heads)](
-        q, k, g, beta, keys, system, attention, own, sums, decays, chunks.start, chunks.length,
+        q, k, g, beta, keys, system, attention, vectors, sums, chunks.start, chunks.length,
         q.stride(0), k.stride(0),
         H=heads, K=dim, BLOCK_K=block, BLOCK=min(shape.channels, block), CHUNK=CHUNK_SIZE, LEVELS=levels,
         OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
@@ -340,7 +345,7 @@ def _prepare(
     )  # fmt: skip
     _solve_kernel[(num_chunks, heads)](
         system, solve, chunks.length,
-        CHUNK=CHUNK_SIZE, LEVELS=levels, PRECISION=_precision(q.dtype), num_warps=4, maxnreg=168, num_stages=1,
+        CHUNK=CHUNK_SIZE, PRECISION=_precision(q.dtype), num_warps=4, num_stages=1,
         **early_launch(q.device),
     )  # fmt: skip
-    return keys, solve, attention, own, decays
+    return keys, solve, attention, vectors

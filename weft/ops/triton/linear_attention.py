@@ -29,9 +29,9 @@ from weft.config.linear_attention import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.gated_delta_rule import MULTIPROCESSORS, _check_rows, _precision
+from weft.ops.triton.gated_delta_rule import _check_rows, _precision
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
 
 _VECTORS = tl.constexpr(4)
 
