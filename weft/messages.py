@@ -75,7 +75,7 @@ class Encoding(msgspec.Struct, frozen=True):
     row: int
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True):
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # made for every request of every step
     """What one request does in this step.
 
     Attributes:

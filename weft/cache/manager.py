@@ -52,6 +52,9 @@ from weft.stats import CacheStats
 
 NOTHING = Prefix(None, 0)
 
+NO_STATES: list[tuple[int, int]] = []
+"""Of most requests of most steps; never changed."""
+
 Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
 """Is told of every request that has ended: the tokens fed, how many of them were prompt, salt, boundaries."""
 
@@ -292,19 +295,19 @@ class Manager:
 
         Call it once, when the step is launched. Positions for which no slot can be had are skipped, but for drafts.
         """
+        if not self._needs_state:
+            return NO_STATES
         if num_drafts:
             return self.drafts.store(lease, start, num_drafts)
         if lease.drafts.stored:
             lease.drafts.stored.clear()  # of a step before, whose slots this one does not fill
         end, states = start + num_tokens, lease.checkpoints
-        checkpoints: list[tuple[int, int]] = []
+        checkpoints = NO_STATES
         if states.positions and (due := states.take_due(start, end)):
-            for position in due:
-                slot = self.evictor.take_slot()
-                if slot is not None:
-                    checkpoints.append((position, slot))
+            slots = [(position, self.evictor.take_slot()) for position in due]
+            checkpoints = [(position, slot) for position, slot in slots if slot is not None]
             states.stored.extend(checkpoints)
-        elif start >= len(lease.tokens) and self.states.takes_snapshot(end):
+        elif self.states.takes_snapshot(end) and start >= len(lease.tokens):
             slot = self.evictor.take_slot()
             if slot is not None:
                 checkpoints = [(end, slot)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,8 +33,8 @@ class Running:
         return np.concatenate([leased, as_tokens(generated)]) if generated else leased
 
 
-NO_DRAFTS: list[int] = []
-"""Never changed."""
+NOTHING: list[Any] = []
+"""An empty list of every request of every step; never changed."""
 
 
 class Planned(msgspec.Struct, gc=False):  # made for every request of every step
@@ -42,7 +43,7 @@ class Planned(msgspec.Struct, gc=False):  # made for every request of every step
 
     running: Running
     num_tokens: int
-    drafts: list[int] = NO_DRAFTS
+    drafts: list[int] = NOTHING
     num_proposed: int = 0
     follows: bool = False
 

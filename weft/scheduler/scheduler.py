@@ -38,7 +38,7 @@ from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.lookups import PrefixLookups
 from weft.scheduler.progress import Progress
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
-from weft.scheduler.running import Launched, Planned, Running
+from weft.scheduler.running import NOTHING, Launched, Planned, Running
 from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
@@ -164,13 +164,15 @@ class Scheduler:
         decoding = all_wanted.count(1)
         for running, wanted in zip(list(self._running), all_wanted, strict=True):
             request = running.request
-            is_due = not (request.samples_by_history and request.num_pending)
-            if request.status is not RequestStatus.RUNNING or request.will_be_full or not is_due:
+            if request.status is not RequestStatus.RUNNING or request.will_be_full:
                 continue  # preempted just now for an earlier one, or its last token is on its way
+            if request.num_pending and request.samples_by_history:
+                continue
             is_decode = wanted == 1
             # Decodes always fit; a chunk of prefill takes what they leave.
             num_tokens = 1 if is_decode else min(wanted, budget - decoding)
-            num_tokens = self._reach(request, num_tokens)
+            if request.media:
+                num_tokens = self._reach(request, num_tokens)
             if num_tokens <= 0:
                 continue
             end = request.num_computed_tokens + num_tokens
@@ -264,7 +266,7 @@ class Scheduler:
         self._step += 1
         starting = [plan.running for plan in planned if not plan.running.announced]
         scheduled = [(plan, self._schedule(plan)) for plan in planned]
-        if not all(entry.is_decode for _, entry in scheduled):
+        if not all([entry.is_decode for _, entry in scheduled]):
             scheduled.sort(key=lambda pair: not pair[1].is_decode)
         self._launched[self._step] = [
             Launched(p.running, e.samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed) for p, e in scheduled
@@ -293,8 +295,9 @@ class Scheduler:
         num_drafts = len(drafts)
         known_end = start + num_tokens - num_drafts
         samples = known_end == request.num_tokens
-        new_pages = lease.pages[running.num_pages_sent :]
-        if new_pages:
+        new_pages = NOTHING
+        if running.num_pages_sent < len(lease.pages):
+            new_pages = lease.pages[running.num_pages_sent :]
             running.num_pages_sent = len(lease.pages)
         running.in_flight += 1
         request.num_computed_tokens = start + num_tokens
@@ -309,7 +312,7 @@ class Scheduler:
         else:
             checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)
         self.manager.commit(lease, request.num_computed_tokens)
-        media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else []
+        media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else NOTHING
         return ScheduledRequest(
             running.row, start, num_tokens, new_pages, state_slot, samples, checkpoints, lease.write_start, drafts,
             media, plan.follows,
