@@ -51,6 +51,7 @@ from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
 from weft.runner.step_runner import StepRunner
+from weft.runner.triton_key import prepare_triton
 from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, image_step, one_layer_of_each_kind
 from weft.weights import load_weights
 
@@ -90,6 +91,8 @@ class ModelRunner:
             )
         self.device = torch.device(config.device)
         self._backend = resolve_backend(config.backend, self.device.type)
+        if self._backend is Backend.TRITON:
+            prepare_triton(self.device)
         self._layers = LayerTable()
         profile = read_profile(Path(config.graph_profile)) if config.graph_profile else None
         self._table = ModeTable.of(profile) if profile is not None else None
@@ -151,19 +154,23 @@ class ModelRunner:
         self._attach(self.plan)
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
         with one_layer_of_each_kind(self.model.model):
+            self._walk_captured_steps()
             for scheduler_output in covering_steps(limits, state_slot=1 if self.spec.has_states else 0):
                 self.launch(scheduler_output)
                 self.steps.rows.last_token.zero_()  # what was sampled may be no token
             if self.media is not None:
                 self.media.run_smallest()
                 self.launch(image_step(1 if self.spec.has_states else 0, self.media.merge))
-            self._walk_captured_steps()
         del self.steps
 
     def _walk_captured_steps(self) -> None:
-        """Every size that is captured: a capture must meet no kernel that is not compiled."""
+        """Every size that is captured: a capture must meet no kernel that is not compiled. The largest first, whose
+        kernels take longest to compile."""
         sizes, functions = self._capture_sizes(self.config.max_num_seqs), self.steps.functions
-        for size in sizes.decode:
+        for size in sorted({*sizes.forward, *sizes.pieces}, reverse=True):
+            functions.pad(functions.mixture_shape(size))
+            functions.forward(size)
+        for size in reversed(sizes.decode):
             functions.pad(functions.decode_shape(size))
             functions.decode(size)
             self.steps.rows.last_token.zero_()
@@ -171,9 +178,6 @@ class ModelRunner:
             functions.pad(functions.verification_shape(size))
             functions.verify(size)
             self.steps.rows.last_token.zero_()
-        for size in {*sizes.forward, *sizes.pieces}:
-            functions.pad(functions.mixture_shape(size))
-            functions.forward(size)
         for size in sizes.samples:
             functions.pad(functions.mixture_shape(size))
             functions.sample(size)

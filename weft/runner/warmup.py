@@ -23,7 +23,7 @@ from torch import nn
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import Decoder, DecoderLayer
-from weft.runner.triton_key import remember_triton_key
+from weft.runner.triton_key import prepare_triton
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -39,6 +39,9 @@ SAMPLERS = (
 )
 """Ways to sample that use different kernels. None keeps a history: that would be indexed by tokens that are not any."""
 
+
+MAX_PROCESSES = 16
+"""That compile. Forking one takes 10 ms, and the slowest kernel takes as long as its share of all of them."""
 
 LEAST_TOKENS = 256
 """Of a step that is made smaller because memory is short: with fewer a prompt would take very many steps."""
@@ -68,7 +71,7 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
         state_slot: the slot that every sequence uses; 0 if the model has no recurrent layers.
     """
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    lengths, contexts = powers_of_two(longest), powers_of_two(limits.max_model_len)
+    lengths, contexts = reversed(powers_of_two(longest)), powers_of_two(limits.max_model_len)
     counts = powers_of_two(min(limits.max_num_seqs, limits.max_num_batched_tokens))
     for length in lengths:
         yield step([(0, length)], state_slot)
@@ -143,8 +146,8 @@ def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterat
             torch.cuda.set_device(current)  # of this thread
             _ = kernel.run
 
-    remember_triton_key()
-    count = len(os.sched_getaffinity(0))
+    prepare_triton(device).result()
+    count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
     with CompileProcesses(count, load, builds_launchers=on_gpu) as processes, compiled_by(processes.compile):
         with triton.AsyncCompileMode(processes):
             with _no_launches():
