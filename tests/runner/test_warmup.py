@@ -87,7 +87,8 @@ def test_every_captured_size_is_walked(monkeypatch: pytest.MonkeyPatch, tmp_path
     seen.clear()
     runner._walk_steps()
     assert graphs.decode and graphs.forward and graphs.samples
-    assert [graphs.decode.sizes, graphs.forward.sizes, graphs.samples.sizes] == [sorted(seen[name]) for name in seen]
+    sizes_of = {"decode": graphs.decode.sizes, "forward": graphs.forward.sizes, "sample": graphs.samples.sizes}
+    assert sizes_of == {name: sorted(walked) for name, walked in seen.items()}
     assert seen == captured
 
 
