@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weft import LLM
 from weft.request import Request
-from weft.speculation.planner import Proposer
+from weft.speculation.planner import DeviceDrafts, Proposer
 
 VOCAB = 200
 
@@ -18,6 +18,7 @@ def install(llm: LLM, proposer: Proposer, max_drafts: int | None = None) -> None
     drafts = llm._core.scheduler.drafts
     assert drafts is not None, "the engine does not speculate"
     drafts.proposer = proposer
+    drafts.on_device = isinstance(proposer, DeviceDrafts)
     if max_drafts is not None:
         drafts.max_drafts = max_drafts
 

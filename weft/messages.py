@@ -170,7 +170,7 @@ class ModelOutput(msgspec.Struct, frozen=True):
     prompt tokens whose *predecessor* ran in this step. ``failed_rows`` computed NaN: their token, if they sampled one,
     and all that the step stored for them are worthless, and the request must fail alone. ``mode`` says how the step ran
     (NONE, PIECEWISE, FULL), ``num_padding_tokens`` how many tokens it computed for nobody. ``draft_token_ids``: what
-    the model's own head guesses to come after the tokens of a row that sampled. ``encoder_seconds``: how long the
+    was drafted on the device to come after the tokens of a row that sampled. ``encoder_seconds``: how long the
     step's images took to encode.
     """
 

@@ -90,7 +90,7 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         num_cached_tokens: prompt tokens taken from the cache when it was first scheduled.
         cache_report: what it found in the cache then, and why not more.
         num_preemptions: how often it was preempted.
-        draft_token_ids: what the model's own head guesses to come after the known tokens.
+        draft_token_ids: what was drafted on the device to come after the known tokens.
         num_draft_tokens, num_accepted_tokens: drafts that were verified for it, and how many of them were right.
         no_drafts_because: why nothing is drafted for it although the engine speculates.
         max_computed_tokens: the most that ``num_computed_tokens`` has been: what lies below is computed again.

@@ -19,7 +19,7 @@ def test_keys_defaults_and_reasons() -> None:
     config = resolve(speculative_config='{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}')
     assert config.speculative_config == SpeculativeConfig("ngram", 3, 5, 5) and config.num_drafts == 3
     assert "3 drafts" in config.reasons["speculative_config"] and not config.drafts_on_device
-    assert not resolve(speculative_config={"method": "ngram"}, enable_overlap=True).drafts_on_device
+    assert resolve(speculative_config={"method": "ngram"}, enable_overlap=True).drafts_on_device
     assert pickle.loads(pickle.dumps(config)) == config
     off = resolve()
     assert off.speculative_config is None and off.num_drafts == 0 and "off" in off.reasons["speculative_config"]

@@ -20,6 +20,7 @@ from weft.config.weights import weight_bytes
 from weft.errors import ConfigError, WeightsError
 from weft.forward_context import forward_context
 from weft.models.mtp import DraftInputs, MtpDrafter
+from weft.ops.backend import Backend
 
 NEXT = "Qwen3NextForCausalLM"
 WITH_HEAD = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -68,7 +69,7 @@ def test_drafts_are_the_greedy_ones_of_the_reference(arch: str, tmp_path: Path) 
     """Of a batch with two sequences that sample, one of which has had drafts rejected, and one that does not."""
     folder, reference = make_mtp_checkpoint(arch, tmp_path)
     harness = Harness(folder, mtp=True)
-    drafter = MtpDrafter(harness.model, 512)
+    drafter = MtpDrafter(harness.model, 512, Backend.TORCH)
     a, b, c = (harness.sequence(prompt(n), capacity=n + 40) for n in (35, 20, 64))
     for sequence, known in ((a, 30), (b, 19), (c, 10)):
         run_head(harness, [(sequence, known)])
@@ -96,7 +97,7 @@ def test_drafts_at_the_end_of_the_context_touch_no_other_page(tmp_path: Path) ->
     with torch.no_grad(), forward_context(context):
         hidden = harness.model(torch.tensor(full.tokens[30:]))
         inputs = DraftInputs(hidden, torch.tensor([3, 4]), torch.tensor([1]), torch.tensor([0]), context.batch)
-        assert MtpDrafter(harness.model, 512).draft(inputs, 4).shape == (1, 4)
+        assert MtpDrafter(harness.model, 512, Backend.TORCH).draft(inputs, 4).shape == (1, 4)
     cache = harness.caches["mtp.layers.0.self_attn"]
     others = [page for page in range(96) if page not in full.pages]
     for name in ("k", "v"):
@@ -115,7 +116,7 @@ def test_what_is_no_token_is_drafted_from_without_harm(tmp_path: Path) -> None:
         hidden = harness.model(torch.tensor(sequence.tokens[:3]))
         next_ids = torch.tensor([-1, 1 << 40, -(1 << 40)])
         inputs = DraftInputs(hidden, next_ids, torch.tensor([2]), torch.tensor([0]), context.batch)
-        drafts = MtpDrafter(harness.model, 512).draft(inputs, 2)
+        drafts = MtpDrafter(harness.model, 512, Backend.TORCH).draft(inputs, 2)
     assert ((drafts >= 0) & (drafts < harness.config.vocab_size)).all()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_checkpoint
 from weft import LLM, CompletionOutput, SamplingParams
@@ -33,6 +34,19 @@ class Case:
         """What ``tests.drafters.FromOutputs`` reads."""
         pairs = zip(self.prompts, self.params, completions, strict=True)
         return {(tuple(prompt), params.seed or 0): list(done.token_ids) for prompt, params, done in pairs}
+
+
+def make_repeating_checkpoint(arch: str, path: Path) -> Path:
+    """A tiny model whose layers add little, so that a token mostly follows from the one before it, and greedy texts soon
+    go in circles."""
+    folder = make_checkpoint(arch, path, with_tokenizer=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.05)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ import torch
 
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
+from weft.ops.drafts import NO_DRAFT, RowState
 from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
-from weft.speculation.acceptance import NO_DRAFT, Acceptance, Judge, accept, accept_alike, drafts_of, sampled_positions
+from weft.speculation.acceptance import Acceptance, Judge, accept, sampled_positions
 from weft.speculation.planner import LOG_EVERY, AcceptanceLog
 
 DRAWS = 100_000
@@ -52,12 +53,17 @@ def test_what_is_no_token_is_no_draft() -> None:
 def test_equally_many_drafts_are_accepted_alike(query_len: int) -> None:
     torch.manual_seed(query_len)
     input_ids, sampled = torch.randint(0, 2, (2, 60 * query_len))
-    drafts, nothing = drafts_of(input_ids, query_len), torch.zeros_like(sampled)
-    _, is_right = Judge()(sampled, drafts, nothing, nothing)
-    expected, found = accept(is_right, torch.arange(0, 60 * query_len, query_len)), accept_alike(is_right.view(60, -1))
-    for name in ("first", "num_accepted", "counted", "last"):
+    drafts, nothing = input_ids.roll(-1), torch.zeros_like(sampled)
+    drafts[query_len - 1 :: query_len] = NO_DRAFT
+    expected = judged(sampled, drafts, torch.arange(0, 60 * query_len, query_len))
+    state = RowState(*torch.full((3, 60), 9).unbind(0))
+    rows = torch.arange(60).flip(0).repeat_interleave(query_len)
+    tokens, found = Judge().accept_alike(sampled, input_ids, nothing, nothing, rows, query_len, state)
+    for name in ("num_accepted", "counted", "last"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert found.num_accepted.unique().numel() == query_len
+    assert torch.equal(tokens, sampled) and found.num_accepted.unique().numel() == query_len
+    assert torch.equal(state.last_token.flip(0), sampled[found.last])
+    assert torch.equal(state.num_rejected.flip(0), query_len - 1 - found.num_accepted)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])

@@ -17,13 +17,9 @@ from tests.drafters import FromOutputs, Random, install
 from tests.engine.conftest import assert_idle
 from tests.speculation.conftest import CONFIG, MAX_DRAFTS, Case
 from weft import LLM, SamplingParams
-from weft.config.speculation import SpeculativeConfig
-from weft.speculation.ngram import NgramProposer
-from weft.speculation.planner import Proposer
+from weft.speculation.planner import DeviceDrafts, Proposer
 
 ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Lfm2ForCausalLM"]
-NGRAM = SpeculativeConfig("ngram", MAX_DRAFTS, 1, 3)
-
 Engines = tuple[LLM, LLM]
 
 
@@ -56,7 +52,7 @@ def test_greedy(engines: Engines, drafter: str, num_drafts: int) -> None:
     expected = case.run(plain)
     known, rng = case.known(expected), random.Random(num_drafts)
     proposers: dict[str, Proposer] = {
-        "ngram": NgramProposer(NGRAM.prompt_lookup_min, NGRAM.prompt_lookup_max),
+        "ngram": DeviceDrafts(),
         "right": FromOutputs(known),
         "wrong": FromOutputs(known, lambda place, rng: True),
         "wrong at 1": FromOutputs(known, lambda place, rng: place == 1),

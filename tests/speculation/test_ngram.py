@@ -1,52 +1,105 @@
-"""Prompt lookup: the longest suffix that stood before, and what followed it."""
+"""N-gram drafts made on the device: steps follow one another, decodes run ahead while nothing is found, and nothing but
+the speed changes; stop strings that are found a step late leave nothing behind."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
 
-from weft.messages import RowSampling
-from weft.request import Request, RequestSpec
-from weft.speculation.ngram import NgramProposer, continuation
+from tests.engine.conftest import assert_idle
+from tests.late_device import LateDevice
+from tests.speculation.conftest import Case, make_repeating_checkpoint
+from weft import LLM, SamplingParams
+
+CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "page_size": 4, "max_model_len": 192}
+COLUMNS = {"NONE": "Qwen3NextForCausalLM", "FULL_DECODE_ONLY": "Qwen3ForCausalLM", "FULL": "Qwen3_5ForCausalLM"}
 
 
-def obvious(tokens: list[int], low: int, high: int, count: int) -> list[int]:
-    for length in range(min(high, len(tokens) - 1), low - 1, -1):
-        for end in range(len(tokens) - 1, length - 1, -1):  # latest first
-            if tokens[end - length : end] == tokens[len(tokens) - length :]:
-                longer = list(tokens)
-                for i in range(count):
-                    longer.append(longer[end + i])
-                return longer[len(tokens) :]
-    return []
+class Steps:
+    """What an engine launched: steps that decode, verify, and follow."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.decodes = self.verifications = self.followed = 0
+        launch = llm._core._executor.launch
+
+        def count(step: Any, *arguments: Any) -> None:
+            self.decodes += all(request.is_decode for request in step.requests)
+            self.verifications += any(request.draft_token_ids for request in step.requests)
+            self.followed += any(request.follows for request in step.requests)
+            launch(step, *arguments)
+
+        llm._core._executor.launch = count  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_matches_a_search_by_hand(seed: int) -> None:
-    rng = random.Random(seed)
-    tokens = [rng.randrange(rng.choice([1, 2, 4])) for _ in range(rng.randint(1, 40))]
-    low = rng.randint(1, 3)
-    high = low + rng.randint(0, 3)
-    assert continuation(np.array(tokens), low, high, 5) == obvious(tokens, low, high, 5)
+@pytest.fixture(scope="module", params=COLUMNS)
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, LLM, Steps]]:
+    """Without drafts, and with, behind a late device."""
+    folder = str(make_repeating_checkpoint(COLUMNS[request.param], tmp_path_factory.mktemp("repeating")))
+    overlap: dict[str, Any] = {"enable_overlap": True, "cuda_graph_mode": request.param}
+    with LLM(folder, **SETTINGS) as plain, LLM(folder, speculative_config=CONFIG, **overlap, **SETTINGS) as drafting:
+        LateDevice(drafting, random.Random(3))
+        yield plain, drafting, Steps(drafting)
+        assert_idle(drafting)
 
 
-def test_the_longest_suffix_goes_before_the_latest() -> None:
-    assert continuation(np.array([1, 2, 3, 9, 8, 7, 2, 3, 4, 4, 1, 2, 3]), 1, 3, 2) == [9, 8]
-    assert continuation(np.array([1, 2, 3, 9, 8, 7, 2, 3, 4, 4, 1, 2, 3]), 1, 2, 2) == [4, 4]
-    assert continuation(np.array([1, 2, 3, 4]), 1, 3, 2) == []
+def repeating(rng: random.Random) -> list[int]:
+    """A prompt in which something stands twice."""
+    return [rng.randrange(3, 200) for _ in range(rng.randint(2, 12))] * 2 + [rng.randrange(3, 200)]
 
 
-def test_follows_the_output_and_forgets() -> None:
-    proposer = NgramProposer(2, 4)
-    request = Request.of(RequestSpec("r", [5, 6, 7, 8], RowSampling(), 100))
-    assert proposer.propose(request, 3) == []
-    for token in (1, 5, 6):
-        request.append(token, None)
-    assert proposer.propose(request, 3) == [7, 8, 1]
-    for _ in range(3):
-        request.append(9, None)
-    assert proposer.propose(request, 2) == [9, 9]  # what follows the suffix reaches its end and repeats
-    proposer.forget("r")
-    assert not proposer._histories
+def test_tokens_are_those_without_drafts(engines: tuple[LLM, LLM, Steps]) -> None:
+    """Of requests that come one after the other, greedy and sampled, with penalties and without."""
+    plain, drafting, steps = engines
+    rng, before = random.Random(1), drafting.stats().spec_decode_num_accepted_tokens
+    params = [
+        SamplingParams(temperature=t, max_tokens=n, ignore_eos=True, seed=n, repetition_penalty=p, logprobs=lp)
+        for t, n, p, lp in [(0, 60, 1, None), (0, 90, 1, None), (0.4, 70, 1, 2), (0, 33, 1.2, None), (0, 80, 1, 1)]
+    ]
+    case = Case([repeating(rng) for _ in params], params)
+    found, expected = case.run(drafting), case.run(plain)
+    assert [f.token_ids for f in found] == [e.token_ids for e in expected]
+    for f, e in zip(found, expected, strict=True):
+        assert [*map(list, f.logprobs or [])] == [*map(list, e.logprobs or [])]
+    assert drafting.stats().spec_decode_num_accepted_tokens > before + 20
+    assert steps.followed > 5 and steps.verifications > steps.followed
+
+
+def test_decodes_run_ahead_where_nothing_repeats(engines: tuple[LLM, LLM, Steps]) -> None:
+    """Few steps verify, and the others overlap like those of an engine without drafts."""
+    plain, drafting, steps = engines
+    params = [SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True, seed=s) for s in range(2)]
+    case = Case([[7, 8, 9], [11, 12]], params)
+    decodes, verifications = steps.decodes, steps.verifications
+    assert [f.token_ids for f in case.run(drafting)] == [e.token_ids for e in case.run(plain)]
+    assert steps.verifications - verifications < 12 and steps.decodes - decodes > 25
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_stop_string_is_found_late(engines: tuple[LLM, LLM, Steps], temperature: float) -> None:
+    """A step that verifies drafts behind the stop is in flight by then. Texts and tokens end where they do without
+    drafts, and the next turns find what they find there."""
+    plain, drafting, steps = engines
+    rng, followed = random.Random(5), steps.followed
+    prompts = [repeating(rng) for _ in range(4)]
+    params = [SamplingParams(temperature=temperature, max_tokens=80, ignore_eos=True, seed=s) for s in range(4)]
+    texts = [done.text for done in Case(prompts, params).run(plain)]
+    stops = [text[len(text) // 2 : len(text) // 2 + 3] for text in texts]
+    for turn in range(2):
+        ending = [
+            SamplingParams(temperature=temperature, max_tokens=80, ignore_eos=True, seed=s, stop=[stop])
+            for s, stop in enumerate(stops)
+        ]
+        case = Case(prompts, ending)
+        found, expected = case.run(drafting), case.run(plain)
+        for f, e in zip(found, expected, strict=True):
+            assert (f.token_ids, f.text, f.stop_reason) == (e.token_ids, e.text, e.stop_reason)
+            assert f.finish_reason == "stop" or turn
+        assert_idle(drafting)
+        prompts = [[*prompt, *f.token_ids, 5] for prompt, f in zip(prompts, found, strict=True)]
+    assert steps.followed > followed

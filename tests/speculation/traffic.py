@@ -24,7 +24,7 @@ from tests.fake_runner import VOCAB, oracle
 from tests.scheduler.test_scheduler import PAGE, Rig, make_request
 from weft import report
 from weft.request import Request
-from weft.speculation.planner import DraftPlanner, ModelDrafts
+from weft.speculation.planner import DeviceDrafts, DraftPlanner
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Episode:
         limits = rng.choice([(), ((1, self.most), (3, max(1, self.most - 2)))])
         drafter, on_device = Drafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0])), rng.random() < 0.5
         rig.scheduler.drafts = DraftPlanner(
-            ModelDrafts() if on_device else drafter,
+            DeviceDrafts() if on_device else drafter,
             rig.manager,
             self.most,
             lambda n: next((k for limit, k in limits if n <= limit), 0) if limits else self.most,

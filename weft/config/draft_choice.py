@@ -48,6 +48,4 @@ def choose_drafts(
             most = max(drafts for _, drafts in limits)
             config = dataclasses.replace(config, num_speculative_tokens=most, drafts_by_batch=limits)
             values[name], reasons[name] = config, f"{config}; larger batches none: {why}"
-    if "enable_overlap" in reasons and values["enable_overlap"] and config.method == "ngram":
-        reasons["enable_overlap"] += "; n-gram drafts follow from the tokens of the step before, and wait for them"
     return model

@@ -245,11 +245,10 @@ class EngineConfig:
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether a step that verifies drafts can be launched before the one before it is done: the model's own head
-        makes them, and whole steps of them run alike (pieces run drafts as short prefills)."""
-        speculation = self.speculative_config
-        is_own = speculation is not None and speculation.method == "mtp"
-        return is_own and self.enable_overlap and self.cuda_graph_mode != "PIECEWISE"
+        """Whether a step that verifies drafts can be launched before the one before it is done: if whole steps of them
+        run alike (pieces, and layers that cannot verify, run drafts as short prefills)."""
+        runs_alike = self.cuda_graph_mode != "PIECEWISE" and self.model_config.verifies
+        return self.speculative_config is not None and self.enable_overlap and runs_alike
 
     def num_drafts_at(self, num_seqs: int) -> int:
         """Tokens drafted for each of ``num_seqs`` requests that decode together."""

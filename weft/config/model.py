@@ -159,6 +159,11 @@ class ModelConfig:
         mixers = (mixer for modules in self.mixers.values() for mixer in modules.values())
         return any(mixer.layer_spec(self.hidden_size, CacheDtypes()).states for mixer in mixers)
 
+    @property
+    def verifies(self) -> bool:
+        """True if every layer with states can run drafts of many sequences at once (``LayerSpec.verifies``)."""
+        return all(spec.verifies for spec in self.layer_specs(CacheDtypes()).values() if spec.states)
+
     def layer_specs(self, dtypes: CacheDtypes) -> dict[str, LayerSpec]:
         """What every layer keeps, by its name in the layer table (``model.layers.3.self_attn``), in model order."""
         kinds = {

@@ -10,6 +10,7 @@ from the pair (hidden state of t, token t + 1), so whoever computes tokens also 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import RowParallelLinear
 from weft.layers.norm import RMSNorm
 from weft.models.decoder import CausalLM, DecoderLayer, LayerPlace, Mixers, residual_norm
+from weft.ops.backend import Backend
+from weft.ops.drafts import places_ahead
 
 
 class MultiTokenPredictor(nn.Module):
@@ -53,15 +56,16 @@ class DraftInputs:
         hidden_states: ``[T, hidden_size]``, what the model returned for the batch.
         next_ids: ``[T]`` int64, the token after each: the prompt's next one, or what was sampled; anything where a
             draft was rejected, and for padding.
-        last: ``[N]`` int64, index of the last accepted token of every sequence that gets drafts.
-        sequences: ``[N]`` int64, these sequences' rows of the batch.
+        last: ``[N]`` int64, index of the last accepted token of every sequence that gets drafts; None: each of the T
+            tokens is one.
+        sequences: ``[N]`` int64, these sequences' rows of the batch; None: all, in order.
         batch: of the step.
     """
 
     hidden_states: Tensor
     next_ids: Tensor
-    last: Tensor
-    sequences: Tensor
+    last: Tensor | None
+    sequences: Tensor | None
     batch: Batch
 
 
@@ -73,8 +77,8 @@ class MtpDrafter:
         max_model_len: length of the rotary tables; drafts beyond it are meaningless.
     """
 
-    def __init__(self, model: CausalLM, max_model_len: int) -> None:
-        self._model, self._max_model_len = model, max_model_len
+    def __init__(self, model: CausalLM, max_model_len: int, backend: Backend) -> None:
+        self._model, self._max_model_len, self._backend = model, max_model_len, backend
         self._head = model.get_submodule("mtp")
         embedding = model.model.embed_tokens
         self._last_id = embedding.vocab_size + len(embedding.media_rows) - 1
@@ -84,12 +88,15 @@ class MtpDrafter:
         ``num_drafts - 1`` tokens past the last accepted one; entries there are overwritten by later steps."""
         # Where kernels are compiled and not run, at start, or a row is NaN, what was sampled may be no token.
         next_ids = inputs.next_ids.clamp(0, self._last_id)
-        hidden = self._predict(next_ids, inputs.hidden_states)[inputs.last]
-        if not (len(inputs.last) and num_drafts):  # the cache of the head is filled, and that is all
-            return inputs.last.new_empty(len(inputs.last), num_drafts)
+        hidden = self._predict(next_ids, inputs.hidden_states)
+        if inputs.last is not None:
+            hidden = hidden[inputs.last]
+        count = len(hidden)
+        if not (count and num_drafts):  # the cache of the head is filled, and that is all
+            return next_ids.new_empty(count, num_drafts)
         drafts = [self._best(hidden)]
-        for ahead in range(1, num_drafts):
-            with other_batch(self._batch_ahead(inputs, ahead)):
+        for batch in self._batches_ahead(inputs, num_drafts - 1):
+            with other_batch(batch):
                 hidden = self._predict(drafts[-1], hidden)
             drafts.append(self._best(hidden))
         return torch.stack(drafts, dim=1)
@@ -101,35 +108,51 @@ class MtpDrafter:
     def _best(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden).argmax(dim=-1)
 
-    def _batch_ahead(self, inputs: DraftInputs, ahead: int) -> Batch:
-        """One token per sequence, ``ahead`` tokens past its last accepted one."""
-        batch, count = inputs.batch, len(inputs.last)
+    def _batches_ahead(self, inputs: DraftInputs, num_ahead: int) -> Iterator[Batch]:
+        """One token per sequence, 1, 2, … ``num_ahead`` tokens past its last accepted one."""
+        if not num_ahead:
+            return
+        batch, sequences, last = inputs.batch, inputs.sequences, inputs.last
+        ends, seq_lens, page_table, slots = batch.cu_seqlens_q[1:], batch.seq_lens, batch.page_table, batch.state_slots
+        if sequences is not None:
+            ends, seq_lens, page_table, slots = (t[sequences] for t in (ends, seq_lens, page_table, slots))
+        count = len(seq_lens)
+        decodes = torch.arange(count + 1, dtype=torch.int32, device=ends.device)
         page_size = get_forward_context().caches[f"{MTP_LAYER}.self_attn"]["k"].shape[1]
-        page_table = batch.page_table[inputs.sequences]
         longest = min(self._max_model_len, page_table.shape[1] * page_size)
-        # With images in the prompt a token's rotary position is not its place in the sequence.
-        positions = (batch.positions[inputs.last] + ahead).clamp(max=longest - 1)
-        behind = batch.cu_seqlens_q[1:][inputs.sequences] - 1 - inputs.last
-        places = (batch.seq_lens[inputs.sequences] - 1 - behind + ahead).clamp(min=0, max=longest - 1)
-        pages = page_table.gather(1, (places // page_size)[:, None])[:, 0].long()
-        return replace(
+        places = places_ahead(
+            last if last is not None else decodes[:-1].long(),
+            ends,
+            batch.positions,
+            seq_lens,
+            page_table,
+            page_size,
+            num_ahead,
+            longest,
+            backend=self._backend,
+        )
+        like = replace(
             batch,
             num_tokens=count,
             num_seqs=count,
             num_decodes=count,
             max_query_len=1,
-            max_seq_len=min(batch.max_seq_len + ahead, longest),
-            positions=positions,
-            slot_mapping=pages * page_size + places % page_size,
-            cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
-            seq_lens=(places + 1).int(),
+            cu_seqlens_q=decodes,
             page_table=page_table,
-            state_slots=batch.state_slots[inputs.sequences],
+            state_slots=slots,
             chunks={},
             token_count=None if batch.token_count is None else batch.token_count // _query_len(batch),
             mixture=None,
             verification=None,
         )
+        for i, (positions, slot_mapping, lengths) in enumerate(zip(*places, strict=True)):
+            yield replace(
+                like,
+                max_seq_len=min(batch.max_seq_len + 1 + i, longest),
+                positions=positions,
+                slot_mapping=slot_mapping,
+                seq_lens=lengths,
+            )
 
 
 def _query_len(batch: Batch) -> int:

@@ -21,6 +21,8 @@ from weft.cache.checkpoints import MAX_CHECKPOINTS
 from weft.forward_context import Batch, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
+from weft.ops.backend import Backend
+from weft.ops.drafts import FROM_LAST_TOKEN
 from weft.runner import logits_rows
 from weft.runner.buffers import StepBuffers
 from weft.runner.following import following_inputs
@@ -29,9 +31,6 @@ from weft.runner.media_placing import place_media
 from weft.runner.padding import CHUNK_COLUMNS, Padding
 from weft.runner.rows import RowTable
 from weft.runner.step_shape import SampleRows, StepInputs, StepShape
-
-FROM_LAST_TOKEN = -1
-"""Stands in ``input_ids`` on the host where the token is the one sampled last, known to the device only."""
 
 
 class BatchBuilder:
@@ -48,7 +47,7 @@ class BatchBuilder:
         ends_sparse: the model's last layer has experts.
         first_media_id, first_media_position: token id and position of the first token of a step, if it is one of an
             image; the next tokens have the next ones (``models/vision_language.py``). None: the model reads no images.
-        device: where the forward pass runs.
+        device, backend: where and how the forward pass runs.
     """
 
     def __init__(
@@ -64,12 +63,13 @@ class BatchBuilder:
         verifies: bool,
         ends_sparse: bool,
         device: torch.device,
+        backend: Backend = Backend.TORCH,
         first_media_id: int | None = None,
         first_media_position: int = 0,
     ) -> None:
         self._first_media_id, self._first_media_position = first_media_id, first_media_position
         self._rows, self._padding = rows, Padding(rows.padding_row)
-        self.page_size = page_size
+        self.page_size, self._backend = page_size, backend
         self._chunk_sizes = tuple(chunk_sizes)
         self._max_num_seqs = max_num_seqs
         self.num_drafts, self.num_drafts_at = num_drafts, num_drafts_at
@@ -318,10 +318,11 @@ class BatchBuilder:
         )
         if selects_rows:
             batch = replace(batch, logits_rows=logits_rows.rows_of(batch, shape, self._buffers, self.one_each))
-        inputs = StepInputs(self._input_ids(shape.num_tokens), batch, self.sample_rows(shape.num_samples))
-        if shape.query_len and self._rows.drafts.shape[1]:
-            return following_inputs(inputs, rows, device("follows", shape.num_seqs), self._rows, self.page_size)
-        return inputs
+        samples = self.sample_rows(shape.num_samples)
+        if not shape.query_len:
+            return StepInputs(self._input_ids(shape.num_tokens), batch, samples, rows)
+        inputs = StepInputs(device("input_ids", shape.num_tokens), batch, samples, rows)
+        return following_inputs(inputs, device("follows", shape.num_seqs), self._rows, self.page_size, self._backend)
 
     def _verification(self, shape: StepShape) -> Verification:
         slots = self._buffers.device("verify_slots", shape.num_seqs * shape.query_len)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.layers.sampler import Logprobs, logprobs_of
 from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from weft.ops.drafts import NO_DRAFT
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable
@@ -64,7 +65,8 @@ class PendingStep:
         prompt_logprobs: row -> those of its prompt tokens.
         prefill_rows: rows that did not sample.
         prefill_failed: ``[len(prefill_rows)]`` on the host: what they computed is NaN or infinite; None without rows.
-        drafts: ``[len(draft_rows), K]`` on the host, for the next step; None if the model drafts nothing.
+        drafts: ``[len(draft_rows), K]`` on the host, for the next step, ``NO_DRAFT`` where none was found; None if
+            nothing is drafted on the device.
         draft_rows: whose they are.
         mode: how the step runs (NONE, PIECEWISE, FULL).
         num_padding_tokens: rows that it computes for nobody.
@@ -116,9 +118,16 @@ class PendingStep:
             _where(failed, rows) + _where(self.prefill_failed, self.prefill_rows),
             self.mode,
             self.num_padding_tokens,
-            dict(zip(self.draft_rows, self.drafts.tolist(), strict=True)) if self.drafts is not None else {},
+            self._drafts(),
             self.encoder_time.seconds() if self.encoder_time is not None else 0.0,
         )
+
+    def _drafts(self) -> dict[int, list[int]]:
+        """By row; nothing for a row for which none was found."""
+        if self.drafts is None:
+            return {}
+        by_row = zip(self.draft_rows, self.drafts.tolist(), strict=True)
+        return {row: drafts for row, drafts in by_row if drafts and drafts[0] != NO_DRAFT}
 
     def _logprobs(self) -> dict[int, list[TokenLogprobs]]:
         if self.logprobs is None:
@@ -154,7 +163,7 @@ def pending_step(
         sampled: None if no row samples.
         prompt_logprobs: see ``prompt_logprobs_of``.
         prefill_failed: see ``failed_prefills``.
-        drafts: from ``StepDrafter``.
+        drafts: from ``Drafter``.
     """
     logprobs = sampled.logprobs if sampled is not None else None
     acceptance = sampled.acceptance if sampled is not None else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
+from weft.ops.drafts import RowState
 from weft.runner.mrope import mrope_positions
 
 
@@ -31,9 +32,7 @@ class RowTable:
         page_table: ``[num_rows + 1, max_pages]`` int32 on the host.
         device_page_table: the same on the device.
         last_token: ``[num_rows + 1]`` int64 on the device, the token sampled last.
-        drafts: ``[num_rows + 1, num_drafts]`` int64 on the device, what the model's own head made of the row's last
-            step, if that decoded or verified drafts.
-        num_rejected: ``[num_rows + 1]`` int64 on the device, drafts that the row's last verification rejected.
+        state: drafts for each row's next step and what became of its last one's, on the device beside ``last_token``.
         temperature, top_p, min_p, top_k, seed: host arrays of the sampling parameters that every row has.
         num_known_tokens, num_prompt_tokens: tokens that the request brought along, and how many of them are its prompt.
         rope_positions: row -> ``[3, num_prompt_tokens]`` positions of its prompt; of rows whose prompt has images.
@@ -51,8 +50,8 @@ class RowTable:
         self.page_table = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
         self.device_page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        self.drafts = torch.zeros(num_rows + 1, num_drafts, dtype=torch.int64, device=device)
-        self.num_rejected = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        drafts = torch.zeros(num_rows + 1, num_drafts, dtype=torch.int64, device=device)
+        self.state = RowState(self.last_token, drafts, torch.zeros_like(self.last_token))
         self.temperature = np.zeros(num_rows + 1, dtype=np.float32)
         self.top_p = np.ones(num_rows + 1, dtype=np.float32)
         self.min_p = np.zeros(num_rows + 1, dtype=np.float32)
@@ -110,10 +109,7 @@ class RowTable:
         """Remember the sampled ``token_ids [N]`` of ``rows [N]`` for the next step."""
         self.last_token.index_copy_(0, rows, token_ids)
 
-    def set_drafts(self, rows: Tensor, drafts: Tensor, num_accepted: Tensor) -> None:
-        """Remember what verifying ``rows [N]`` left for the next step: new ``drafts [N, K]``, and that ``num_accepted
-        [N]`` of the old K were right."""
-        count = drafts.shape[1]
-        if self.drafts.shape[1]:
-            self.drafts[:, :count].index_copy_(0, rows, drafts)
-            self.num_rejected.index_copy_(0, rows, count - num_accepted)
+    def set_drafts(self, rows: Tensor, drafts: Tensor) -> None:
+        """Remember ``drafts [N, K]`` of ``rows [N]`` for the next step, if drafts stay on the device."""
+        if self.state.drafts.shape[1]:
+            self.state.drafts[:, : drafts.shape[1]].index_copy_(0, rows, drafts)

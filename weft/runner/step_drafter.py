@@ -10,19 +10,61 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.config.graph_modes import GraphMode
 from weft.forward_context import Batch, ForwardContext, forward_context
-from weft.messages import ScheduledRequest
+from weft.messages import NewRequest, ScheduledRequest
 from weft.models.mtp import DraftInputs, MtpDrafter
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.runner.step_shape import StepInputs, StepShape
 from weft.speculation.acceptance import Acceptance
+
+
+class Drafter(Protocol):
+    """Drafts for the next step of every sequence, on the device."""
+
+    def fill(self, new: NewRequest) -> None:
+        """A request takes its row."""
+        ...
+
+    def __call__(
+        self,
+        requests: Sequence[ScheduledRequest],
+        shape: StepShape,
+        hidden_states: Tensor,
+        token_ids: Tensor | None,
+        acceptance: Acceptance | None,
+    ) -> Tensor:
+        """Drafts ``[N, K]`` int64 for the step's N requests that sampled.
+
+        Args:
+            shape: the step's real sizes.
+            hidden_states: ``[T, hidden_size]``, what the model returned.
+            token_ids: ``[M]`` int64, sampled at the positions of the requests that sample; None if nothing was.
+            acceptance: of the drafts that the step verified; None if there were none.
+        """
+        ...
+
+    def after_full_step(
+        self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
+    ) -> Tensor:
+        """The same for a step in which every sequence decodes, or verifies equally many drafts: device work only, with
+        nothing from the host, so that a graph holds it. If it verified, the rows remember the drafts.
+
+        Args:
+            inputs: of the step.
+            hidden_states: ``[T, hidden_size]``.
+            token_ids: ``[T]`` int64, sampled after each position.
+            acceptance: None if every sequence decodes.
+        """
+        ...
+
 
 _SAMPLED = -1
 
@@ -42,20 +84,18 @@ class StepDrafter:
         self._drafter, self._builder, self._rows, self._context = drafter, builder, rows, context
         self._reach = reach
 
+    def fill(self, new: NewRequest) -> None:
+        """What the head knows of a sequence lies in its pages."""
+
     def __call__(
         self,
         requests: Sequence[ScheduledRequest],
         shape: StepShape,
         hidden_states: Tensor,
+        token_ids: Tensor | None,
         acceptance: Acceptance | None,
     ) -> Tensor:
-        """Drafts ``[N, K]`` int64 for the step's N requests that sampled.
-
-        Args:
-            shape: the step's real sizes.
-            hidden_states: ``[T, hidden_size]``, what the model returned.
-            acceptance: of the drafts that the step verified; None if there were none.
-        """
+        """See ``Drafter``."""
         longest = min(shape.max_seq_len + self._reach, self._rows.max_pages * self._builder.page_size)
         inputs = self._builder.materialise(replace(shape, max_seq_len=longest))
         sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
@@ -65,22 +105,17 @@ class StepDrafter:
             drafts = DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch)
             return self._drafter.draft(drafts, self._builder.num_drafts_at(len(sampling)))
 
-    def after_full_step(self, inputs: StepInputs, hidden_states: Tensor, acceptance: Acceptance | None) -> Tensor:
-        """The same for a step in which every sequence decodes, or verifies equally many drafts: device work only, with
-        nothing from the host, so that a graph holds it.
-
-        Args:
-            inputs: of the step; the tokens that were sampled are remembered in the rows.
-            hidden_states: ``[T, hidden_size]``.
-            acceptance: None if every sequence decodes.
-        """
-        sequences = torch.arange(inputs.batch.num_seqs, device=hidden_states.device)
-        last = sequences if acceptance is None else acceptance.last
-        rows = inputs.samples.rows.index_select(0, last)
-        next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._rows.last_token.index_select(0, rows))
+    def after_full_step(
+        self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
+    ) -> Tensor:
+        """See ``Drafter``."""
+        last = acceptance.last if acceptance is not None else None
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
-            drafts = DraftInputs(hidden_states, next_ids, last, sequences, inputs.batch)
-            return self._drafter.draft(drafts, self._builder.num_drafts_at(len(sequences)))
+            drafts = DraftInputs(hidden_states, token_ids, last, None, inputs.batch)
+            found = self._drafter.draft(drafts, self._builder.num_drafts_at(inputs.batch.num_seqs))
+        if acceptance is not None:
+            self._rows.set_drafts(inputs.rows, found)
+        return found
 
     def _last(self, requests: Sequence[ScheduledRequest], sampling: Tensor, acceptance: Acceptance | None) -> Tensor:
         """``[S]``: index of each request's last token that is no draft, or an accepted one."""

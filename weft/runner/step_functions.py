@@ -24,9 +24,9 @@ from weft.runner.batch_builder import BatchBuilder
 from weft.runner.compilation import ModelCompiler
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
-from weft.runner.step_drafter import StepDrafter
+from weft.runner.step_drafter import Drafter
 from weft.runner.step_shape import SampleRows, StepInputs, StepShape
-from weft.speculation.acceptance import Acceptance, Judge, accept_alike, drafts_of
+from weft.speculation.acceptance import Acceptance, Judge
 
 
 class SampledLogits(NamedTuple):
@@ -36,8 +36,8 @@ class SampledLogits(NamedTuple):
         logits: ``[N, V]``.
         result: the sampled tokens.
         acceptance: which of them count; None if all do.
-        hidden_states: ``[T, hidden_size]``, kept where the model's own head reads them; otherwise None.
-        drafts: ``[S, K]`` int64, what that head makes of every sequence; None without one.
+        hidden_states: ``[T, hidden_size]``, kept where drafts are made on the device; otherwise None.
+        drafts: ``[S, K]`` int64, for every sequence; None if nothing is drafted on the device.
     """
 
     logits: Tensor
@@ -67,7 +67,7 @@ class StepFunctions:
         rows: RowTable,
         sampler: Sampler,
         sampling: SamplingInputs,
-        draft: StepDrafter | None,
+        draft: Drafter | None,
         judge: Judge,
         context: Callable[[Batch, GraphMode], ForwardContext],
         *,
@@ -111,7 +111,7 @@ class StepFunctions:
         self._max_compiled = max_size
 
     def decode(self, size: int) -> SampledLogits:
-        """The whole decode step of ``size`` rows, with the drafts for the next one if the model's head makes some."""
+        """The whole decode step of ``size`` rows, with drafts for the next one."""
         inputs = self._builder.materialise(self.decode_shape(size))
         model = self._compiled if size <= self._max_compiled else self._model
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
@@ -120,27 +120,23 @@ class StepFunctions:
         return self._with_drafts(sampled, inputs, hidden_states)
 
     def verify(self, size: int) -> SampledLogits:
-        """The step of ``size`` sequences that verify drafts: a token for every position, which of them count, and the
-        drafts for the next step if the model's head makes some."""
+        """The step of ``size`` sequences that verify drafts: a token for every position, which of them count, and
+        drafts for the next step."""
         inputs = self._builder.materialise(self.verification_shape(size))
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             hidden_states = self._model(inputs.input_ids)
         logits = self._model.compute_logits(hidden_states)
         result = self._sampler(logits, self._sampling.any_row(inputs.samples))
-        samples, drafts = inputs.samples, drafts_of(inputs.input_ids, self.query_len(size))
-        token_ids, is_right = self._judge(result.token_ids, drafts, samples.seeds, samples.positions)
-        result, acceptance = replace(result, token_ids=token_ids), accept_alike(is_right.view(size, -1))
-        rows = samples.rows.index_select(0, acceptance.first)
-        self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
-        sampled = self._with_drafts(SampledLogits(logits, result, acceptance), inputs, hidden_states)
-        if sampled.drafts is not None:
-            self._rows.set_drafts(rows, sampled.drafts, acceptance.num_accepted)
-        return sampled
+        samples = inputs.samples
+        sampled = (result.token_ids, inputs.input_ids, samples.seeds, samples.positions, samples.rows)
+        token_ids, acceptance = self._judge.accept_alike(*sampled, self.query_len(size), self._rows.state)
+        result = replace(result, token_ids=token_ids)
+        return self._with_drafts(SampledLogits(logits, result, acceptance), inputs, hidden_states)
 
     def _with_drafts(self, sampled: SampledLogits, inputs: StepInputs, hidden_states: Tensor) -> SampledLogits:
         if self._draft is None:
             return sampled
-        drafts = self._draft.after_full_step(inputs, hidden_states, sampled.acceptance)
+        drafts = self._draft.after_full_step(inputs, hidden_states, sampled.result.token_ids, sampled.acceptance)
         return sampled._replace(hidden_states=hidden_states, drafts=drafts)
 
     def forward(self, num_tokens: int) -> Tensor:

@@ -34,6 +34,7 @@ from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches, cache_tensors
 from weft.runner.moves import CacheMover
+from weft.runner.ngram_drafter import NgramDrafter
 from weft.runner.results import (
     PendingStep,
     failed_prefills,
@@ -43,7 +44,7 @@ from weft.runner.results import (
 )
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
-from weft.runner.step_drafter import StepDrafter
+from weft.runner.step_drafter import Drafter, StepDrafter
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_sampler import SampledTokens, StepSampler
@@ -110,6 +111,7 @@ class StepRunner:
             verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
             ends_sparse=model_config.is_sparse(model_config.num_hidden_layers - 1),
             device=device,
+            backend=backend,
             first_media_id=model_config.vocab_size if media is not None else None,
             first_media_position=config.max_model_len,
         )
@@ -117,12 +119,14 @@ class StepRunner:
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
         speculation = config.speculative_config
         ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
-        judge = Judge(speculation.synthetic_acceptance_rate if speculation is not None else None, ends)
+        judge = Judge(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)
         self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, judge)
-        self._draft: StepDrafter | None = None
+        self._draft: Drafter | None = None
         if model_config.runs_mtp:
-            drafter = MtpDrafter(model, plan.max_model_len)
+            drafter = MtpDrafter(model, plan.max_model_len, backend)
             self._draft = StepDrafter(drafter, self.builder, self.rows, context, reach=config.num_drafts - 1)
+        elif speculation is not None:
+            self._draft = NgramDrafter(speculation, self.builder, self.rows, plan.max_model_len, backend)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
@@ -142,7 +146,9 @@ class StepRunner:
         """Everything that captured graphs read and that must stay where it is, by name."""
         stored = [*self._model.named_parameters(), *self._model.named_buffers()]
         rows = {"page table": self.rows.device_page_table, "last tokens": self.rows.last_token}
-        rows |= {"drafts": self.rows.drafts, "rejected drafts": self.rows.num_rejected}
+        rows |= {"drafts": self.rows.state.drafts, "rejected drafts": self.rows.state.num_rejected}
+        if isinstance(self._draft, NgramDrafter):
+            rows["history"] = self._draft.history
         steps = {"step buffers": self.builder.device_block, "sequence numbers": self.builder.one_each}
         steps |= {"hidden states": self.functions.hidden}
         images = self._media.graphs.inputs if self._media is not None else {}
@@ -156,6 +162,8 @@ class StepRunner:
             self.rows.forget(row)
         for new in scheduler_output.new_requests:
             self.rows.fill(new)
+            if self._draft is not None:
+                self._draft.fill(new)
             self._sampling.fill(new)
         self.mover.copy_pages(scheduler_output.page_copies)
         self.mover.fork_states(scheduler_output.state_forks)
@@ -218,11 +226,11 @@ class StepRunner:
     def _drafts(
         self, scheduler_output: SchedulerOutput, shape: StepShape, hidden_states: Tensor, result: SampledTokens | None
     ) -> Tensor | None:
-        """What the model's own head makes of the step; None if it drafts nothing."""
+        """Drafts for the next step; None if nothing is drafted on the device."""
         if self._draft is None:
             return None
-        acceptance = result.acceptance if result is not None else None
-        return self._draft(scheduler_output.requests, shape, hidden_states, acceptance)
+        token_ids, acceptance = (result.token_ids, result.acceptance) if result is not None else (None, None)
+        return self._draft(scheduler_output.requests, shape, hidden_states, token_ids, acceptance)
 
     def _launch_batch(
         self, scheduler_output: SchedulerOutput, shape: StepShape, choice: Choice, needs_all_rows: bool

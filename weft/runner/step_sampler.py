@@ -14,12 +14,13 @@ from torch import Tensor
 
 from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
 from weft.messages import ScheduledRequest
+from weft.ops.drafts import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_functions import SampledLogits
-from weft.speculation.acceptance import NO_DRAFT, Acceptance, Judge, accept
+from weft.speculation.acceptance import Acceptance, Judge, accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class SampledTokens:
         nan_rows: ``[M]`` bool, as in ``SamplerOutput``.
         acceptance: which of them are the sequences'; None if all are, because there were no drafts.
         num_logprobs: place among the M -> how many alternatives its row asked for.
-        drafts: ``[S, K]`` int64, what the model's head made of the step in its graph; None if there is no head, or if
+        drafts: ``[S, K]`` int64, what was drafted in the step's graph; None if nothing is drafted on the device, or if
             tokens were sampled again, of which the graph knew nothing.
         logprobs: of the places in ``num_logprobs``, in that order; of the model's own distribution, before any edit.
     """
@@ -84,7 +85,7 @@ class StepSampler:
         count, acceptance, drafts = len(rows), replayed.acceptance, replayed.drafts
         result, num_requests = replayed.result, count
         if acceptance is not None:
-            num_requests = count // (len(result.token_ids) // len(acceptance.first))
+            num_requests = count // (len(result.token_ids) // len(acceptance.last))
             acceptance = acceptance.leading(num_requests, count)
         drafts = drafts[:num_requests] if drafts is not None else None
         return SampledTokens(rows, result.token_ids[:count], result.nan_rows[:count], acceptance, drafts)

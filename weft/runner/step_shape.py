@@ -101,8 +101,9 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Device tensors of one step."""
+    """Device tensors of one step; ``rows [S]`` int64, those of its sequences."""
 
     input_ids: Tensor
     batch: Batch
     samples: SampleRows
+    rows: Tensor

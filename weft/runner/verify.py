@@ -218,7 +218,7 @@ class _Checks:
         states = [runner.caches[name][t.name] for name, spec in runner.spec.layers.items() for t in spec.states]
         before, remembered = (
             [t.index_select(0, slots) for t in states],
-            (rows.last_token, rows.drafts, rows.num_rejected),
+            rows.state,
         )
         left = [tensor.clone() for tensor in remembered]
         first = _copied(eager())
@@ -301,8 +301,8 @@ def _verification(runner: ModelRunner, count: int, query_len: int, rng: random.R
         drafts = [rng.randrange(vocab) for _ in range(num_drafts)]
         follows = bool(runner.config.drafts_on_device and s.row % 2 and s.length > 1)
         if follows:
-            rows.drafts[s.row, :num_drafts] = to_device(torch.tensor(drafts), runner.device)
-            rows.num_rejected[s.row] = 1
+            rows.state.drafts[s.row, :num_drafts] = to_device(torch.tensor(drafts), runner.device)
+            rows.state.num_rejected[s.row] = 1
         slots = range(s.slot - num_drafts, s.slot) if s.slot else ()
         states = [(s.length + 1 + i, slot) for i, slot in enumerate(slots)]
         requests.append(

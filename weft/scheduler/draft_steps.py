@@ -22,7 +22,7 @@ from weft.scheduler.running import NOTHING, Launched, Planned, Running
 from weft.speculation.planner import DraftPlanner, Drafts
 
 ON_DEVICE = -1
-"""Stands for a draft that only the device knows."""
+"""Stands for a draft that only the device knows, and for the number of those that were found."""
 
 
 def add_drafts(planner: DraftPlanner, planned: list[Planned], budget: int) -> tuple[list[Planned], int]:
@@ -47,35 +47,49 @@ Steps = Mapping[int, Sequence[Launched]]
 
 def must_wait(planner: DraftPlanner, running: Sequence[Running], in_flight: Steps) -> bool:
     """Whether a step can be planned only from the results of those in flight, or as one that follows them: they verify
-    drafts, or the next one's drafts come after tokens that are on their way."""
+    drafts, or the next one's drafts come after tokens that are on their way. Where nothing was drafted lately, decodes
+    run ahead as without drafts."""
     if any(entry.num_drafts for launched in in_flight.values() for entry in launched):
         return True
-    return planner.num_drafts_at(len(running)) > 0 and any(each.request.num_pending for each in running)
+    if not planner.num_drafts_at(len(running)) or not any(each.request.num_pending for each in running):
+        return False
+    return not (planner.on_device and planner.may_be_none) or _any_drafts(running)
+
+
+def _any_drafts(running: Sequence[Running]) -> bool:
+    """Whether something was drafted for a request, as far as the host knows."""
+    return any(each.request.draft_token_ids for each in running)
 
 
 def following_step(
     planner: DraftPlanner, manager: Manager, running: Sequence[Running], in_flight: Steps
 ) -> list[Planned] | None:
-    """The step that follows the one in flight, in which every sequence verifies as many drafts as there; None if it
-    has to wait for results: other sequences, other numbers of drafts, an option that needs the tokens on the host, a
-    request that may be through, no room for the most tokens that there can be."""
+    """The step that follows the one in flight, in which every sequence verifies as many drafts as there, or decodes;
+    None if it has to wait for results: other sequences, other numbers of drafts, an option that needs the tokens on the
+    host, a request that may be through, no room for the most tokens that there can be, nothing drafted lately."""
     count = planner.num_drafts_at(len(running))
     if not (planner.on_device and running and count and manager.drafts.can_follow and len(in_flight) == 1):
         return None
     (launched,) = in_flight.values()
-    alike = planner.drafts_at(len(launched)) == count and all(entry.num_drafts == count for entry in launched)
-    if not alike or len(running) > len(launched):
+    before = launched[0].num_drafts  # a decode leaves drafts on the device where some may be missing
+    alike = planner.drafts_at(len(launched)) == count and all(e.samples and e.num_drafts == before for e in launched)
+    if not alike or before not in ((0, count) if planner.may_be_none else (count,)) or len(running) > len(launched):
+        return None
+    if planner.may_be_none and not _any_drafts(running):
         return None
     planned = []
     for each in running:
         request, end = each.request, each.request.num_computed_tokens + 1 + count
-        is_there = each.in_flight == 1 and request.num_pending == 1 + count
+        is_there = each.in_flight == 1 and request.num_pending == 1 + before
         if not is_there or request.will_be_full or request.needs_tokens_on_host or end > planner.max_model_len:
             return None
-        if manager.allocate(each.lease, end) is None:
+        has_room = (
+            manager.allocate(each.lease, end) is not None if before else planner.takes(request, each.lease, count)
+        )
+        if not has_room:
             return None
         manager.allocate(each.lease, min(end + planner.reach, planner.max_model_len))
-        planned.append(Planned(each, 1 + count, [ON_DEVICE] * count, count, follows=True))
+        planned.append(Planned(each, 1 + count, [ON_DEVICE] * count, ON_DEVICE, follows=True))
     return planned
 
 
@@ -84,8 +98,11 @@ def settle(planner: DraftPlanner, manager: Manager, launched: Launched, num_toke
     request, num_accepted = launched.running.request, max(0, num_tokens - 1)
     request.num_computed_tokens -= launched.num_drafts - num_accepted
     manager.drafts.settle(launched.running.lease, launched.num_drafts, num_accepted)
-    if launched.num_proposed:
-        planner.verified(request, launched.num_proposed, min(num_accepted, launched.num_proposed))
+    num_proposed = launched.num_proposed
+    if num_proposed == ON_DEVICE:  # what came back with the results of the step before
+        num_proposed = min(len(request.draft_token_ids), launched.num_drafts)
+    if num_proposed:
+        planner.verified(request, num_proposed, min(num_accepted, num_proposed))
 
 
 def tokens_by_row(output: ModelOutput) -> dict[int, list[int]]:

@@ -39,7 +39,7 @@ NOTHING: list[Any] = []
 
 class Planned(msgspec.Struct, gc=False):  # made for every request of every step
     """One request's part of the next step: so many tokens, the drafts included, of which the first ``num_proposed`` are
-    meant; ``follows`` as in ``ScheduledRequest``."""
+    meant (``ON_DEVICE``: unknown); ``follows`` as in ``ScheduledRequest``."""
 
     running: Running
     num_tokens: int

@@ -307,7 +307,7 @@ class Scheduler:
             request.max_computed_tokens = sure_end
         request.num_pending += samples + num_drafts
         state_slot = lease.state_slot
-        if plan.follows:
+        if plan.follows and lease.drafts.num_unsettled:
             checkpoints, state_slot = self.manager.drafts.follow(lease, start)
         else:
             checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)

@@ -15,7 +15,6 @@ from weft.cache.lease import Lease
 from weft.cache.manager import Manager
 from weft.config.speculation import SpeculativeConfig
 from weft.request import Request
-from weft.speculation.ngram import NgramProposer
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +36,14 @@ class Proposer(Protocol):
         ...
 
 
-class Synthetic:
-    """Always proposes as many tokens as are wanted, for measurements in which right drafts are a matter of chance."""
-
-    def __init__(self, proposer: Proposer) -> None:
-        self._proposer = proposer
-
-    def propose(self, request: Request, count: int) -> list[int]:
-        drafts = self._proposer.propose(request, count)
-        missing, prompt = count - len(drafts), request.prompt_token_ids
-        start = request.num_computed_tokens * count  # other tokens in every step
-        return drafts + [prompt[(start + i) % len(prompt)] for i in range(missing)]
-
-    def forget(self, request_id: str) -> None:
-        self._proposer.forget(request_id)
-
-
-class ModelDrafts:
-    """Proposes what the model's own head guessed in the step before."""
+class DeviceDrafts:
+    """Proposes what was drafted on the device after the step before: by the model's own head, or from the text."""
 
     def propose(self, request: Request, count: int) -> list[int]:
         return request.draft_token_ids[:count]
 
     def forget(self, request_id: str) -> None:
-        """Its guesses lie with the request."""
+        """Its drafts lie with the request."""
 
 
 def refusal(request: Request) -> str:
@@ -111,8 +94,9 @@ class DraftPlanner:
         drafts_at: from the requests of a step to the drafts that each of them gets.
         max_model_len: most tokens of a sequence.
         reach: tokens past a step's last one for which the head wants pages; where there are none, it guesses worse.
-
-        on_device: drafts are made on the device, so that a step can follow another before its results are known.
+        on_device: drafts stay on the device, so that a step can follow another before its results are known.
+        may_be_none: for some texts nothing is drafted.
+        why_few: drafts are accepted, if few are.
 
     Attributes:
         num_drafts: how often a request's drafts were verified.
@@ -129,26 +113,25 @@ class DraftPlanner:
         max_model_len: int,
         reach: int = 0,
         on_device: bool = False,
+        may_be_none: bool = False,
+        why_few: str = "",
     ) -> None:
         self.proposer, self.max_drafts, self.drafts_at = proposer, max_drafts, drafts_at
         self._manager, self.max_model_len, self.reach, self.on_device = manager, max_model_len, reach, on_device
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * max_drafts
-        is_own = isinstance(proposer, ModelDrafts)
-        self._log = AcceptanceLog("the model's head guesses these texts badly" if is_own else "outputs repeat little")
+        self.may_be_none, self._log = may_be_none, AcceptanceLog(why_few)
 
     @classmethod
     def of(
         cls, config: SpeculativeConfig, manager: Manager, max_model_len: int, *, on_device: bool = False
     ) -> DraftPlanner:
         """As configured."""
-        count, at = config.num_speculative_tokens, config.drafts_at
-        if config.method == "mtp":
-            return cls(ModelDrafts(), manager, count, at, max_model_len, count - 1, on_device)
-        proposer: Proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-        if config.synthetic_acceptance_rate is not None:
-            proposer = Synthetic(proposer)
-        return cls(proposer, manager, count, at, max_model_len)
+        count, at, is_head = config.num_speculative_tokens, config.drafts_at, config.method == "mtp"
+        why_few = "the model's head guesses these texts badly" if is_head else "outputs repeat little"
+        may_be_none = not is_head and config.synthetic_acceptance_rate is None
+        reach = count - 1 if is_head else 0
+        return cls(DeviceDrafts(), manager, count, at, max_model_len, reach, on_device, may_be_none, why_few)
 
     def num_drafts_at(self, num_seqs: int) -> int:
         """Drafts of each of ``num_seqs`` requests of a step."""
@@ -168,7 +151,7 @@ class DraftPlanner:
         proposed = []
         for request, lease in decoding:
             self._manager.drafts.trim(lease, limit)
-            room = self._room(request, lease, min(limit, budget))
+            room = self.room(request, lease, min(limit, budget))
             drafts = self.proposer.propose(request, room) if room > 0 else []
             drafts = drafts[: self._manager.drafts.allocate(lease, request.num_computed_tokens, len(drafts))]
             budget -= len(drafts)
@@ -184,7 +167,7 @@ class DraftPlanner:
 
     def _fill_up(self, request: Request, lease: Lease, drafts: list[int], limit: int) -> list[int]:
         """``drafts`` and any tokens behind them, ``limit`` in all if there is room; pages for what the head reads."""
-        room = self._room(request, lease, limit)
+        room = self.room(request, lease, limit)
         if room > len(drafts):
             filler = request.output_token_ids[-1:] * (room - len(drafts))
             drafts = (drafts + filler)[: self._manager.drafts.allocate(lease, request.num_computed_tokens, room)]
@@ -193,7 +176,15 @@ class DraftPlanner:
             self._manager.allocate(lease, min(end, self.max_model_len))
         return drafts
 
-    def _room(self, request: Request, lease: Lease, limit: int) -> int:
+    def takes(self, request: Request, lease: Lease, count: int) -> bool:
+        """Whether a step of ``request`` that follows a decode can verify ``count`` drafts; pages and slots for them are
+        then there."""
+        self._manager.drafts.trim(lease, count)
+        if self.room(request, lease, count) < count:
+            return False
+        return self._manager.drafts.allocate(lease, request.num_computed_tokens, count) == count
+
+    def room(self, request: Request, lease: Lease, limit: int) -> int:
         """Most drafts. A prefill stores its states before the first one."""
         start = request.num_computed_tokens
         if start < len(lease.tokens) or request.no_drafts_because:

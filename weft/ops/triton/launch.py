@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import BaseBackend
 from triton.compiler import CompiledKernel
@@ -141,6 +143,9 @@ def compiled_by(compiler: Compiler) -> Iterator[None]:
 Handler = Callable[[Kernel, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 """``(kernel, grid, args, options)``: stands in for a launch."""
 
+_HANDLED: list[Handler] = []
+"""Those that stand in now, the innermost last."""
+
 
 @contextmanager
 def launches_handled(handle: Handler) -> Iterator[None]:
@@ -152,7 +157,14 @@ def launches_handled(handle: Handler) -> Iterator[None]:
         handle(self, grid, args, options)
 
     Kernel.launch = instead  # type: ignore[method-assign]
+    _HANDLED.append(handle)
     try:
         yield
     finally:
         Kernel.launch = before  # type: ignore[method-assign]
+        _HANDLED.pop()
+
+
+def new_indices(*shape: int, dtype: torch.dtype = torch.int64, device: torch.device) -> Tensor:
+    """Memory for a kernel's results that torch indexes by: zeros where kernels may be compiled and not run."""
+    return (torch.zeros if _HANDLED else torch.empty)(shape, dtype=dtype, device=device)
