@@ -12,15 +12,8 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.drafts import (
-    FROM_LAST_TOKEN,
-    NO_DRAFT,
-    RowState,
-    Rule,
-    accept_drafts,
-    follow_step,
-    places_ahead,
-)
+from weft.ops.draft_types import FROM_LAST_TOKEN, NO_DRAFT, RowState, Rule
+from weft.ops.drafts import accept_drafts, follow_step, places_ahead
 from weft.ops.ngram import ngram_drafts
 
 ROWS, PAGE, PAGES = 9, 4, 12
@@ -121,9 +114,7 @@ def drafted(
     state = RowState(*(torch.full_like(t, 77) for t in row_state(held)))
     num_accepted = None if accepted is None else torch.tensor(accepted, device=DEVICE)
     tokens = torch.tensor(sampled, device=DEVICE).flatten()
-    found = ngram_drafts(
-        tokens, num_accepted, rows, lengths, history, state, count, low, high, always, backend=backend
-    )
+    found = ngram_drafts(tokens, num_accepted, rows, lengths, history, state, count, low, high, always, backend=backend)
     return found.tolist(), state, history
 
 

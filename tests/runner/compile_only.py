@@ -103,7 +103,7 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]
     config = resolve(
         model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, speculative_config=speculative_config or None,
-        tensor_parallel_size=int(ranks), cuda_graph_mode="FULL",
+        tensor_parallel_size=int(ranks), cuda_graph_mode="FULL", enable_overlap=True,
         piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
     )  # fmt: skip
     group = AbsentRanks(config.tensor_parallel_size)

@@ -116,18 +116,22 @@ WARM_HALVES: dict[str, Any] = WARM | {
 
 def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In FP8 on one
-    rank; in bfloat16 with drafts of the model's own head, as one of two ranks."""
+    rank with n-gram drafts; in bfloat16 with drafts of the model's own head, as one of two ranks."""
     from weft.ops.triton.attention import GLUON_IS_KNOWN
 
     fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path / "fp8", **WARM)
     bf16, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path / "bf16", **WARM_HALVES)
-    of_fp8 = kernels_at_start(tmp_path / "triton", str(fp8))
+    ngram = '{"method": "ngram", "num_speculative_tokens": 3}'
+    of_fp8 = kernels_at_start(tmp_path / "triton", str(fp8), ngram)
     drafts = '{"method": "mtp", "num_speculative_tokens": 2}'
     of_bf16 = kernels_at_start(tmp_path / "triton", str(bf16), drafts, "2")
     for names in (of_fp8, of_bf16):
         assert len(names) > 20 and ("_prefill_hopper_kernel" in " ".join(names)) == GLUON_IS_KNOWN
-    assert any("_few_rows_kernel" in name for name in of_fp8)
-    for kernel in ("_packed_all_reduce_kernel", "_all_reduce_norm_kernel", "_gdn_verify_kernel"):
+        for kernel in ("_gdn_verify_kernel", "_follow_kernel", "_accept_kernel"):
+            assert any(kernel in name for name in names)
+    for kernel in ("_few_rows_kernel", "_ngram_kernel"):
+        assert any(kernel in name for name in of_fp8)
+    for kernel in ("_packed_all_reduce_kernel", "_all_reduce_norm_kernel", "_ahead_kernel"):
         assert any(kernel in name for name in of_bf16) and not any(kernel in name for name in of_fp8)
 
 

@@ -37,8 +37,8 @@ class Case:
 
 
 def make_repeating_checkpoint(arch: str, path: Path) -> Path:
-    """A tiny model whose layers add little, so that a token mostly follows from the one before it, and greedy texts soon
-    go in circles."""
+    """A tiny model whose layers add little: a token mostly follows from the one before it, and greedy texts soon go in
+    circles."""
     folder = make_checkpoint(arch, path, with_tokenizer=True)
     file = folder / "model.safetensors"
     tensors = load_file(file)

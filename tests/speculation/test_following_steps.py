@@ -178,7 +178,7 @@ def check_tokens(engines: Engines, stops: bool) -> None:
 
 
 def test_a_stop_string_is_found_late(engines: Engines) -> None:
-    """A step with drafts that lies behind the stop is in flight by then, mostly several accepted drafts behind it. Texts
+    """A step with drafts that lies behind the stop is in flight by then, often several accepted drafts behind it. Texts
     and tokens end where they do without drafts, the next turns find the same, and no page or slot is lost."""
     rng, before = random.Random(8), engines.num_followed
     prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in (2, 9, 20)]

@@ -10,44 +10,22 @@ S sequences verify ``Q - 1`` drafts each, so they bring Q tokens, side by side o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
-
-FROM_LAST_TOKEN = -1
-"""Stands in ``input_ids`` where the token is the one sampled last, known to the device only."""
-
-NO_DRAFT = -1
-"""Stands where no draft follows a position."""
-
-
-class RowState(NamedTuple):
-    """What the rows of running requests hold on the device. R rows.
-
-    Attributes:
-        last_token: ``[R]`` int64, the token sampled last.
-        drafts: ``[R, D]`` int64, made for the next step; D is 0 where drafts do not stay on the device.
-        num_rejected: ``[R]`` int64, drafts that the row's last verification rejected.
-    """
-
-    last_token: Tensor
-    drafts: Tensor
-    num_rejected: Tensor
-
-
-class FollowedStep(NamedTuple):
-    """``input_ids``, ``positions``, ``sample_positions``, ``slot_mapping``: ``[T]`` int64; ``seq_lens``,
-    ``state_slots``: ``[S]`` int32."""
-
-    input_ids: Tensor
-    positions: Tensor
-    sample_positions: Tensor
-    slot_mapping: Tensor
-    seq_lens: Tensor
-    state_slots: Tensor
+from weft.ops.draft_types import (
+    FACTORS,
+    FROM_LAST_TOKEN,
+    MASK_31,
+    NO_DRAFT,
+    AcceptedDrafts,
+    FollowedStep,
+    PlacesAhead,
+    RowState,
+    Rule,
+)
 
 
 def follow_step_reference(
@@ -119,36 +97,12 @@ def follow_step(
     return operation(*layout, page_table, page_size, state)
 
 
-_MASK_31 = 2**31 - 1
-FACTORS = -0x61C8864680B583EB, -0x4B47D0C5A1A6CB97
-"""Odd and irregular."""
-
-
 def _random_31(seeds: Tensor, positions: Tensor) -> Tensor:
     """``[M]`` int64, random numbers below 2**31 by seed and position. What is measured with them must not be their own
     time, so they are mixed in few operations; texts get better ones (``ops/sampling.py``)."""
     mixed = torch.add(seeds, positions, alpha=FACTORS[0])
     mixed = (mixed ^ mixed >> 29) * FACTORS[1]
-    return (mixed ^ mixed >> 32) & _MASK_31
-
-
-class Rule(NamedTuple):
-    """When a draft is right.
-
-    Attributes:
-        never: ``[E]`` int64, ids of drafts that are never accepted; None: there are none.
-        bound: a draft is right if a random number below 2**31 is below it, and then stands in the place of the token
-            that was sampled; None: if it is that token.
-    """
-
-    never: Tensor | None = None
-    bound: int | None = None
-
-    @classmethod
-    def of(cls, synthetic_rate: float | None, never: Tensor | None) -> Rule:
-        """With a probability of being right in place of a bound."""
-        bound = None if synthetic_rate is None else round(synthetic_rate * _MASK_31)
-        return cls(never if never is not None and len(never) else None, bound)
+    return (mixed ^ mixed >> 32) & MASK_31
 
 
 def right_drafts(
@@ -168,17 +122,6 @@ def right_drafts(
         return token_ids, is_draft & (token_ids == drafts)  # NaN logits may sample anything, NO_DRAFT too
     is_right = is_draft & (_random_31(seeds, positions) < rule.bound)
     return torch.where(is_right, drafts, token_ids), is_right
-
-
-class AcceptedDrafts(NamedTuple):
-    """``token_ids [T]`` int64 and ``counted [T]`` bool: the tokens after every position, and whether they are the
-    sequence's; ``num_accepted``, ``last``: ``[S]`` int64, drafts that were accepted, and index of the last token that
-    counts."""
-
-    token_ids: Tensor
-    counted: Tensor
-    num_accepted: Tensor
-    last: Tensor
 
 
 def accept_drafts_reference(
@@ -231,14 +174,6 @@ def accept_drafts(
     if backend is not Backend.TORCH:
         from weft.ops.triton.drafts import accept_drafts_triton as operation
     return operation(token_ids, input_ids, seeds, positions, rows, query_len, rule, last_token, num_rejected)
-
-
-class PlacesAhead(NamedTuple):
-    """``positions``, ``slot_mapping``: ``[A, N]`` int64; ``seq_lens``: ``[A, N]`` int32."""
-
-    positions: Tensor
-    slot_mapping: Tensor
-    seq_lens: Tensor
 
 
 def places_ahead_reference(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
-from weft.ops.drafts import NO_DRAFT, RowState
+from weft.ops.draft_types import NO_DRAFT, RowState
 
 
 def _latest_match(history: Tensor, lengths: Tensor, low: int, high: int) -> Tensor:

@@ -22,7 +22,7 @@ from weft.forward_context import Batch, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
-from weft.ops.drafts import FROM_LAST_TOKEN
+from weft.ops.draft_types import FROM_LAST_TOKEN
 from weft.runner import logits_rows
 from weft.runner.buffers import StepBuffers
 from weft.runner.following import following_inputs

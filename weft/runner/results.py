@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.layers.sampler import Logprobs, logprobs_of
 from weft.messages import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
-from weft.ops.drafts import NO_DRAFT
+from weft.ops.draft_types import NO_DRAFT
 from weft.runner.buffers import to_device
 from weft.runner.media_inputs import EncoderTime
 from weft.runner.rows import RowTable

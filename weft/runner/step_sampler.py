@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
 from weft.messages import ScheduledRequest
-from weft.ops.drafts import NO_DRAFT
+from weft.ops.draft_types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable

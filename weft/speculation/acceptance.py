@@ -19,7 +19,8 @@ from torch import Tensor
 
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
-from weft.ops.drafts import RowState, Rule, accept_drafts, right_drafts
+from weft.ops.draft_types import RowState, Rule
+from weft.ops.drafts import accept_drafts, right_drafts
 
 
 def sampled_positions(requests: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:

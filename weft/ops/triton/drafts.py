@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.drafts import FACTORS, AcceptedDrafts, FollowedStep, PlacesAhead, RowState, Rule
+from weft.ops.draft_types import FACTORS, AcceptedDrafts, FollowedStep, PlacesAhead, RowState, Rule
 from weft.ops.triton.launch import jit, new_indices
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.drafts import RowState
+from weft.ops.draft_types import RowState
 from weft.ops.triton.launch import jit, new_indices
 
 _BLOCK, _DRAFT_BLOCK = 2048, 32
