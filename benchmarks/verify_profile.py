@@ -1,18 +1,22 @@
 """Where the time of a step that verifies drafts goes on a GPU, beside a decode step of the same engine.
 
     python benchmarks/verify_profile.py --json FILE [--model qwen3-next-12l] [--batches 1 8 32] [--drafts 2]
-                                        [--methods ngram mtp]
+                                        [--methods ngram mtp] [--references]
 
 Dummy weights, random caches. For each method and batch size: median device milliseconds of one replay of the decode
 graph and of the verification graph, their kernels by name with launches, what the verification spends beyond the
 decode, largest first, and the memory floor of both (``weft/bench/roofline.py``) at the ceilings of the device. The
-host has no part in it.
+host has no part in it. ``--references``: the same with what stands around the forward pass (``weft/ops/drafts.py``) by
+torch's operations, as ``mtp references`` and ``ngram references``, in the same process.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,11 @@ from weft.bench.roofline import Roofline, ceilings_of
 from weft.config import resolve
 from weft.graph.capture_sizes import smallest_fitting
 from weft.messages import ScheduledRequest, SchedulerOutput
+from weft.models import mtp
+from weft.ops.backend import Backend
+from weft.runner import following
 from weft.runner.model_runner import ModelRunner
+from weft.speculation import acceptance
 
 CONTEXT = 576
 
@@ -90,6 +98,47 @@ def profile(runner: ModelRunner, batch: int, num_drafts: int, bytes_per_s: float
     return found
 
 
+@contextmanager
+def references() -> Iterator[None]:
+    """In the body, verifications and drafts are moved, accepted and placed by torch's operations."""
+    rooms = ((following, "follow_step"), (acceptance, "accept_drafts"), (mtp, "places_ahead"))
+    before = [getattr(room, name) for room, name in rooms]
+    for (room, name), operation in zip(rooms, before, strict=True):
+
+        def by_torch(*args: Any, operation: Any = operation, backend: Backend) -> Any:
+            return operation(*args, backend=Backend.TORCH)
+
+        setattr(room, name, by_torch)
+    try:
+        yield
+    finally:
+        for (room, name), operation in zip(rooms, before, strict=True):
+            setattr(room, name, operation)
+
+
+def profiles(args: argparse.Namespace, method: str, bytes_per_s: float | None) -> list[dict[str, Any]]:
+    """All batch sizes of one method."""
+    config = resolve(
+        model=str(CONFIGS / args.model), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
+        max_num_seqs=max(args.batches), device=args.device, enable_prefix_caching=False,
+        speculative_config={
+            "method": method, "num_speculative_tokens": args.drafts, "synthetic_acceptance_rate": 0.8,
+        },
+    )  # fmt: skip
+    gc.collect()  # what an earlier runner holds goes first
+    runner = ModelRunner(config)
+    fill_caches(runner)
+    return [profile(runner, batch, args.drafts, bytes_per_s) for batch in args.batches]
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    print(name, {key: value for key, value in row.items() if key not in ("decode", "verify", "beyond")})
+    for kind in ("decode", "verify"):
+        print("  ", kind, {key: value for key, value in row[kind].items() if key != "kernels"})
+    for more in row["beyond"][:16]:
+        print(f"   {more['us']:9.1f} us {more['launches']:6.1f}  {more['kernel']}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="a step that verifies drafts beside a decode step, kernel by kernel")
     parser.add_argument("--json", type=Path, required=True)
@@ -97,30 +146,19 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--methods", nargs="+", choices=("ngram", "mtp"), default=["ngram", "mtp"])
+    parser.add_argument("--references", action="store_true")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     ceilings = ceilings_of(args.device)
     result: dict[str, Any] = {**report.provenance(args.device), "drafts": args.drafts, "context": CONTEXT}
+    peak = ceilings.bytes_per_s if ceilings is not None else None
     for method in args.methods:
-        config = resolve(
-            model=str(CONFIGS / args.model), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
-            max_num_seqs=max(args.batches), device=args.device, enable_prefix_caching=False,
-            speculative_config={
-                "method": method, "num_speculative_tokens": args.drafts, "synthetic_acceptance_rate": 0.8,
-            },
-        )  # fmt: skip
-        runner = ModelRunner(config)
-        fill_caches(runner)
-        peak = ceilings.bytes_per_s if ceilings is not None else None
-        result[method] = [profile(runner, batch, args.drafts, peak) for batch in args.batches]
-        for row in result[method]:
-            print(method, {key: value for key, value in row.items() if key not in ("decode", "verify", "beyond")})
-            for kind in ("decode", "verify"):
-                print("  ", kind, {key: value for key, value in row[kind].items() if key != "kernels"})
-            for more in row["beyond"][:16]:
-                print(f"   {more['us']:9.1f} us {more['launches']:6.1f}  {more['kernel']}", flush=True)
-        del runner
-    report.write_json(args.json, result)
+        for name, around in ((method, nullcontext), (f"{method} references", references))[: 1 + args.references]:
+            with around():
+                result[name] = profiles(args, method, peak)
+            for row in result[name]:
+                show(name, row)
+            report.write_json(args.json, result)
 
 
 if __name__ == "__main__":

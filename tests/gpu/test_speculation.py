@@ -1,4 +1,5 @@
-"""Drafts of the model's own head on a GPU: steps that follow one another, and no synchronisation between them."""
+"""Steps with drafts that follow one another on a GPU, and no synchronisation between them; what bfloat16 makes of texts
+that are verified."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.repetition import texts
 from tests.gpu.test_churn import Churn
 from tests.models.mtp_reference import make_mtp_checkpoint
+from tests.speculation.conftest import make_repeating_checkpoint
 from tests.speculation.test_following_steps import check_tokens, open_engines
+from tests.speculation.test_ngram import CONFIG, SETTINGS, Steps, check_repeating
 from weft import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -26,14 +30,36 @@ def test_following_steps(mode: str, tmp_path: Path) -> None:
             check_tokens(engines, stops)
 
 
-def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])
+def test_ngram_drafts(mode: str, tmp_path: Path) -> None:
+    folder = str(make_repeating_checkpoint("Qwen3NextForCausalLM", tmp_path))
+    settings: dict[str, Any] = SETTINGS | {"device": "cuda", "dtype": "float32", "num_kv_pages": 200}
+    overlap: dict[str, Any] = {"enable_overlap": True, "cuda_graph_mode": mode}
+    with LLM(folder, **settings) as plain, LLM(folder, speculative_config=CONFIG, **overlap, **settings) as drafting:
+        Churn(drafting)
+        check_repeating(plain, drafting, Steps(drafting))
+
+
+def test_texts_differ_in_bfloat16_only_where_logits_nearly_tie() -> None:
+    """In float32 drafts change no token; in bfloat16 a verification rounds sums otherwise than a decode."""
+    for row in texts("cuda"):
+        if row["dtype"] == "float32":
+            assert row["same_tokens"], row
+        elif not row["same_tokens"]:
+            assert row["gap"] <= 4 * row["ulp"], row
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+def test_no_step_waits_for_the_device(method: str, tmp_path: Path) -> None:
     folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path)
-    config = {"method": "mtp", "num_speculative_tokens": 2}
-    settings: dict[str, Any] = {"device": "cuda", "max_num_seqs": 4, "max_model_len": 256, "skip_tokenizer_init": True}
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method == "ngram":  # one token nearly always stood before
+        config |= {"prompt_lookup_min": 1}
+    settings: dict[str, Any] = {"device": "cuda", "max_num_seqs": 4, "max_model_len": 512, "skip_tokenizer_init": True}
     with LLM(str(folder), **settings, speculative_config=config) as llm:
         params = SamplingParams(temperature=0.8, max_tokens=100, ignore_eos=True, detokenize=False)
-        for i in range(4):
-            llm.add_request({"prompt_token_ids": [7 + i] * 20}, params)
+        for _ in range(4):
+            llm.add_request({"prompt_token_ids": list(range(3, 200))[:: 1 if method == "ngram" else 10]}, params)
         for _ in range(6):
             llm.step()
         launch, followed = llm._core._executor.launch, []

@@ -54,8 +54,11 @@ def repeating(rng: random.Random) -> list[int]:
 
 
 def test_tokens_are_those_without_drafts(engines: tuple[LLM, LLM, Steps]) -> None:
+    check_repeating(*engines)
+
+
+def check_repeating(plain: LLM, drafting: LLM, steps: Steps) -> None:
     """Of requests that come one after the other, greedy and sampled, with penalties and without."""
-    plain, drafting, steps = engines
     rng, before = random.Random(1), drafting.stats().spec_decode_num_accepted_tokens
     params = [
         SamplingParams(temperature=t, max_tokens=n, ignore_eos=True, seed=n, repetition_penalty=p, logprobs=lp)
