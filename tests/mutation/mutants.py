@@ -177,13 +177,13 @@ MUTANTS = (
     ),
     _mutant(
         "state-of-rejected-draft-read", "a step that follows another reads the state of the last accepted position",
-        "weft/runner/following.py", "gather(1, query_len - 1 - behind)", "gather(1, query_len - 1 - 0 * behind)",
+        "weft/ops/drafts.py", "gather(1, query_len - 1 - behind)", "gather(1, query_len - 1 - 0 * behind)",
         "tests/speculation/test_following_steps.py",
     ),
     _mutant(
         "random-numbers-of-rejected-drafts", "a step that follows another samples by the positions that it has",
-        "weft/runner/following.py", "(inputs.samples.positions.view(-1, query_len) - behind)",
-        "(inputs.samples.positions.view(-1, query_len))", "tests/speculation/test_following_steps.py",
+        "weft/ops/drafts.py", "(sample_positions.view(-1, query_len) - behind)",
+        "(sample_positions.view(-1, query_len))", "tests/speculation/test_following_steps.py",
     ),
     _mutant(
         "oldest-never-first", "lpm lets the oldest go first every so often", "weft/scheduler/lookups.py",

@@ -17,6 +17,7 @@ from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from tests.speculation.conftest import Case
+from tests.speculation.test_ngram import Steps
 from tests.test_x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.request import Request
@@ -51,12 +52,12 @@ def engines(request: pytest.FixtureRequest, checkpoint: tuple[Path, ReferenceHea
     mode, overlap = MODES[request.param]
     modes: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap, "speculative_config": config}
     with LLM(str(folder), **SETTINGS) as plain, LLM(str(folder), **SETTINGS, **modes) as mtp:
-        device = LateDevice(mtp) if overlap else None
+        if overlap:
+            LateDevice(mtp)
         yield plain, mtp, reference
         assert mtp.stats().spec_decode_num_drafts
         graphs = runner_of(mtp).graphs.verify
         assert graphs is None if mode == "NONE" else graphs is not None and graphs.counters.replays
-        assert device is None or device.num_followed > 10
         assert_idle(mtp)
 
 
@@ -80,6 +81,7 @@ def test_drafts_are_the_references(engines: Engines) -> None:
     """At every step of every request, one of which begins inside another's prompt."""
     _, mtp, reference = engines
     mtp._core.reset_prefix_cache()
+    steps = Steps(mtp)
     shared = prompts()[3]
     compared = 0
     for batch in (prompts(), [[*shared[:50], 7, 9, 11], shared]):
@@ -90,6 +92,7 @@ def test_drafts_are_the_references(engines: Engines) -> None:
             for running in mtp._core.scheduler._running:
                 compared += check_drafts(running.request, reference)
     assert compared > 40
+    assert steps.followed > 10 or not mtp.config.enable_overlap
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
