@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -85,7 +86,9 @@ def imports_of(module: str) -> Iterator[Import]:
     yield from walk(ast.parse(MODULES[module].read_text(encoding="utf-8")), True, True)
 
 
-IMPORTS = [found for module in MODULES for found in imports_of(module)]
+@cache
+def imports() -> list[Import]:
+    return [found for module in MODULES for found in imports_of(module)]
 
 
 def room(module: str) -> str | None:
@@ -102,7 +105,7 @@ def test_every_room_has_a_level() -> None:
 @pytest.mark.parametrize("name", sorted({room(m) for m in MODULES} - {None}))
 def test_imports_go_one_way(name: str) -> None:
     level, place = RANK[name]
-    for found in IMPORTS:
+    for found in imports():
         target = room(found.target)
         if room(found.module) != name or target in (None, name):
             continue
@@ -113,7 +116,7 @@ def test_imports_go_one_way(name: str) -> None:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
-    for found in IMPORTS:
+    for found in imports():
         inner_package = found.target in ("weft", found.module.rpartition(".")[0])
         if found.runtime and found.target in MODULES and not inner_package:
             graph.setdefault(found.module, set()).add(found.target)
@@ -124,7 +127,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_level_0_loads_nothing_heavy() -> None:
-    for found in IMPORTS:
+    for found in imports():
         if (
             room(found.module) in (None, *LEVELS[0], "cli", "__main__", "report", "evaluation")
             and found.runtime

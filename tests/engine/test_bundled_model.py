@@ -84,7 +84,6 @@ def test_bfloat16_hardly_changes_the_distribution(float32: LLM, problems: list[d
         {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_tokens": [64, 300]},
         {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1, 4], "piecewise_cuda_graph_tokens": [64, 300]},
         {"enable_prefix_caching": False},
-        {"enable_overlap": False, "max_num_seqs": 3, "state_checkpoint_policy": "aligned"},
         {"tensor_parallel_size": 2},
     ],
     ids=lambda settings: next(iter(map(str, settings.items()))),

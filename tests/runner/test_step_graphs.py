@@ -50,9 +50,10 @@ def expected() -> list[list[int]]:
         return [o.outputs[0].token_ids for o in llm.generate(*workload(12, 5), use_tqdm=False)]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
-@pytest.mark.parametrize("pages", [None, 42])
+@pytest.mark.parametrize(
+    ("overlap", "mode", "pages"),
+    [(True, "NONE", None), (False, "NONE", 42), (False, "FULL_DECODE_ONLY", None), (True, "FULL_DECODE_ONLY", 42)],
+)
 def test_graphs_overlap_and_preemption_do_not_change_the_answers(
     expected: list[list[int]], overlap: bool, mode: str, pages: int | None
 ) -> None:

@@ -11,7 +11,7 @@ from tests.server.corpus import CHAT, FAMILIES, Case, cases
 from tests.server.fuzz import FLAGS, Answer, Fuzzer, judge
 from tests.server.running import RunningServer
 
-NUM_INPUTS = int(os.environ.get("WEFT_FUZZ_INPUTS", "300"))
+NUM_INPUTS = int(os.environ.get("WEFT_FUZZ_INPUTS", "200"))
 
 
 def test_no_input_breaks_the_server() -> None:

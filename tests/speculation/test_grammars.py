@@ -33,7 +33,8 @@ def test_the_text_is_that_without_drafts(mode: str) -> None:
         case = Case([tokenizer.encode(prompt) for prompt in PROMPTS], params)
         expected = case.run(plain)
     known = case.known(expected)
-    with LLM(**SETTINGS, cuda_graph_mode=mode, speculative_config=CONFIG) as drafting:
+    sizes = {"piecewise_cuda_graph_tokens": [16]} if mode == "FULL" else {}
+    with LLM(**SETTINGS, **sizes, cuda_graph_mode=mode, speculative_config=CONFIG) as drafting:
         drafters = {
             "right": FromOutputs(known),
             "now and then": FromOutputs(known, lambda place, rng: rng.random() < 0.3),
