@@ -155,7 +155,9 @@ def startup_table() -> Table:
         files.append(name)
         for kind in ("cold", "warm"):
             figures = read(name)["results"][kind]
-            parts = [figures["import_s"], *(figures["stages"][s] for s in ("kernels", "memory", "graphs"))]
+            stages = figures["stages"]
+            imports = stages.get("libraries", figures["import_s"])
+            parts = [imports, *(stages[name] for name in ("kernels", "memory", "graphs"))]
             ours = [shown(figures["total_s"]), _start(peers["vllm"].get(kind)), _start(peers["sglang"].get(kind))]
             target = goal(figures["total_s"], peers["goal"][kind])
             rows.append([model, kind, *ours, target, *(shown(part) for part in parts)])

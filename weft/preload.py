@@ -12,14 +12,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from weft.collector import collector_off
 
 _LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch.so", ctypes.RTLD_LOCAL))
 """As torch loads them itself, before its Python library."""
+
+_DRIVER = "libcuda.so.1"
 
 
 @functools.cache
@@ -43,6 +46,21 @@ def import_torch() -> None:
         if _has_cuda():
             import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
         import torch  # noqa: F401
+
+
+def import_torch_for_gpu(settings: Mapping[str, Any]) -> None:
+    """Import torch now, if resolving these settings will: to ask it for a GPU."""
+    if settings.get("device") != "cpu" and has_driver():
+        import_torch()
+
+
+def has_driver() -> bool:
+    """The library of NVIDIA's driver is there."""
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def _meanwhile(work: Callable[[], None]) -> threading.Thread:
@@ -74,12 +92,9 @@ def _load_torch_libraries() -> None:
 
 
 def _create_cuda_context() -> None:
-    if not _has_cuda():
+    if not _has_cuda() or not has_driver():
         return
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
+    driver = ctypes.CDLL(_DRIVER)
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), 0) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)

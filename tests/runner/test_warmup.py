@@ -94,7 +94,7 @@ def test_every_captured_size_is_walked(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_start_tells_its_stages() -> None:
     with LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4) as llm:
-        stages = ["config", "tokenizer", "libraries", "model", "kernels", "weights", "memory", "caches", "graphs"]
+        stages = ["libraries", "config", "tokenizer", "model", "kernels", "weights", "memory", "caches", "graphs"]
         assert list(llm.startup) == stages and all(0 <= seconds < 60 for seconds in llm.startup.values())
         assert 0 < llm.startup["weights"] <= llm.startup["kernels"]
 

@@ -4,9 +4,9 @@ Job: start fresh processes, with an empty Triton cache (cold) and with the one t
 Owns: the method below, and the program that the processes run. Does not know: flags, files.
 
 The clock starts before the process does. ``total_s`` ends when ``LLM()`` returns; ``import_s`` and ``llm_s`` are its
-two parts beside the start of Python itself; ``stages`` are ``LLM.startup``. ``first_token_s`` is the time of one short
-request after that: large, if something was left for later. The files of the checkpoint and of the libraries are in the
-page cache of the operating system, but for the very first process.
+two parts beside the start of Python itself; ``stages`` are ``LLM.startup``, of which ``libraries`` holds the import of
+torch. ``first_token_s`` is the time of one short request after that: large, if something was left for later. The files
+of the checkpoint and of the libraries are in the page cache of the operating system, but for the very first process.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ torch is asked for a GPU only where the choice depends on one and a driver is th
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from weft.config.validate import check_names, check_value
 from weft.config.vision_settings import choose_encoder_graphs, choose_vision
 from weft.config.vllm_settings import without_vllms
 from weft.errors import ConfigError
-from weft.preload import import_torch
+from weft.preload import has_driver, import_torch
 
 logger = logging.getLogger(__name__)
 
@@ -347,9 +346,7 @@ def _explain_pools(values: dict[str, Any], reasons: dict[str, str]) -> None:
 
 def cuda_available() -> bool:
     """True if torch can use a CUDA GPU. Without an NVIDIA driver the answer is no and torch is not imported."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    if not has_driver():
         return False
     import_torch()  # takes seconds; needed only where a driver is there
     import torch

@@ -26,7 +26,7 @@ from weft.executor.external import follow
 from weft.executor.rank_process import begin_start
 from weft.multimodal.processor import load_processor
 from weft.outputs import RequestOutput
-from weft.preload import import_torch
+from weft.preload import import_torch, import_torch_for_gpu
 from weft.runner.startup import StartupTimes
 from weft.sampling_params import SamplingParams
 from weft.stats import EngineStats
@@ -79,6 +79,8 @@ class LLM:
         times = StartupTimes()
         ranks = begin_start(settings)
         try:
+            with times.stage("libraries"):
+                import_torch_for_gpu(settings)
             with times.stage("config"):
                 self.config: EngineConfig = resolve(model=model, **settings)
             with times.stage("tokenizer"):

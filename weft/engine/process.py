@@ -32,7 +32,7 @@ from weft.engine.logwriter import configure_logging
 from weft.errors import EngineDeadError, WeftError
 from weft.executor.rank_process import begin_start
 from weft.lifeline import die_with_parent
-from weft.preload import import_torch, load_torch_libraries
+from weft.preload import import_torch, import_torch_for_gpu, load_torch_libraries
 from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
 
@@ -197,9 +197,12 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
     from weft.config import resolve
 
     ranks = begin_start(start.settings)
+    began = time.monotonic()
+    import_torch_for_gpu(start.settings)
+    early = time.monotonic() - began
     config = resolve(**start.settings)
     channel.send(wire.Configured(config))
-    began = time.monotonic()
+    began = time.monotonic() - early
     import_torch()
     with collector_off():
         from weft.engine.core import EngineCore  # imports torch and the models
