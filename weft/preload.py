@@ -24,6 +24,8 @@ _LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch.so", c
 
 _DRIVER = "libcuda.so.1"
 
+_begun: list[threading.Thread] = []
+
 
 @functools.cache
 def load_torch_libraries() -> threading.Thread:
@@ -63,8 +65,15 @@ def has_driver() -> bool:
     return True
 
 
+def wait() -> None:
+    """Until all that was begun is done."""
+    for thread in _begun:
+        thread.join()
+
+
 def _meanwhile(work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, name="preload", daemon=True)
+    _begun.append(thread)
     thread.start()
     return thread
 

@@ -1,13 +1,19 @@
-"""Compiles two kernels for a GPU that is not there, as a start does: ``python -m tests.runner.compile_twice [broken]``.
+"""Compiles two kernels for a GPU that is not there, as a start does:
+
+    python -m tests.runner.compile_twice [broken | asleep]
+
+The kernel is broken, or the processes fall asleep instead of compiling.
 
 A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, how many kernels there
-are, how many were compiled in this process, and in how many others.
+are, how many were compiled in this process, how many were given to others, and how many of these are left.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
+import time
 from typing import Any
 
 import torch
@@ -17,8 +23,7 @@ from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
 from weft.ops.triton.launch import jit
-from weft.runner import warmup
-from weft.runner.compile_processes import CompileProcesses
+from weft.runner import compile_processes, warmup
 
 
 @triton.jit
@@ -37,17 +42,23 @@ def _broken_kernel(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(x + tl.arange(0, SIZE), unknown)  # type: ignore[name-defined]  # noqa: F821
 
 
+def _sleep(*args: Any) -> None:
+    time.sleep(60)
+
+
 def main(what: str = "") -> None:
+    if what == "asleep":
+        compile_processes._compile, compile_processes.STUCK_S = _sleep, 0.5
     driver.set_active(AbsentGpu())
     compiled_here: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **rest: compiled_here.append(not cache_hit)
-    forked: list[CompileProcesses] = []
-    processes = CompileProcesses._processes
-    CompileProcesses._processes = lambda self: forked.append(self) or processes(self)  # type: ignore[method-assign, func-returns-value]
+    given_away: list[bytes] = []
+    pickled = compile_processes._pickled
+    compile_processes._pickled = lambda *source: given_away.append(found := pickled(*source)) or found  # type: ignore[func-returns-value]
     x = torch.ones(64)
 
     def walk() -> None:
-        if what:
+        if what == "broken":
             _broken_kernel[(1,)](x, SIZE=64)
         else:
             for size in (32, 64):
@@ -59,7 +70,8 @@ def main(what: str = "") -> None:
             pass
     except Exception as error:
         found["error"] = type(error).__name__
-    found |= {"kernels": len(compiled_here), "compiled_here": sum(compiled_here), "processes": len(forked)}
+    found |= {"kernels": len(compiled_here), "compiled_here": sum(compiled_here), "given_away": len(given_away)}
+    found["left"] = len(multiprocessing.active_children())
     print(json.dumps(found))
 
 

@@ -6,21 +6,27 @@ the threads that wait for them. Does not know: which kernels.
 The part of Triton's compiler that is written in Python holds the interpreter's lock, so threads compile hardly faster
 than one. The processes are forked, which takes milliseconds, and only when a kernel is missing: they have the kernels'
 modules loaded, use no GPU, and leave what they compile in Triton's cache on disk, where this process finds it.
+
+A lock that another thread holds at the fork is never released in the child. So no thread that loads anything runs then,
+and children that answer nothing for ``STUCK_S`` are given up: what they should have compiled is compiled here.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -28,7 +34,13 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITCallable
 
+from weft import preload
 from weft.lifeline import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+STUCK_S = 60.0
+"""Seconds. The slowest kernels take three."""
 
 
 class CompileProcesses:
@@ -45,7 +57,10 @@ class CompileProcesses:
     def __init__(self, count: int, load: Callable[[CompiledKernel], None], *, builds_launchers: bool) -> None:
         self._count, self._load, self._builds_launchers = count, load, builds_launchers
         self._threads = ThreadPoolExecutor(count)
+        self._loading: list[Future[CompiledKernel]] = []
         self._pool: ProcessPoolExecutor | None = None
+        self._children: list[BaseProcess] = []
+        self._answered = 0.0
         self._submitter = threading.get_ident()
 
     def submit(self, compile_function: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
@@ -53,9 +68,10 @@ class CompileProcesses:
         try:
             kernel = compile_function()
         except _MissingError as missing:
-            compiled = self._processes().submit(_compile, missing.pickled, self._builds_launchers)
+            compiled = self._compiled_elsewhere(missing.pickled)
             return self._threads.submit(self._when_compiled, compiled, compile_function)
-        return self._threads.submit(self._loaded, kernel)
+        self._loading.append(self._threads.submit(self._loaded, kernel))
+        return self._loading[-1]
 
     def compile(self, src: Any, **options: Any) -> CompiledKernel:
         """As ``triton.compile``; in the thread that submits, only what the cache holds.
@@ -75,16 +91,47 @@ class CompileProcesses:
         finally:
             src.__dict__.pop("make_ir", None)
 
+    def _compiled_elsewhere(self, pickled: bytes) -> Future[None] | None:
+        """Done when the kernel is in Triton's cache; None if this process has to compile it."""
+        with suppress(BrokenProcessPool):
+            return self._processes().submit(_compile, pickled, self._builds_launchers)
+        return None
+
     def _processes(self) -> ProcessPoolExecutor:
         if self._pool is None:
-            context = multiprocessing.get_context("fork")
-            self._pool = ProcessPoolExecutor(self._count, context, _obey, (os.getpid(),))
+            preload.wait()
+            wait(self._loading)
+            before = multiprocessing.active_children()
+            self._pool = ProcessPoolExecutor(self._count, multiprocessing.get_context("fork"), _obey, (os.getpid(),))
+            self._answered = time.monotonic()
+            self._pool.submit(os.getpid)  # forks all of them, here and now
+            self._children = [child for child in multiprocessing.active_children() if child not in before]
         return self._pool
 
-    def _when_compiled(self, compiled: Future[None], compile_function: Callable[[], CompiledKernel]) -> CompiledKernel:
-        with suppress(BrokenProcessPool):  # one was killed, for its memory say: then this thread compiles
-            compiled.result()
+    def _when_compiled(
+        self, compiled: Future[None] | None, compile_function: Callable[[], CompiledKernel]
+    ) -> CompiledKernel:
+        if compiled is not None:
+            with suppress(BrokenProcessPool):  # one was killed, for its memory say: then this thread compiles
+                self._wait(compiled)
         return self._loaded(compile_function())
+
+    def _wait(self, compiled: Future[None]) -> None:
+        """Until it is done, or nothing has been for too long: then all that waits here gets ``BrokenProcessPool``."""
+        while True:
+            try:
+                compiled.result(STUCK_S)
+                self._answered = time.monotonic()
+                return
+            except TimeoutError:
+                if time.monotonic() - self._answered >= STUCK_S:
+                    logger.warning("no kernel was compiled in %g s; the processes are given up", STUCK_S)
+                    self._kill()
+                    self._answered = time.monotonic()
+
+    def _kill(self) -> None:
+        for child in self._children:
+            child.kill()
 
     def _loaded(self, kernel: CompiledKernel) -> CompiledKernel:
         self._load(kernel)
@@ -98,6 +145,7 @@ class CompileProcesses:
     ) -> None:
         self._threads.shutdown()
         if self._pool is not None:
+            self._kill()  # they have nothing left to do
             self._pool.shutdown()
 
 
