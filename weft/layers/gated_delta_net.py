@@ -21,6 +21,7 @@ from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
+from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
@@ -193,17 +194,13 @@ class GatedDeltaNet(WeightModule):
         batch, cache = context.batch, context.caches[self.name]
         if batch.verification is not None:
             return self._verify(projected, cache, batch.state_slots, batch.verification.slots)
-        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
-        if batch.num_decodes == projected.shape[0]:
-            return self._decode(projected, cache, slots)
-        if batch.chunks:
-            mixed = self._prefill(projected, batch, cache)
-        else:  # decodes and padding
-            mixed = projected.new_zeros(projected.shape[0], self.local.value_dim)
-        count = slots.shape[0]
-        if count:
-            self._decode(projected[:count], cache, slots, out=mixed[:count])
-        return mixed
+        return mix_rows(
+            [projected],
+            batch,
+            [self.local.value_dim],
+            lambda x, *, slots, out: self._decode(x, cache, slots, out),
+            lambda x: self._prefill(x, batch, cache),
+        )
 
     def _verify(self, projected: Tensor, cache: LayerCache, state_slots: Tensor, slots: Tensor) -> Tensor:
         """As many rows of each sequence as ``slots [S, T]`` has columns; these slots keep the states after each row."""
@@ -222,7 +219,7 @@ class GatedDeltaNet(WeightModule):
             backend=self._backend,
         )
 
-    def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
         left as they are in a given ``out``."""
         return gdn_decode(

@@ -21,6 +21,7 @@ from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
+from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter
@@ -106,17 +107,13 @@ class KimiDelta(WeightModule):
         """Everything between the projections: ``[T, q | k | v | b | ...]`` and two ``[T, width] -> [T, width]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
-        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
-        if batch.num_decodes == projected.shape[0]:
-            return self._decode(projected, forget, gate, cache, slots)
-        if batch.chunks:
-            mixed = self._prefill(projected, forget, gate, batch, cache)
-        else:  # decodes and padding
-            mixed = projected.new_zeros(projected.shape[0], self.local.width)
-        count = slots.shape[0]
-        if count:
-            self._decode(projected[:count], forget[:count], gate[:count], cache, slots, out=mixed[:count])
-        return mixed
+        return mix_rows(
+            [projected, forget, gate],
+            batch,
+            [self.local.width],
+            lambda x, forget, gate, *, slots, out: self._decode(x, forget, gate, cache, slots, out),
+            lambda x, forget, gate: self._prefill(x, forget, gate, batch, cache),
+        )
 
     def _decode(
         self,
@@ -125,7 +122,7 @@ class KimiDelta(WeightModule):
         gate: Tensor,
         cache: LayerCache,
         slots: Tensor,
-        out: Tensor | None = None,
+        out: Tensor | None,
     ) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; see ``kda_decode``."""
         return kda_decode(

@@ -18,6 +18,7 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
+from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.norm import SpanningRMSNorm
 from weft.layers.weight import RowMap, RowRun
@@ -75,21 +76,17 @@ class LightningAttention(nn.Module):
         """Everything between the projections: ``[T, q | k | v | gate] -> [T, inner_size]``."""
         context = get_forward_context()
         batch, state = context.batch, context.caches[self.name]["recurrent"]
-        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
         heads = F.silu(projected[:, : 3 * self.inner_size]).unflatten(-1, (3, self._num_heads, -1))
-        q, k, v = heads.unbind(1)
-        decode = (self._log_decay, state, slots)
-        if batch.num_decodes == projected.shape[0]:
-            mixed = lightning_attention_step(q, k, v, *decode, backend=self._backend)
-        elif batch.chunks:
-            g = self._log_decay.expand(projected.shape[0], -1)
-            mixed = chunk_linear_attention(q, k, v, g, None, None, state, batch, backend=self._backend)
-        else:  # decodes and padding
-            mixed = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        count = slots.shape[0]
-        if count and batch.num_decodes < projected.shape[0]:
-            rows = (q[:count], k[:count], v[:count])
-            lightning_attention_step(*rows, *decode, backend=self._backend, out=mixed[:count])
+        g, backend = self._log_decay.expand(projected.shape[0], -1), self._backend
+        mixed = mix_rows(
+            heads.unbind(1),
+            batch,
+            heads.shape[2:],
+            lambda q, k, v, *, slots, out: lightning_attention_step(
+                q, k, v, self._log_decay, state, slots, backend=backend, out=out
+            ),
+            lambda q, k, v: chunk_linear_attention(q, k, v, g, None, None, state, batch, backend=backend),
+        )
         gated = sigmoid_mul(self.norm(mixed.flatten(1)), projected[:, 3 * self.inner_size :], backend=self._backend)
         if batch.num_tokens < gated.shape[0]:
             gated[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN

@@ -21,6 +21,7 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
+from weft.layers.decodes_first import decode_slots
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.mamba2 import part_rows
 from weft.layers.short_conv import DepthwiseConv
@@ -103,7 +104,7 @@ class Mamba(WeightModule):
         """Everything between the projections: ``[T, x | z] -> [T, num_channels]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
-        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
+        slots = decode_slots(batch)
         x, z = projected.chunk(2, dim=-1)
         conv, backend = (self.conv1d.weight, self.conv1d.bias, cache["conv"]), self._backend
         if batch.num_decodes == projected.shape[0]:

@@ -21,6 +21,7 @@ from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
+from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
 from weft.ops.causal_conv1d import causal_conv1d
@@ -137,24 +138,20 @@ class Mamba2(WeightModule):
         """Everything between the projections: ``[T, z | x | B | C | dt] -> [T, inner_size]``."""
         context = get_forward_context()
         batch, cache = context.batch, context.caches[self.name]
-        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
-        if batch.num_decodes == projected.shape[0]:
-            return self._decode(projected, cache, slots)
-        if batch.chunks:
-            mixed = self._prefill(projected, batch, cache)
-        else:  # decodes and padding
-            mixed = projected.new_zeros(projected.shape[0], self.local.inner_size)
-        count = slots.shape[0]
-        if count:
-            self._decode(projected[:count], cache, slots, out=mixed[:count])
-        return mixed
+        return mix_rows(
+            [projected],
+            batch,
+            [self.local.inner_size],
+            lambda x, *, slots, out: self._decode(x, cache, slots, out),
+            lambda x: self._prefill(x, batch, cache),
+        )
 
     def _weights(self) -> Mamba2Weights:
         norm = None if self.gated_norm is None else self.gated_norm.weight
         a_log, dt_bias, skip = (self.get_parameter(name) for name in ("A_log", "dt_bias", "D"))
         return Mamba2Weights(self.conv1d.weight, self.conv1d.bias, a_log, dt_bias, skip, norm, self._eps)
 
-    def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
         left as they are in a given ``out``."""
         states = cache["conv"], cache["recurrent"]

@@ -15,6 +15,7 @@ from weft.config.short_conv import CHUNK_SIZE, ShortConvConfig
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
+from weft.layers.decodes_first import mix_rows
 from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
 from weft.ops.short_conv import short_conv, short_conv_decode
@@ -74,14 +75,10 @@ class ShortConv(nn.Module):
         context = get_forward_context()
         batch, state = context.batch, context.caches[self.name]["conv"]
         weights, backend = (self.conv.weight, self.conv.bias), self._backend
-        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
-        if batch.num_decodes == projected.shape[0]:
-            return short_conv_decode(projected, *weights, state, slots, backend=backend)
-        if batch.chunks:
-            mixed = short_conv(projected, *weights, state, batch, chunk_size=CHUNK_SIZE, backend=backend)
-        else:  # decodes and padding
-            mixed = projected.new_zeros(projected.shape[0], self.num_channels)
-        count = slots.shape[0]
-        if count:
-            short_conv_decode(projected[:count], *weights, state, slots, backend=backend, out=mixed[:count])
-        return mixed
+        return mix_rows(
+            [projected],
+            batch,
+            [self.num_channels],
+            lambda x, *, slots, out: short_conv_decode(x, *weights, state, slots, backend=backend, out=out),
+            lambda x: short_conv(x, *weights, state, batch, chunk_size=CHUNK_SIZE, backend=backend),
+        )

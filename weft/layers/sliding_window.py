@@ -16,6 +16,7 @@ from weft.forward_context import LogitsRows, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
+from weft.layers.decodes_first import mix_rows
 from weft.ops.activation import sigmoid_mul
 from weft.ops.window_attention import window_attention, window_attention_decode
 
@@ -41,29 +42,22 @@ class SlidingWindowAttention(Attention):
         own_pages = torch.arange(rows, device=qkv.device)
         q, gate = self._rotate(qkv, batch.positions, k, v, own_pages, scaled=False)
         k, v = k.squeeze(1), v.squeeze(1)
-        slots = batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
-        if batch.num_decodes == rows:
-            attended = self._decode(q, k, v, slots, None)
-        else:
-            if batch.chunks:
-                attended = window_attention(
-                    q,
-                    k,
-                    v,
-                    cache["k"],
-                    cache["v"],
-                    batch,
-                    chunk_size=CHUNK_SIZE,
-                    scale=self._scale,
-                    sinks=self.sinks,
-                    backend=backend,
-                )
-            else:  # decodes and padding
-                attended = torch.zeros_like(q)
-            count = slots.shape[0]
-            if count:
-                self._decode(q[:count], k[:count], v[:count], slots, attended[:count])
-        attended = attended.flatten(1)
+        attended = mix_rows(
+            [q, k, v],
+            batch,
+            q.shape[1:],
+            lambda q, k, v, *, slots, out: self._decode(q, k, v, slots, out),
+            lambda q, k, v: window_attention(
+                q, k, v,
+                cache["k"],
+                cache["v"],
+                batch,
+                chunk_size=CHUNK_SIZE,
+                scale=self._scale,
+                sinks=self.sinks,
+                backend=backend,
+            ),
+        ).flatten(1)
         return attended if gate is None else sigmoid_mul(attended, gate, backend=backend)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, out: Tensor | None) -> Tensor:

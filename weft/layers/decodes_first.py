@@ -1,0 +1,43 @@
+"""How recurrent layers take a batch: its decodes stand first and advance by one token, the rest are prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from weft.forward_context import Batch
+
+
+def decode_slots(batch: Batch) -> Tensor:
+    """State slots of the rows at the front that decode; in a captured mixture, of all rows that may."""
+    return batch.state_slots[: batch.num_decodes] if batch.mixture is None else batch.mixture.decode_slots
+
+
+def mix_rows(
+    inputs: Sequence[Tensor],
+    batch: Batch,
+    shape: Sequence[int],
+    decode: Callable[..., Tensor],
+    prefill: Callable[..., Tensor],
+) -> Tensor:
+    """What a layer makes of all rows of a batch.
+
+    Args:
+        inputs: ``[T, *]`` each, all with one row per token; the first has the dtype of the result.
+        shape: of a row of the result.
+        decode: ``(*inputs, slots=, out=)``: of the first rows, each brought to an existing state; rows without a slot
+            are zero, or left as they are in a given ``out``.
+        prefill: ``(*inputs)``: of all rows; those of decodes are overwritten.
+
+    Returns:
+        ``[T, *shape]``; padding rows are zero.
+    """
+    slots, rows = decode_slots(batch), inputs[0].shape[0]
+    if batch.num_decodes == rows:
+        return decode(*inputs, slots=slots, out=None)
+    mixed = prefill(*inputs) if batch.chunks else inputs[0].new_zeros(rows, *shape)
+    count = slots.shape[0]
+    if count:
+        decode(*(x[:count] for x in inputs), slots=slots, out=mixed[:count])
+    return mixed
