@@ -28,7 +28,7 @@ def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every kernel that the host launches, and the file it stands in."""
     for path in sorted(FOLDER.glob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+            if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel"):
                 yield path.name, node
 
 
