@@ -68,7 +68,7 @@ class Kernel(JITFunction):
 
     def create_binder(self) -> Any:
         binder = super().create_binder()
-        self.compile = compile_kernel
+        self.compile = compile_source
         return binder
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -124,7 +124,7 @@ Compiler = Callable[..., CompiledKernel]
 _compiler: Compiler = triton.compile
 
 
-def compile_kernel(src: Any, **options: Any) -> CompiledKernel:
+def compile_source(src: Any, **options: Any) -> CompiledKernel:
     """What kernels are compiled by: ``triton.compile``, or what ``compiled_by`` names."""
     return _compiler(src, **options)
 
