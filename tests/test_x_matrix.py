@@ -332,7 +332,7 @@ def start_companion(engine: Poisoned) -> Request:
 
 
 def run_preempted(engine: Poisoned, prompt: list[int], salt: str, phase: str) -> tuple[Request, list[Request]]:
-    """An older request finds no page, so this one gives way; it resumes alone, beside it, or beside two others."""
+    """An older request finds no page, so this one is preempted; it resumes alone, beside it, or beside two others."""
     companions = [start_companion(engine)]
     request = engine.add(prompt, NUM_TOKENS, salt)
     engine.step_until(lambda: request.status is not RequestStatus.WAITING)

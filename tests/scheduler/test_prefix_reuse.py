@@ -194,7 +194,7 @@ def test_prompt_logprobs_compute_everything_and_await_no_prefill() -> None:
 
 
 def test_a_resumed_request_reuses_what_is_left_of_it() -> None:
-    """Two requests outgrow the pool: the later one gives way and comes back to the KV and state that it left."""
+    """Two requests outgrow the pool: the later one is preempted and comes back to the KV and state that it left."""
     rig = make_rig(pages=42, seqs=2, slots=20)
     old, new = make_request("old", prompt(60), 40, 0), make_request("new", prompt(60, 1), 40, 1)
     run(rig, old, new)
