@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.drafters import ByModel, install
 from tests.engine.simulator import greedy
 from tests.late_device import LateDevice
 from tests.ranks import fork_ranks
+from tests.speculation.conftest import make_repeating_checkpoint
 from tests.tiny import make_model
 from weft import LLM, SamplingParams
 from weft.executor.multi_process import MultiProcessExecutor
@@ -34,6 +36,8 @@ from weft.runner.model_runner import ModelRunner
 ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"]
 MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
 OVERLAP = ["in turn", "overlap"]
+WITH_HEAD = "with a head"
+"""Stands for a Qwen3-Next whose own head drafts, and is often right."""
 PATHS = ["cold", "hit", "branch hit", "preempted"]
 PHASES = ["prefill", "mixed", "decode"]
 LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
@@ -167,10 +171,14 @@ class Poisoned:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in (*ARCHITECTURES, "Lfm2ForCausalLM")}
+    names = (*ARCHITECTURES, "Lfm2ForCausalLM", WITH_HEAD)
+    return {name: make_reference(name, tmp_path_factory.mktemp("tiny")) for name in names}
 
 
 def make_reference(arch: str, folder: Path) -> Reference:
+    if arch == WITH_HEAD:
+        folder = make_repeating_checkpoint(HYBRID, folder, head=True, max_position_embeddings=1100)
+        return Reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), folder)
     model = make_model(arch, max_position_embeddings=1100)
     model.save_pretrained(folder)
     return Reference(model, folder)
@@ -217,21 +225,33 @@ DRAFTING = [
     ("Qwen3NextForCausalLM", "FULL", "overlap", "capture"),
     ("Qwen3ForCausalLM", "FULL_DECODE_ONLY", "overlap", "capture"),
     ("Lfm2ForCausalLM", "FULL_AND_PIECEWISE", "in turn", "capture"),
+    (WITH_HEAD, "NONE", "overlap", "capture"),
+    (WITH_HEAD, "FULL", "overlap", "capture"),
+    (WITH_HEAD, "FULL_AND_PIECEWISE", "in turn", "capture"),
 ]
 
 
 @pytest.fixture(scope="module", params=DRAFTING, ids=lambda p: "-".join(p))
 def drafting_engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Poisoned]:
-    """With speculative decoding: the reference's own tokens, with a mistake now and then."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with open_engine(*request.param, references, speculative_config=drafts) as engine:
-        install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
+    """With speculative decoding: by the model's own head, or the reference's tokens, with a mistake now and then."""
+    with open_engine(*request.param, references, speculative_config=drafts_of(request.param[0])) as engine:
+        install_drafter(engine, request.param[0])
         yield engine
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases, "too few drafts were accepted"
         graphs = runner_of(engine.llm).graphs.verify
         assert (graphs is not None) == (request.param[0] != "Lfm2ForCausalLM" and "FULL" in request.param[1])
         if graphs is not None:
             assert graphs.counters.replays and graphs.counters.padding_rows
+
+
+def drafts_of(arch: str) -> dict[str, Any]:
+    """The setting by which a model drafts."""
+    return {"method": "mtp" if arch == WITH_HEAD else "ngram", "num_speculative_tokens": 3}
+
+
+def install_drafter(engine: Poisoned, arch: str) -> None:
+    if arch != WITH_HEAD:
+        install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
 
 
 def runner_of(llm: LLM) -> ModelRunner:

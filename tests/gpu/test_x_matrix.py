@@ -6,16 +6,26 @@ between steps.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.drafters import ByModel, install
 from tests.gpu.test_churn import Churn
-from tests.test_x_matrix import PATHS, PHASES, Poisoned, Reference, check, check_drafts, make_reference, open_engine
+from tests.test_x_matrix import (
+    PATHS,
+    PHASES,
+    WITH_HEAD,
+    Poisoned,
+    Reference,
+    check,
+    check_drafts,
+    drafts_of,
+    install_drafter,
+    make_reference,
+    open_engine,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +41,8 @@ COLUMNS = [
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    return {arch: make_reference(arch, tmp_path_factory.mktemp("tiny")) for arch in {column[0] for column in COLUMNS}}
+    names = {WITH_HEAD, *(column[0] for column in COLUMNS)}
+    return {name: make_reference(name, tmp_path_factory.mktemp("tiny")) for name in names}
 
 
 @pytest.fixture(scope="module", params=COLUMNS, ids=lambda p: "-".join(p))
@@ -44,13 +55,15 @@ def engine(request: pytest.FixtureRequest, references: dict[str, Reference]) -> 
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
-def test_tokens_with_drafts(references: dict[str, Reference], mode: str) -> None:
-    """Verified drafts, right and wrong, beside prefill chunks; nothing is compiled, and nothing rejected is read."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "speculative_config": drafts}
-    with open_engine("Qwen3NextForCausalLM", mode, "in turn", "capture", references, **settings) as engine:
+@pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", WITH_HEAD])
+def test_tokens_with_drafts(references: dict[str, Reference], arch: str, mode: str) -> None:
+    """Verified drafts, right and wrong, beside prefill chunks; nothing is compiled, and nothing rejected is read. Those
+    of the head follow one another without waiting for results."""
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "speculative_config": drafts_of(arch)}
+    overlap = "overlap" if arch == WITH_HEAD else "in turn"
+    with open_engine(arch, mode, overlap, "capture", references, **settings) as engine:
         Churn(engine.llm)
-        install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
+        install_drafter(engine, arch)
         for path, length in product(["cold", "hit", "branch hit"], [1, 65, 210]):
             check_drafts(engine, path, length)
         assert engine.llm.stats().spec_decode_num_accepted_tokens > engine.num_cases

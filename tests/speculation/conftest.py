@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.tiny import make_checkpoint
 from weft import LLM, CompletionOutput, SamplingParams
 
@@ -36,17 +38,26 @@ class Case:
         return {(tuple(prompt), params.seed or 0): list(done.token_ids) for prompt, params, done in pairs}
 
 
-def make_repeating_checkpoint(arch: str, path: Path) -> Path:
+def make_repeating_checkpoint(arch: str, path: Path, *, head: bool = False, **overrides: Any) -> Path:
     """A tiny model whose layers add little: a token mostly follows from the one before it, and greedy texts soon go in
-    circles."""
-    folder = make_checkpoint(arch, path, with_tokenizer=True)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
+    circles. ``head``: with a head that does the same, and so is mostly right."""
+    make = make_mtp_checkpoint if head else make_checkpoint
+    make(arch, path, with_tokenizer=True, **overrides)
+    tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")):
             tensor.mul_(0.05)
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
+    if head:
+        size = len(tensors["mtp.norm.weight"])
+        tensors["mtp.fc.weight"] = torch.eye(size, 2 * size)  # the embedding alone
+        (norm,) = (tensor for name, tensor in tensors.items() if name in FINAL_NORMS)
+        tensors["mtp.norm.weight"] = norm.clone()
+        tensors["mtp.pre_fc_norm_embedding.weight"].zero_()  # it is centred at zero
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+FINAL_NORMS = ("model.norm.weight", "model.language_model.norm.weight")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,73 @@
+"""Every architecture with a head, one to four drafts: greedy tokens in float32 are those of decoding without drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import assert_idle
+from tests.late_device import LateDevice
+from tests.speculation.conftest import Case, make_repeating_checkpoint
+from tests.speculation.test_ngram import Steps
+from weft import LLM, CompletionOutput, SamplingParams
+
+HEADS = [
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+]
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 40,
+    "page_size": 4,
+    "max_model_len": 128,
+    "num_kv_pages": 120,
+    "language_model_only": True,
+}
+MODES = {1: "FULL_DECODE_ONLY", 2: "NONE", 3: "NONE", 4: "FULL_DECODE_ONLY"}
+"""By number of drafts."""
+
+
+def case() -> Case:
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in (1, 30, 61, 7)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, seed=n) for n in (40, 23, 2, 31)]
+    return Case(prompts, params)
+
+
+Expected = tuple[Path, list[CompletionOutput]]
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
+    """A checkpoint, and its texts without drafts."""
+    folder = make_repeating_checkpoint(request.param, tmp_path_factory.mktemp("head"), head=True)
+    with LLM(str(folder), **SETTINGS) as plain:
+        yield folder, case().run(plain)
+
+
+@pytest.mark.parametrize("num_drafts", MODES)
+def test_tokens_are_those_without_drafts(expected: Expected, num_drafts: int) -> None:
+    check_head(*expected, num_drafts, MODES[num_drafts])
+
+
+def check_head(folder: Path, expected: list[CompletionOutput], num_drafts: int, mode: str, **more: Any) -> None:
+    config = {"method": "mtp", "num_speculative_tokens": num_drafts}
+    overlap: dict[str, Any] = {"enable_overlap": True, "cuda_graph_mode": mode, "speculative_config": config}
+    with LLM(str(folder), **SETTINGS | overlap | more) as mtp:
+        if mtp.config.device == "cpu":
+            LateDevice(mtp)
+        steps = Steps(mtp)
+        assert [done.token_ids for done in case().run(mtp)] == [done.token_ids for done in expected]
+        stats = mtp.stats()
+        assert stats.spec_decode_num_accepted_tokens > 0.1 * stats.spec_decode_num_draft_tokens > 0
+        assert len(stats.spec_decode_num_accepted_tokens_per_pos) == num_drafts
+        assert steps.followed > 3
+        assert_idle(mtp)
