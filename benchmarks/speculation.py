@@ -1,16 +1,16 @@
 """What a step that verifies drafts costs beside a decode step, and what drafts gain.
 
     python benchmarks/speculation.py --json FILE [--model FOLDER] [--batch-sizes 1 8 32] [--drafts 2] [--device cuda]
-                                     [--methods mtp ngram] [--rate 0.8] [--output-len 384] [--repetition]
+                                     [--methods mtp ngram] [--rate 0.8] [--output-len 384]
 
-The first part runs dummy weights. ``plain`` is the engine without drafts, as it decodes by default (``weft bench
+Dummy weights. ``plain`` is the engine without drafts, as it decodes by default (``weft bench
 latency``: milliseconds per step). Then an engine for each method: every request gets drafts in every step (with ``mtp``
 those of a random head, whose time counts), and each is accepted with the given probability whatever is sampled
 (``synthetic_acceptance_rate``): milliseconds per new token, per step, and ``gain``, the tokens per second of ``plain``
 exceeded. ``decode`` is that engine with drafts switched off, ``ratio`` is a verifying step over it: medians between
 steps of whole batches, with ``mtp`` both with overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic:
-drafts choose experts of their own, as uniform routing would. The second part asks the bundled model to go on with a
-text that its prompt holds three times.
+drafts choose experts of their own, as uniform routing would. What n-gram drafts gain where a text does repeat:
+``benchmarks/repetition.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from weft.bench.roofline import Roofline
 
 CONFIGS = Path(__file__).parent / "configs"
 STEPS, PROMPT = 40, 512
-TEXT = "The river runs past the old mill, under the stone bridge, and on through the town to the sea. "
 
 
 def step_ms(llm: LLM, batch_size: int) -> dict[str, Any]:
@@ -110,29 +109,6 @@ def drafting(args: argparse.Namespace, method: str, without: list[dict[str, Any]
         return {"config": report.settings(llm.config), "rows": rows}
 
 
-def repetition(device: str) -> dict[str, Any]:
-    """Seconds of the bundled model for a text that is repeated, with and without n-gram drafts."""
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    found: dict[str, Any] = {}
-    tokens = []
-    for name, config in (("plain", None), ("ngram", {"method": "ngram", "num_speculative_tokens": 4})):
-        with LLM(device=device, max_num_seqs=4, speculative_config=config) as llm:
-            llm.generate([TEXT * 3], params, use_tqdm=False)
-            seconds = []
-            for _ in range(5):
-                llm._core.reset_prefix_cache()
-                start = time.perf_counter()
-                (output,) = llm.generate([TEXT * 3], params, use_tqdm=False)
-                seconds.append(time.perf_counter() - start)
-            tokens.append(output.outputs[0].token_ids)
-            stats = llm.stats()
-            found[name] = {"tokens_per_s": round(200 / median(seconds), 1), "seconds": [round(s, 4) for s in seconds]}
-    found["same_tokens"] = tokens[0] == tokens[1]
-    found["tokens_per_step"] = round(1 + stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_drafts, 2)
-    found["speedup"] = round(found["ngram"]["tokens_per_s"] / found["plain"]["tokens_per_s"], 2)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="what verification costs, and what drafts gain")
     parser.add_argument("--json", required=True)
@@ -142,13 +118,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--output-len", type=int, default=384)
     parser.add_argument("--methods", nargs="*", choices=("ngram", "mtp"), default=("mtp", "ngram"))
-    parser.add_argument("--repetition", action="store_true", help="the second part too")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     found: dict[str, Any] = report.provenance(args.device)
-    if args.repetition:
-        found["repetition"] = repetition(args.device)
-        print(json.dumps(found["repetition"]), flush=True)
     if args.methods:
         found["plain"] = plain(args)
         print(json.dumps(found["plain"]["rows"]), flush=True)

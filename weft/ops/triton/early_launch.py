@@ -10,9 +10,9 @@ this package writes in the same step. ``wait`` ends when the kernel before has e
 one waited in turn, so have all before it. Hence a kernel in which no program waits would break the chain.
 
 Before the wait a program may read what was there when the forward pass began: weights, keys and states of earlier
-steps, and the step's metadata, which copies and torch's kernels bring. These are ordinary: each waits for everything
-before it. What they write is visible to all kernels that come after a further ordinary one: in a forward pass, after
-the embedding.
+steps, and the step's metadata, which copies, torch's kernels and those of ``drafts.py`` and ``ngram.py`` bring. These
+are ordinary: each waits for everything before it. What they write is visible to all kernels that come after a further
+ordinary one: in a forward pass, after the embedding.
 """
 
 from __future__ import annotations
