@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -107,6 +108,11 @@ def relative(x: Tensor, reference: Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm()).item()
 
 
+def _or_nan(value: float) -> float:
+    """For comparisons: NaN is the worst of errors."""
+    return math.inf if math.isnan(value) else value
+
+
 def check_chunk(dtype: torch.dtype, tile: gdr.Tile, lens: list[int]) -> dict[str, float]:
     """Relative errors of outputs, final states and checkpoint; NaN-poisoned outputs, slots and padding rows."""
     batch = make_batch(lens, checkpoint=True, pad=3)
@@ -125,7 +131,7 @@ def check_chunk(dtype: torch.dtype, tile: gdr.Tile, lens: list[int]) -> dict[str
         worst = {"out": relative(out[start : start + length], expected), "state": relative(state[s + 1], final)}
         if s == len(lens) - 1:
             worst["checkpoint"] = relative(state[len(lens) + 1], at3)
-        errors = {key: max(value, worst.get(key, 0.0)) if value == value else value for key, value in errors.items()}
+        errors = {key: max(value, worst.get(key, 0.0), key=_or_nan) for key, value in errors.items()}
         start += length
     return errors
 

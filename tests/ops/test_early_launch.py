@@ -19,7 +19,7 @@ FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
-    "_sigmoid_router_kernel",
+    "_sigmoid_router_kernel", "_conv_update_kernel", "_short_conv_kernel", "_scan_step_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 ORDINARY = {"_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel"}
@@ -85,7 +85,7 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
-    "weight", "p_angles", "positions", "slot_mapping", "k_scale",
+    "weight", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
@@ -93,12 +93,15 @@ EARLY_LOADS = ("_load_weight", "_weight_tile", "load_keys_values", "_load_factor
 """Functions that load for kernels before they wait."""
 
 
-LEAVES_EARLY = {"_step_kernel", "_gdn_decode_kernel", "_kda_decode_kernel", "_qk_norm_rope_kernel"}
+LEAVES_EARLY = {
+    "_step_kernel", "_gdn_decode_kernel", "_kda_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
+    "_short_conv_kernel", "_scan_step_kernel",
+}  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
 LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
-    "kda_decode.py", "norm.py", "qk_norm_rope.py",
+    "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "short_conv.py", "selective_scan.py",
 ]  # fmt: skip
 
 

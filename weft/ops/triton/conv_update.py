@@ -1,4 +1,4 @@
-"""One step of the short causal convolution with SiLU, for rows that continue a state, as one kernel."""
+"""One step of the short causal convolution, for rows that continue a state: its parts, and with SiLU as one kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -15,47 +15,72 @@ _BLOCK_C = 512
 
 
 @triton.jit
-def push_and_convolve(
-    newest, weight, bias, conv_state, slot, channels, mask,
-    C: tl.constexpr, HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """The convolution of a slot's last inputs with ``newest`` behind them, float32; they move up by one."""
-    p_state = conv_state + (slot * C + channels) * HISTORY
-    p_weight = weight + channels * (HISTORY + 1)
-    total = newest.to(tl.float32) * tl.load(p_weight + HISTORY, mask=mask, other=0.0).to(tl.float32)
-    values = ()
-    for j in tl.static_range(HISTORY):
-        value = tl.load(p_state + j, mask=mask, other=0.0)
-        total += value.to(tl.float32) * tl.load(p_weight + j, mask=mask, other=0.0).to(tl.float32)
-        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
-    if HAS_BIAS:
-        total += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # every thread has loaded what another one overwrites
-    for j in tl.static_range(HISTORY - 1):
-        tl.store(p_state + j, values[j + 1], mask=mask)
-    tl.store(p_state + HISTORY - 1, newest.to(conv_state.dtype.element_ty), mask=mask)
-    return total
+def load_columns(p, channels, mask, COUNT: tl.constexpr):
+    """Some rows of ``p [C, COUNT]``, column by column: the last inputs of channels, oldest first, or their taps."""
+    columns = ()
+    for j in tl.static_range(COUNT):
+        value = tl.load(p + channels * COUNT + j, mask=mask, other=0.0)
+        columns = columns + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return columns
+
+
+@triton.jit
+def take_in(newest, taps, kept, W: tl.constexpr):
+    """The convolution of the last inputs with ``newest`` behind them, float32, and the last ``W - 1`` inputs then."""
+    y = newest.to(tl.float32) * taps[W - 1].to(tl.float32)
+    later = ()
+    for j in tl.static_range(W - 1):
+        y += kept[j].to(tl.float32) * taps[j].to(tl.float32)
+        if j > 0:
+            later = later + (kept[j],)  # type: ignore[assignment]  # noqa: RUF005
+    later = later + (newest.to(kept[0].dtype),)  # type: ignore[assignment]  # noqa: RUF005
+    return y, later
+
+
+@triton.jit
+def convolve(row, taps, kept, channels, mask, W: tl.constexpr):
+    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their last ``W - 1`` inputs with the newest."""
+    newest = tl.load(row + channels, mask=mask, other=0.0)
+    y, later = take_in(newest, taps, kept, W)
+    return y * tl.sigmoid(y), later
+
+
+@triton.jit
+def store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
+    """Write some channels' states."""
+    for j in tl.static_range(W - 1):
+        tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
 
 
 @jit(do_not_specialize_on_alignment=["state_slots"])
 def _conv_update_kernel(
     x, weight, bias, conv_state, state_slots, out, stride_x,
-    C: tl.constexpr, HISTORY: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and block of channels."""
-    enter(EARLY)
+    release(EARLY)
     i_row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channels < C
     slot = tl.load(state_slots + i_row).to(tl.int64)
     p_out = out + i_row * C + channels
     if slot == 0:
+        wait(EARLY)
         if not KEEP:
             tl.store(p_out, tl.zeros([BLOCK_C], out.dtype.element_ty), mask=mask)
         return
+    p_state = conv_state + slot * C * (W - 1)
+    kept, taps = load_columns(p_state, channels, mask, W - 1), load_columns(weight, channels, mask, W)
+    if HAS_BIAS:
+        b_bias = tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+    wait(EARLY)  # what is loaded until here are weights, and states that no kernel of this step has written
     newest = tl.load(x + i_row * stride_x + channels, mask=mask, other=0.0)
-    total = push_and_convolve(newest, weight, bias, conv_state, slot, channels, mask, C, HISTORY, HAS_BIAS)
+    total, kept = take_in(newest, taps, kept, W)
+    if HAS_BIAS:
+        total += b_bias
+    tl.debug_barrier()  # every thread has loaded what another one overwrites
+    store_inputs(p_state, kept, channels, mask, W)
     tl.store(p_out, (total * sigmoid(total)).to(out.dtype.element_ty), mask=mask)
 
 
@@ -78,7 +103,7 @@ def causal_conv1d_update_triton(
         block = min(_BLOCK_C, next_power_of_2(num_channels))
         _conv_update_kernel[(num_rows, cdiv(num_channels, block))](
             x, weight, bias, conv_state, state_slots, out, x.stride(0),
-            C=num_channels, HISTORY=weight.shape[1] - 1, BLOCK_C=block, HAS_BIAS=bias is not None, KEEP=keep,
+            C=num_channels, W=weight.shape[1], BLOCK_C=block, HAS_BIAS=bias is not None, KEEP=keep,
             num_warps=4, **early_launch(x.device),
         )  # fmt: skip
     return out

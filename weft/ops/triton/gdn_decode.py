@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
@@ -46,37 +47,6 @@ def choose_shape(num_programs: int) -> Shape:
     if num_programs <= 2 * MULTIPROCESSORS:
         return Shape(64, 4, True, None)
     return Shape(64, 4, False, 128)
-
-
-@triton.jit
-def load_columns(p, channels, mask, COUNT: tl.constexpr):
-    """Some rows of ``p [C, COUNT]``, column by column: the last inputs of channels, oldest first, or their taps."""
-    columns = ()
-    for j in tl.static_range(COUNT):
-        value = tl.load(p + channels * COUNT + j, mask=mask, other=0.0)
-        columns = columns + (value,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
-    return columns
-
-
-@triton.jit
-def convolve(row, taps, kept, channels, mask, W: tl.constexpr):
-    """``silu(conv)`` of some channels, ``[len(channels)]`` float32, and their last ``W - 1`` inputs with the newest."""
-    newest = tl.load(row + channels, mask=mask, other=0.0)
-    y = newest.to(tl.float32) * taps[W - 1].to(tl.float32)
-    later = ()
-    for j in tl.static_range(W - 1):
-        y += kept[j].to(tl.float32) * taps[j].to(tl.float32)
-        if j > 0:
-            later = later + (kept[j],)  # type: ignore[assignment]  # noqa: RUF005
-    later = later + (newest.to(kept[0].dtype),)  # type: ignore[assignment]  # noqa: RUF005
-    return y * tl.sigmoid(y), later
-
-
-@triton.jit
-def store_inputs(p_state, kept, channels, mask, W: tl.constexpr):
-    """Write some channels' states."""
-    for j in tl.static_range(W - 1):
-        tl.store(p_state + channels * (W - 1) + j, kept[j], mask=mask)
 
 
 @triton.jit

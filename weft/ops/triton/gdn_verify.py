@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
-from weft.ops.triton.gdn_decode import convolve, load_columns, store_inputs
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 

@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.kimi import KimiDeltaConfig
+from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gated_delta_rule import l2_normalize
-from weft.ops.triton.gdn_decode import Shape, convolve, load_columns, step_head, store_inputs
+from weft.ops.triton.gdn_decode import Shape, step_head
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.config.mamba import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -40,29 +40,32 @@ def _scan_step_kernel(
     C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, KEEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and block of channels."""
-    enter(EARLY)
+    """One row and block of channels. Its state, which an earlier step wrote, begins to load before the wait."""
+    release(EARLY)
     i_row = tl.program_id(1).to(tl.int64)
     o_n, o_c = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n_mask, c_mask = o_n < N, o_c < C
     slot = tl.load(state_slots + i_row).to(tl.int64)
     if slot == 0:
+        wait(EARLY)
         if not KEEP:
             tl.store(out + i_row * C + o_c, tl.zeros([BLOCK_C], out.dtype.element_ty), mask=c_mask)
         return
     inside = o_n[:, None] * C + o_c[None, :]
     mask = n_mask[:, None] & c_mask[None, :]
-    b_state = tl.load(state + slot * N * C + inside, mask=mask, other=0.0).to(tl.float32)
+    p_state = state + slot * N * C + inside
+    b_state = tl.load(p_state, mask=mask, other=0.0).to(tl.float32)
     b_rate = -tl.exp(tl.load(A_log + inside, mask=mask, other=0.0).to(tl.float32))
     b_bias = tl.load(dt_bias + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_skip = tl.load(D + o_c, mask=c_mask, other=0.0).to(tl.float32)
+    wait(EARLY)
     b_x = tl.load(x + i_row * stride_x + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_z = tl.load(z + i_row * stride_z + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_dt = tl.load(dt + i_row * stride_dt + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_b = tl.load(b + i_row * N + o_n, mask=n_mask, other=0.0).to(tl.float32)
     b_c = tl.load(c + i_row * N + o_n, mask=n_mask, other=0.0).to(tl.float32)
     b_state, y = _token(b_state, b_rate, b_x, b_z, b_dt, b_b, b_c, b_bias, b_skip)
-    tl.store(state + slot * N * C + inside, b_state.to(state.dtype.element_ty), mask=mask)
+    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
     tl.store(out + i_row * C + o_c, y.to(out.dtype.element_ty), mask=c_mask)
 
 
@@ -174,11 +177,11 @@ def selective_scan_step_triton(
     keep, out = out is not None, x.new_empty(x.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     if num_rows:
-        block = min(2 * _BLOCK_C, next_power_of_2(channels))
+        block = min(_BLOCK_C, next_power_of_2(channels))
         _scan_step_kernel[(cdiv(channels, block), num_rows)](
             x, z, dt, b, c, dt_bias, A_log, D, state, state_slots, out, x.stride(0), z.stride(0), dt.stride(0),
             C=channels, N=size, BLOCK_N=next_power_of_2(size), BLOCK_C=block, KEEP=keep,
-            num_warps=2, **early_launch(x.device),
+            num_warps=1, **early_launch(x.device),
         )  # fmt: skip
     return out
 
