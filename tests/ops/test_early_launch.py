@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,17 +58,22 @@ def test_a_kernel_waits_first(file: str, kernel: ast.FunctionDef) -> None:
         assert "enter" in calls(body[0]), f"{file}: {kernel.name} begins with something else"
 
 
+@cache
+def launches() -> dict[str, list[ast.Call]]:
+    """By name of the kernel."""
+    found: dict[str, list[ast.Call]] = {}
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            kernel = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) else None
+            if isinstance(kernel, ast.Name):
+                found.setdefault(kernel.id, []).append(node)
+    return found
+
+
 @pytest.mark.parametrize("name", [kernel.name for _, kernel in KERNELS])
 def test_every_launch_says_whether_it_is_early(name: str) -> None:
-    launches = [
-        node
-        for path in FOLDER.glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-        if isinstance(node.func.value, ast.Name) and node.func.value.id == name
-    ]
-    assert launches, f"{name} is launched nowhere"
-    for launch in launches:
+    assert name in launches(), f"{name} is launched nowhere"
+    for launch in launches()[name]:
         assert "early_launch" in [name for k in launch.keywords if k.arg is None for name in calls(k.value)], name
 
 
