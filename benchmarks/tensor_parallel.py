@@ -11,7 +11,8 @@ Stages run in processes of their own, each with a time limit; a stage that fails
 3. tests: those of ``tests/multi_gpu`` that generate on as many ranks;
 4. engine again, a warm start: decode;
 5. and another, with NCCL's all-reduce;
-6. scaling: ``weft bench scaling`` of models that fit one GPU (Qwen3-0.6B, Qwen3-Next of 12 layers).
+6. scaling: ``weft bench scaling`` of models that fit one GPU (Qwen3-0.6B, Qwen3-Next of 12 layers);
+7. and the engine with whole experts on each rank: decode, first token.
 
 Nothing begins or goes on after ``--limit`` seconds.
 
@@ -36,8 +37,8 @@ ON_GPU = Path("/dev/nvidiactl").exists()
 
 BATCHES = (1, 8, 32, 128) if ON_GPU else (1, 2)
 LENGTHS = (16, 128, 512, 1024, 2048, 8192) if ON_GPU else (16, 40)
-ENGINES = ("engine_cold", "engine_warm", "engine_warm_nccl")
-STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm", "engine_warm_nccl", "scaling")
+ENGINES = ("engine_cold", "engine_warm", "engine_warm_nccl", "engine_warm_experts")
+STAGES = ("all_reduce", "engine_cold", "tests", "engine_warm", "engine_warm_nccl", "scaling", "engine_warm_experts")
 FIGURES = ("decode", "first_token", "throughput")
 SIZES = "1x1 2x1 1x2"
 SCALED = {2: {"qwen3-0.6b": SIZES, "qwen3-next-12l": SIZES}, 4: {"qwen3-next-48l": "2x2"}}
@@ -166,6 +167,8 @@ class Run:
                 self.engine("engine_warm_nccl", "decode", 90, cache, disable_custom_all_reduce=True)
             for name, sizes in SCALED.get(self.ranks, {}).items() if "scaling" in stages else ():
                 self.scaling(name, sizes, cache, [] if fused else ["--disable-custom-all-reduce"])
+            if "engine_warm_experts" in stages:
+                self.engine("engine_warm_experts", "decode first_token", 90, cache, **own, enable_expert_parallel=True)
 
     def scaling(self, model: str, sizes: str, cache: str, flags: list[str]) -> None:
         """One size after the other, so that what is there is kept if the time is over."""
