@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import weft
-from weft.collector import collector_off
+from weft.collector import collector_off, objects_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +38,15 @@ def test_names_that_are_loaded_freeze_nothing() -> None:
     """What lives by then, an engine for example, has to be collected one day."""
     assert weft.LLM.__name__ == "LLM"
     assert weft.LLM.__name__ == "LLM" and gc.get_freeze_count() == 0
+
+
+def test_frozen_objects_are_collected_again_afterwards() -> None:
+    with pytest.raises(ValueError), objects_frozen():
+        assert gc.get_freeze_count() > 0
+        raise ValueError
+    assert gc.get_freeze_count() == 0
+
+
+def test_an_engine_that_has_started_leaves_nothing_frozen() -> None:
+    with weft.LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4):
+        assert gc.get_freeze_count() == 0

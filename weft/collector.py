@@ -1,8 +1,8 @@
 """Python's garbage collector, out of the way.
 
-Job: one scope without collections. Owns: nothing. Does not know: what happens in it.
+Job: scopes without collections, or with cheap ones. Owns: nothing. Does not know: what happens in them.
 
-Two things want it. Loading torch makes some 200,000 objects that stay, and the collector would walk through all of
+Two things want none. Loading torch makes some 200,000 objects that stay, and the collector would walk through all of
 them again and again: a fifth of the time of the import. And a tensor freed in the middle of a capture would spoil it.
 """
 
@@ -23,3 +23,14 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def objects_frozen() -> Iterator[None]:
+    """A collection in the body looks only at what was made in it, not at the objects of the libraries: milliseconds
+    instead of a tenth of a second."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -21,6 +21,7 @@ from torch import nn
 
 from weft.cache.plan import CachePlan, mib, plan_caches
 from weft.cache.spec import CacheSpec
+from weft.collector import objects_frozen
 from weft.config import EngineConfig
 from weft.config.graph_modes import CudaGraphMode
 from weft.config.graph_profile import read_profile
@@ -76,6 +77,7 @@ class ModelRunner:
         WeightsError, UnsupportedModelError, CapacityError: the model cannot be loaded, and why.
     """
 
+    @objects_frozen()  # memory is given back on the way by collecting
     def __init__(
         self,
         config: EngineConfig,
