@@ -39,7 +39,7 @@ def _prepare_triton(on_gpu: bool) -> None:
     from triton.runtime.driver import driver
 
     if on_gpu:
-        driver.active.get_current_device()
+        _ = driver.active  # made when it is asked for
     remember_triton_key()
 
 
