@@ -79,8 +79,8 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
 def kept(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
     """Which tokens the kernel's threshold keeps."""
     thresholds = torch.empty(logits.shape[0], device=DEVICE)
-    parameters = (given["temperature"], given["top_k"], given["top_p"], given["min_p"])
-    kernels._thresholds(logits, parameters, thresholds)
+    flags = {"all_greedy": False, "candidates": logits.shape[1], "uses_min_p": True}
+    kernels.sample_triton(logits, **given, **flags, thresholds=thresholds)
     return logits / given["temperature"][:, None] >= thresholds[:, None]
 
 

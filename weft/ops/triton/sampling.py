@@ -3,20 +3,19 @@
 Job: ``sample`` of ``weft/ops/sampling.py`` on the GPU, with the random numbers defined there, bit for bit. Owns: the
 search. Does not know: penalties, masks, requests.
 
-All three filters keep what lies above some value of the row, its threshold, searched only if some row has a filter:
+All three filters keep what lies above some value of the row, its threshold. A batch takes two launches, whether or not
+rows have filters, which only the device knows in a captured graph:
 
-    groups     the largest logit of every group of 32 tokens, and the mass of every block
-    select     the (up to) 256 groups with the largest maxima: what they hold above the next maximum are the likeliest
-               tokens of the row, without exception
-    threshold  bisection over those, in registers. If they do not reach far enough (a flat distribution, a large k), the
-               bisection reads the whole row in every step. Each step ends at values that occur, so it stops when none
-               lies between.
-
-Then every row is sampled:
-
-    draw       programs per block of tokens: its largest logit, and its best score. Greedy: the logit. Otherwise
-               ``logit / temperature - log(E)``, the logarithm of ``p / E`` up to a constant of the row (Gumbel-max).
-    pick       one program per row: the best block, the lower id among equals; and whether the largest logit is finite.
+    scan       programs per block of tokens. Of a row without a filter: the block's best token, by its logit (greedy) or
+               by ``logit / temperature - log(E)``, the logarithm of ``p / E`` up to a constant of the row (Gumbel-max).
+               Of a row with one: the largest logit of every group of 32 tokens, and the block's mass.
+    choose     one program per row. Without a filter: the best block, the lower id among equals. With one:
+               select     the (up to) 256 groups with the largest maxima: what they hold above the next maximum are the
+                          likeliest tokens of the row, without exception;
+               threshold  by bisection over those, in registers. If they do not reach far enough (a flat distribution, a
+                          large k), it reads the whole row in every step. Each step ends at values that occur, so it
+                          stops when none lies between;
+               draw       the best score among what the threshold keeps, from registers or from the whole row.
 
 Sums run in a fixed order inside a row, so a row's token depends on nothing else in the batch.
 """
@@ -37,7 +36,11 @@ _DRAW_BLOCK = 2048
 _GROUP = 32
 _GROUPS = 256
 
-_SCRATCH = ["group_max", "block_max", "block_mass", "block_finite", "selected", "floors"]
+_NO_TOKEN = tl.constexpr(2147483647)
+_SCRATCH = [
+    "group_max", "block_max", "block_mass", "block_finite", "selected", "best_scores", "best_tokens", "largest_logits",
+    "thresholds",
+]  # fmt: skip
 """Parts of one buffer, aligned as the number of rows has it: no reason to compile again."""
 
 
@@ -165,180 +168,177 @@ def _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW: tl.c
     return 1.0 / temperature, top_k, top_p, min_p, filtered
 
 
-@jit(do_not_specialize_on_alignment=_SCRATCH)
-def _groups_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, group_max, block_max, block_mass, block_finite, stride,
-    GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    enter(EARLY)
-    block = tl.program_id(0)
-    index = tl.program_id(1)
-    inverse, _k, _p, _m, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB)
-    if filtered:
-        per_block: tl.constexpr = BLOCK // GROUP
-        groups = tl.arange(0, per_block)
-        tokens = block * BLOCK + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        row = logits + index.to(tl.int64) * stride
-        x = tl.load(row + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32) * inverse
-        maxima = tl.max(x, 1)
-        largest = tl.max(maxima, 0)
-        mass = tl.sum(tl.sum(tl.where(x > float("-inf"), tl.exp(x - largest), 0.0), 1), 0)
-        tl.store(group_max + index * (BLOCKS * per_block) + block * per_block + groups, maxima)
-        tl.store(block_max + index * BLOCKS + block, largest)
-        tl.store(block_mass + index * BLOCKS + block, mass)
-        tl.store(block_finite + index * BLOCKS + block, tl.sum(tl.sum((x > float("-inf")).to(tl.int32), 1), 0))
+@triton.jit
+def _best_of(x, seed, position, tokens):
+    """``(score, token)`` of the best of some scaled logits: the lowest token of the highest score. NaN never wins."""
+    scores = x - tl.log(exponential(random_words(seed, position, tokens)))
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    best = tl.max(scores, 0)
+    return best, tl.min(tl.where(scores == best, tokens, _NO_TOKEN), 0)
 
 
 @jit(do_not_specialize_on_alignment=_SCRATCH)
-def _select_kernel(
-    group_max, temperatures, top_ks, top_ps, min_ps, selected, floors,
-    GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, LANES: tl.constexpr,
-    GROUPS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The groups whose maximum exceeds ``floor``, the smallest maximum that at most GROUPS of them exceed."""
-    enter(EARLY)
-    index = tl.program_id(0)
-    _i, _k, _p, _m, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB)
-    if filtered:
-        lanes = tl.arange(0, LANES)
-        maxima = tl.load(group_max + index * NUM_GROUPS + lanes, mask=lanes < NUM_GROUPS, other=float("-inf"))
-        floor = float("-inf")
-        if tl.sum((maxima > float("-inf")).to(tl.int32), 0) > GROUPS:
-            largest = tl.max(maxima, 0)
-            lowest = tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), 0)
-            enough = GROUPS + 1.0
-            floor = _search(maxima, 1.0, maxima, maxima, largest, lowest, enough, True, True, VOCAB, LANES)
-        chosen = maxima > floor
-        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(selected + index * GROUPS + tl.arange(0, GROUPS), tl.full([GROUPS], -1, dtype=tl.int32))
-        tl.debug_barrier()
-        tl.store(selected + index * GROUPS + place, lanes, mask=chosen)
-        tl.store(floors + index, floor)
-
-
-@jit(do_not_specialize_on_alignment=_SCRATCH)
-def _threshold_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, selected, floors, block_max, block_mass, block_finite, thresholds,
-    stride,
-    GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    enter(EARLY)
-    index = tl.program_id(0)
-    row = logits + index.to(tl.int64) * stride
-    inverse, top_k, top_p, min_p, filtered = _is_filtered(
-        temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB
-    )
-    threshold = float("-inf")
-    if filtered:
-        blocks = tl.arange(0, BLOCK_LANES)
-        inside = blocks < BLOCKS
-        maxima = tl.load(block_max + index * BLOCKS + blocks, mask=inside, other=float("-inf"))
-        largest = tl.max(maxima, 0)
-        if (largest > float("-inf")) & (largest < float("inf")):
-            mass = tl.load(block_mass + index * BLOCKS + blocks, mask=inside & (maxima > float("-inf")), other=0.0)
-            total = tl.sum(mass * tl.exp(maxima - largest), 0)
-            finite = tl.sum(tl.load(block_finite + index * BLOCKS + blocks, mask=inside, other=0), 0)
-            top_k = tl.where(top_k < finite, top_k, 0)
-            if (top_k > 0) | (top_p < 1.0):
-                floor = tl.load(floors + index)
-                lanes = tl.arange(0, GROUPS * GROUP)
-                group = tl.load(selected + index * GROUPS + lanes // GROUP)
-                tokens = group * GROUP + lanes % GROUP
-                mask = (group >= 0) & (tokens < VOCAB)
-                values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32) * inverse
-                values = tl.where(values > floor, values, float("-inf"))
-                masses = tl.exp(values - largest)
-                lowest = tl.min(tl.where(values > float("-inf"), values, float("inf")), 0)
-                count, held, _smallest, _below = _probe_held(values, masses, lowest)
-                # Where top-k holds, top-p looks at nothing below it; otherwise the nucleus must lie inside.
-                reaches = tl.where(top_k > 0, count >= top_k, held >= top_p * total)
-                if reaches:
-                    threshold = _filters(
-                        row, inverse, values, masses, largest, lowest, total, top_k, top_p, True, VOCAB, BLOCK
-                    )
-                else:
-                    _c, _m, bottom, _b = _probe(row, inverse, largest, -3.4028234663852886e38, VOCAB, BLOCK)
-                    threshold = _filters(
-                        row, inverse, values, masses, largest, bottom, total, top_k, top_p, False, VOCAB, BLOCK
-                    )
-            if min_p > 0.0:
-                threshold = tl.maximum(threshold, largest + tl.log(min_p))
-    tl.store(thresholds + index, threshold)
-
-
-@jit(do_not_specialize_on_alignment=["largest_logits"])
-def _draw_kernel(
-    logits, temperatures, thresholds, seeds, positions, best_scores, best_tokens, largest_logits, stride,
+def _scan_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, group_max, block_max, block_mass, block_finite,
+    best_scores, best_tokens, largest_logits, stride,
     GREEDY_BELOW: tl.constexpr, ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """One block of one row: its best token, or what the search for the row's threshold begins with."""
     enter(EARLY)
     block = tl.program_id(0)
     index = tl.program_id(1)
+    place = index * BLOCKS + block
+    filtered = False
+    if FILTERED:
+        inverse, _k, _p, _m, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB)
+    row = logits + index.to(tl.int64) * stride
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + index.to(tl.int64) * stride + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
-    tl.store(largest_logits + index * BLOCKS + block, tl.max(tl.where(x == x, x, float("inf")), 0))
-    if not ALL_GREEDY:
-        temperature = tl.load(temperatures + index)
-        if temperature >= GREEDY_BELOW:
-            x = x * (1.0 / temperature)
-            if FILTERED:
-                x = tl.where(x >= tl.load(thresholds + index), x, float("-inf"))
-            words = random_words(tl.load(seeds + index), tl.load(positions + index), tokens)
-            x = x - tl.log(exponential(words))
-    x = tl.where(x == x, x, float("-inf"))  # NaN never wins
-    best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_scores + index * BLOCKS + block, best)
-    tl.store(best_tokens + index * BLOCKS + block, block * BLOCK + place.to(tl.int32))
+    raw = tl.load(row + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
+    tl.store(largest_logits + place, tl.max(tl.where(raw == raw, raw, float("inf")), 0))
+    if FILTERED:  # noqa: SIM102 (known to the compiler)
+        if filtered:
+            per_block: tl.constexpr = BLOCK // GROUP
+            x = tl.reshape(raw, [per_block, GROUP]) * inverse
+            maxima = tl.max(x, 1)
+            largest = tl.max(maxima, 0)
+            mass = tl.sum(tl.sum(tl.where(x > float("-inf"), tl.exp(x - largest), 0.0), 1), 0)
+            tl.store(group_max + place * per_block + tl.arange(0, per_block), maxima)
+            tl.store(block_max + place, largest)
+            tl.store(block_mass + place, mass)
+            tl.store(block_finite + place, tl.sum(tl.sum((x > float("-inf")).to(tl.int32), 1), 0))
+    if not filtered:
+        x = tl.where(raw == raw, raw, float("-inf"))
+        best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+        token += block * BLOCK
+        if not ALL_GREEDY:
+            temperature = tl.load(temperatures + index)
+            if temperature >= GREEDY_BELOW:
+                best, token = _best_of(
+                    raw * (1.0 / temperature), tl.load(seeds + index), tl.load(positions + index), tokens
+                )  # fmt: skip
+        tl.store(best_scores + place, best)
+        tl.store(best_tokens + place, token.to(tl.int32))
 
 
-@jit(do_not_specialize_on_alignment=["largest_logits"])
-def _pick_kernel(
-    best_scores, best_tokens, largest_logits, out, not_finite,
-    BLOCKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def _select(
+    group_max, selected, NUM_GROUPS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, VOCAB: tl.constexpr
+):
+    """Store the groups whose maximum exceeds the smallest maximum that at most GROUPS of them exceed. Returns that."""
+    lanes = tl.arange(0, LANES)
+    maxima = tl.load(group_max + lanes, mask=lanes < NUM_GROUPS, other=float("-inf"))
+    floor = float("-inf")
+    if tl.sum((maxima > float("-inf")).to(tl.int32), 0) > GROUPS:
+        largest = tl.max(maxima, 0)
+        lowest = tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), 0)
+        enough = GROUPS + 1.0
+        floor = _search(maxima, 1.0, maxima, maxima, largest, lowest, enough, True, True, VOCAB, LANES)
+    chosen = maxima > floor
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(selected + tl.arange(0, GROUPS), tl.full([GROUPS], -1, dtype=tl.int32))
+    tl.debug_barrier()
+    tl.store(selected + place, lanes, mask=chosen)
+    tl.debug_barrier()
+    return floor
+
+
+@triton.jit
+def _threshold(
+    row, inverse, values, masses, largest, floor, total, finite, top_k, top_p, min_p,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The smallest scaled logit that a row keeps. ``values``: all of its logits above ``floor``, else -inf."""
+    threshold = float("-inf")
+    if (largest > float("-inf")) & (largest < float("inf")):
+        top_k = tl.where(top_k < finite, top_k, 0)
+        if (top_k > 0) | (top_p < 1.0):
+            lowest = tl.min(tl.where(values > float("-inf"), values, float("inf")), 0)
+            count, held, _smallest, _below = _probe_held(values, masses, lowest)
+            # Where top-k holds, top-p looks at nothing below it; otherwise the nucleus must lie inside.
+            reaches = tl.where(top_k > 0, count >= top_k, held >= top_p * total)
+            if reaches:
+                threshold = _filters(
+                    row, inverse, values, masses, largest, lowest, total, top_k, top_p, True, VOCAB, BLOCK
+                )
+            else:
+                _c, _m, bottom, _b = _probe(row, inverse, largest, -3.4028234663852886e38, VOCAB, BLOCK)
+                threshold = _filters(
+                    row, inverse, values, masses, largest, bottom, total, top_k, top_p, False, VOCAB, BLOCK
+                )
+        if min_p > 0.0:
+            threshold = tl.maximum(threshold, largest + tl.log(min_p))
+    return threshold
+
+
+@triton.jit
+def _draw_row(row, inverse, threshold, seed, position, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The best token of a whole row among those that the threshold keeps."""
+    best = float("-inf")
+    token = 0
+    for start in range(0, VOCAB, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        x = tl.load(row + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32) * inverse
+        score, candidate = _best_of(tl.where(x >= threshold, x, float("-inf")), seed, position, tokens)
+        token = tl.where(score > best, candidate, token)
+        best = tl.maximum(best, score)
+    return token
+
+
+@jit(do_not_specialize_on_alignment=_SCRATCH)
+def _choose_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, group_max, block_max, block_mass, block_finite,
+    selected, best_scores, best_tokens, largest_logits, thresholds, out, not_finite, stride,
+    GREEDY_BELOW: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row: its token, and whether its largest logit is finite."""
     enter(EARLY)
     index = tl.program_id(0)
-    blocks = tl.arange(0, LANES)
+    blocks = tl.arange(0, BLOCK_LANES)
     inside = blocks < BLOCKS
-    scores = tl.load(best_scores + index * BLOCKS + blocks, mask=inside, other=float("-inf"))
-    tokens = tl.load(best_tokens + index * BLOCKS + blocks, mask=inside, other=2147483647)
-    largest = tl.max(tl.load(largest_logits + index * BLOCKS + blocks, mask=inside, other=float("-inf")), 0)
-    tl.store(not_finite + index, (tl.abs(largest) == float("inf")).to(tl.uint8))
-    wins = scores == tl.max(scores, 0)
-    tl.store(out + index, tl.min(tl.where(wins, tokens, 2147483647), 0).to(tl.int64))
-
-
-def _thresholds(logits: Tensor, parameters: tuple[Tensor, Tensor, Tensor, Tensor], thresholds: Tensor) -> None:
-    """The smallest scaled logit that every row keeps; -inf where it keeps all."""
-    num_rows, vocab_size = logits.shape
-    block = min(_DRAW_BLOCK, max(_GROUP, next_power_of_2(vocab_size)))
-    blocks = cdiv(vocab_size, block)
-    num_groups = blocks * (block // _GROUP)
-    floats = torch.empty(num_rows, num_groups + 2 * blocks + 1, dtype=torch.float32, device=logits.device)
-    integers = torch.empty(num_rows, _GROUPS + blocks, dtype=torch.int32, device=logits.device)
-    sizes = [num_rows * n for n in (num_groups, blocks, blocks, 1)]
-    group_max, block_max, block_mass, floors = floats.view(-1).split(sizes)
-    selected, block_finite = integers.view(-1).split([num_rows * _GROUPS, num_rows * blocks])
-    _groups_kernel[(blocks, num_rows)](
-        logits, *parameters, group_max, block_max, block_mass, block_finite, logits.stride(0),
-        GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, GROUP=_GROUP, BLOCKS=blocks, BLOCK=block, num_warps=4,
-        **early_launch(logits.device),
-    )  # fmt: skip
-    _select_kernel[(num_rows,)](
-        group_max, *parameters, selected, floors,
-        GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, NUM_GROUPS=num_groups,
-        LANES=max(_GROUPS, next_power_of_2(num_groups)), GROUPS=_GROUPS, num_warps=8,
-        **early_launch(logits.device),
-    )  # fmt: skip
-    _threshold_kernel[(num_rows,)](
-        logits, *parameters, selected, floors, block_max, block_mass, block_finite, thresholds, logits.stride(0),
-        GREEDY_BELOW=GREEDY_BELOW, VOCAB=vocab_size, GROUP=_GROUP, GROUPS=_GROUPS, BLOCKS=blocks,
-        BLOCK_LANES=next_power_of_2(blocks), BLOCK=1024 if vocab_size <= 1024 else 8192, num_warps=16,
-        **early_launch(logits.device),
-    )  # fmt: skip
+    first = index * BLOCKS
+    largest_logit = tl.max(tl.load(largest_logits + first + blocks, mask=inside, other=float("-inf")), 0)
+    tl.store(not_finite + index, (tl.abs(largest_logit) == float("inf")).to(tl.uint8))
+    filtered = False
+    if FILTERED:
+        inverse, top_k, top_p, min_p, filtered = _is_filtered(
+            temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB
+        )
+        if filtered:
+            row = logits + index.to(tl.int64) * stride
+            floor = _select(
+                group_max + index * NUM_GROUPS, selected + index * GROUPS, NUM_GROUPS, GROUP_LANES, GROUPS, VOCAB
+            )
+            maxima = tl.load(block_max + first + blocks, mask=inside, other=float("-inf"))
+            largest = tl.max(maxima, 0)
+            mass = tl.load(block_mass + first + blocks, mask=inside & (maxima > float("-inf")), other=0.0)
+            total = tl.sum(mass * tl.exp(maxima - largest), 0)
+            finite = tl.sum(tl.load(block_finite + first + blocks, mask=inside, other=0), 0)
+            lanes = tl.arange(0, GROUPS * GROUP)
+            group = tl.load(selected + index * GROUPS + lanes // GROUP)
+            tokens = group * GROUP + lanes % GROUP
+            held = (group >= 0) & (tokens < VOCAB)
+            values = tl.load(row + tokens, mask=held, other=float("-inf")).to(tl.float32) * inverse
+            values = tl.where(values > floor, values, float("-inf"))
+            threshold = _threshold(
+                row, inverse, values, tl.exp(values - largest), largest, floor, total, finite, top_k, top_p, min_p,
+                VOCAB, BLOCK,
+            )  # fmt: skip
+            tl.store(thresholds + index, threshold)
+            seed = tl.load(seeds + index)
+            position = tl.load(positions + index)
+            if threshold > floor:
+                _score, token = _best_of(tl.where(values >= threshold, values, float("-inf")), seed, position, tokens)
+            else:
+                token = _draw_row(row, inverse, threshold, seed, position, VOCAB, BLOCK)
+            tl.store(out + index, token.to(tl.int64))
+    if not filtered:
+        scores = tl.load(best_scores + first + blocks, mask=inside, other=float("-inf"))
+        tokens = tl.load(best_tokens + first + blocks, mask=inside, other=_NO_TOKEN)
+        wins = scores == tl.max(scores, 0)
+        tl.store(out + index, tl.min(tl.where(wins, tokens, _NO_TOKEN), 0).to(tl.int64))
 
 
 def sample_triton(
@@ -353,31 +353,39 @@ def sample_triton(
     all_greedy: bool,
     candidates: int,
     uses_min_p: bool,
+    thresholds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``sample`` of ``weft/ops/sampling.py``; logits may have any float dtype.
 
     Rows without a filter skip the search on the device: a captured graph passes ``candidates`` other than 0 once and
-    serves any mixture of rows.
+    serves any mixture of rows. ``thresholds``: ``[N]`` float32, receives the smallest scaled logit that each row with a
+    filter keeps.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     filtered = not all_greedy and (candidates > 0 or uses_min_p)
-    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    if filtered:
-        _thresholds(logits, (temperature, top_k, top_p, min_p), thresholds)
-    block = min(_DRAW_BLOCK, next_power_of_2(vocab_size))
+    block = min(_DRAW_BLOCK, max(_GROUP, next_power_of_2(vocab_size)))
     blocks = cdiv(vocab_size, block)
-    scores, largest = torch.empty((2, num_rows, blocks), dtype=torch.float32, device=logits.device)
-    tokens = torch.empty((num_rows, blocks), dtype=torch.int32, device=logits.device)
+    num_groups = blocks * (block // _GROUP)
+    sizes = [num_rows * n for n in (num_groups * filtered, blocks, blocks, blocks, blocks, 1)]
+    floats = torch.empty(sum(sizes), dtype=torch.float32, device=logits.device).split(sizes)
+    group_max, block_max, block_mass, scores, largest, kept = floats
+    sizes = [num_rows * n for n in (_GROUPS * filtered, blocks, blocks)]
+    selected, finite, tokens = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     not_finite = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
-    _draw_kernel[(blocks, num_rows)](
-        logits, temperature, thresholds, seeds, positions, scores, tokens, largest, logits.stride(0),
-        GREEDY_BELOW=GREEDY_BELOW, ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, BLOCKS=blocks,
-        BLOCK=block, num_warps=4, **early_launch(logits.device),
+    parameters = (temperature, top_k, top_p, min_p, seeds, positions)
+    _scan_kernel[(blocks, num_rows)](
+        logits, *parameters, group_max, block_max, block_mass, finite, scores, tokens, largest, logits.stride(0),
+        GREEDY_BELOW=GREEDY_BELOW, ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, GROUP=_GROUP,
+        BLOCKS=blocks, BLOCK=block, num_warps=4, **early_launch(logits.device),
     )  # fmt: skip
-    _pick_kernel[(num_rows,)](
-        scores, tokens, largest, out, not_finite, BLOCKS=blocks, LANES=next_power_of_2(blocks), num_warps=1,
-        **early_launch(logits.device),
+    _choose_kernel[(num_rows,)](
+        logits, *parameters, group_max, block_max, block_mass, finite, selected, scores, tokens, largest,
+        kept if thresholds is None else thresholds, out, not_finite, logits.stride(0),
+        GREEDY_BELOW=GREEDY_BELOW, FILTERED=filtered, VOCAB=vocab_size, NUM_GROUPS=num_groups,
+        GROUP_LANES=max(_GROUPS, next_power_of_2(num_groups)), GROUP=_GROUP, GROUPS=_GROUPS, BLOCKS=blocks,
+        BLOCK_LANES=next_power_of_2(blocks), BLOCK=1024 if vocab_size <= 1024 else 8192,
+        num_warps=16 if filtered else 1, **early_launch(logits.device),
     )  # fmt: skip
     return out, not_finite.view(torch.bool)
