@@ -115,6 +115,12 @@ def candidates(size: Size, tokens: int) -> list[Config]:
         fits = span * (rows + tokens) <= 96 << 10 and span * max(rows, tokens) <= 256 * 32 * warps
         if tokens > 1 and fits and span >= inner and 64 <= programs <= 700 and (rows > 16 or warps == 4):
             found.append(Config("held", rows, inner, warps, splits=splits))
+    for rows, warps, splits in itertools.product((16, 32, 64), (4, 8), (1, 2)):
+        span, programs = size.inner // splits, -(-size.rows // rows) * splits
+        inner = min(2048, 1 << (span & -span).bit_length() - 1)
+        fits = span * (rows + tokens) * 2 <= 200 << 10
+        if 1 < tokens <= 32 and fits and inner >= 64 * warps and 64 <= programs <= 400:
+            found.append(Config("warps", rows, inner, warps, splits=splits))
     if size.silu_mul:
         found = [c for c in found if c.rows > 1]
     return [c for c in found if c.inner * c.splits <= size.inner]

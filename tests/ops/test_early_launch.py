@@ -95,7 +95,9 @@ BEFORE_THE_WAIT = {
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
-EARLY_LOADS = ("_load_weight", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages")
+EARLY_LOADS = (
+    "_load_weight", "_load_parts", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages"
+)  # fmt: skip
 """Functions that load for kernels before they wait."""
 
 

@@ -28,6 +28,7 @@ CONFIGS = [
     Config("sum", 16, 128, 2, splits=3),
     Config("held", 16, 64, 4),
     Config("held", 32, 32, 2, splits=2, tokens=16),
+    Config("warps", 16, 64, 2, splits=2, tokens=4),
     Config("dot", 16, 64, 4, stages=2),
     Config("dot", 32, 32, 2, stages=3, splits=2, tokens=16),
 ]
@@ -131,7 +132,7 @@ def test_the_table_is_well_formed() -> None:
     for (rows, inner, silu_mul, tokens), config in load_table().items():
         assert rows > 0 and inner > 0 and tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256), (rows, inner, silu_mul, tokens)
         if config is not None:
-            assert config.method in ("dot", "held") or (config.method == "sum" and tokens <= 8)
+            assert config.method in ("dot", "held", "warps") or (config.method == "sum" and tokens <= 8)
 
 
 @pytest.mark.gpu

@@ -5,12 +5,13 @@ Owns: the kernel, and for which sizes it runs (``skinny_linear_h200.json``, writ
 --tune``). Does not know: layers.
 
 A program computes ``rows`` outputs of up to ``tokens`` tokens; programs of the same outputs run side by side, so that
-memory is read once. Three ways to multiply: ``sum`` keeps partial sums per token and lane and adds the lanes up at the
+memory is read once. Four ways to multiply: ``sum`` keeps partial sums per token and lane and adds the lanes up at the
 end (up to 8 tokens); ``dot`` uses the tensor cores, with the weight as the left operand, which streams through a
-pipeline; ``held`` does the same with the weight in registers. Where one program per block of rows cannot fill the GPU,
-``splits`` programs share the inner dimension: each writes its sums, and the last one to arrive adds them in order.
-Nothing depends on the order in which programs run, nor one token's output on another token. No kernel writes weights,
-so ``sum`` and ``held`` load a program's whole share before the kernel before this one has ended.
+pipeline; ``held`` does the same with the whole weight there from the start; in ``warps`` every warp has a part of the
+inner dimension besides, so that all warps of a program of few rows have work. Where one program per block of rows
+cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its sums, and the last one to arrive
+adds them in order. Nothing depends on the order in which programs run, nor one token's output on another token. No
+kernel writes weights, so all but ``dot`` load a program's whole share before the kernel before this one has ended.
 
 The number of tokens is padded to a power of two, so that few kernels are compiled; the padding repeats the last token.
 """
@@ -48,7 +49,7 @@ class Config(NamedTuple):
     """How one product is computed.
 
     Attributes:
-        method: ``sum``, ``dot`` or ``held``.
+        method: ``sum``, ``dot``, ``held`` or ``warps``.
         rows: weight rows per program (with ``silu_mul`` half of them gate rows, half up rows).
         inner: elements of the inner dimension per step.
         warps: per program.
@@ -133,6 +134,53 @@ def _held_products(
 
 
 @triton.jit
+def _places(first, step, INNER: tl.constexpr, PARTS: tl.constexpr):
+    """Which elements of the inner dimension a step multiplies, in parts: ``[PARTS, INNER // PARTS]``."""
+    part = tl.arange(0, PARTS)[:, None] * (INNER // PARTS)
+    return first + step * INNER + part + tl.arange(0, INNER // PARTS)[None, :]
+
+
+@triton.jit
+def _load_parts(
+    weight_rows, first, DEPTH: tl.constexpr, SPAN: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """``_load_weight`` in parts of the inner dimension: a tuple of tiles ``[PARTS, ROWS, INNER // PARTS]``."""
+    tiles = ()
+    for step in tl.static_range(SPAN // INNER):
+        k = _places(first, step, INNER, PARTS)[:, None, :]
+        if EVEN:
+            tile = tl.load(weight_rows[None, :, :] + k)
+        else:
+            tile = tl.load(weight_rows[None, :, :] + k, mask=k < DEPTH, other=0.0)
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+    return tiles
+
+
+@triton.jit
+def _part_products(
+    x, weight_tiles, first, num_tokens, stride_x,
+    DEPTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, TOKENS]`` on the tensor cores: each warp multiplies its part, and their sums are added in order."""
+    tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    x_rows = x + tokens[None, None, :] * stride_x
+    x_tiles = ()
+    for step in tl.static_range(len(weight_tiles)):  # all of them before the first product
+        k = _places(first, step, INNER, PARTS)[:, :, None]
+        if EVEN:
+            values = tl.load(x_rows + k)
+        else:
+            values = tl.load(x_rows + k, mask=k < DEPTH, other=0.0)
+        x_tiles = x_tiles + (values,)  # type: ignore[assignment]  # noqa: RUF005
+    acc = tl.zeros([PARTS, ROWS, TOKENS], dtype=tl.float32)
+    for step in tl.static_range(len(weight_tiles)):
+        acc = tl.dot(weight_tiles[step], x_tiles[step], acc, input_precision=PRECISION)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
 def _dot_products(
     x, weight_rows, first, num_tokens, stride_x,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
@@ -159,8 +207,8 @@ def _skinny_linear_kernel(
     x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
-    DOT: tl.constexpr, HELD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    DOT: tl.constexpr, HELD: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs of a block of tokens, by ``program_id(0)``; share ``program_id(1)`` of the inner dimension."""
     place = tl.program_id(0)
@@ -174,10 +222,16 @@ def _skinny_linear_kernel(
     first = split * SPAN
     weight_rows = weight + rows_of_block(block, width, ROWS, GATED).to(tl.int64)[:, None] * DEPTH
     release(EARLY)
-    if HELD:
+    if PARTS > 1:
+        weight_tiles = _load_parts(weight_rows, first, DEPTH, SPAN, INNER, PARTS, EVEN)
+    elif HELD:
         weight_tiles = _load_weight(weight_rows, first, DEPTH, SPAN, INNER, EVEN)
     wait(EARLY)
-    if DOT and HELD:
+    if PARTS > 1:
+        acc = _part_products(
+            x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, PARTS, EVEN, PRECISION
+        )  # fmt: skip
+    elif DOT and HELD:
         acc = _held_products(
             x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, EVEN, PRECISION
         )  # fmt: skip
@@ -245,6 +299,7 @@ def launch_options(
         "DEPTH": inner, "SPAN": span, "SPLITS": config.splits, "TOKENS": tokens, "ROWS": config.rows,
         "INNER": config.inner, "VECTOR": 16 // dtype.itemsize,
         "DOT": config.method != "sum", "HELD": config.method != "dot",
+        "PARTS": config.warps if config.method == "warps" else 1,
         "GATED": silu_mul, "BIAS": bias, "EVEN": even, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "STAGES": config.stages, "num_warps": config.warps,
     }  # fmt: skip
