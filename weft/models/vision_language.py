@@ -46,7 +46,10 @@ class VisionDecoder(Decoder):
         batch, last = get_forward_context().batch, len(self.layers) - 1
         adds, rows = self._is_first_rank and batch.may_have_media, batch.logits_rows
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual) if rows is None or index < last else layer(x, residual, rows)
+            if rows is None or index < last:
+                x, residual = layer(x, residual)
+            else:
+                (x, residual), input_ids = layer(x, residual, rows), rows.of(input_ids)
             if adds and index < len(self.features):
                 first_id = self.embed_tokens.vocab_size
                 x = add_media_features(x, input_ids, self.features[index], first_id, backend=self._backend)
