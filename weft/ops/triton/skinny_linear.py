@@ -147,12 +147,13 @@ def _load_parts(
 ):  # fmt: skip
     """``_load_weight`` in parts of the inner dimension: a tuple of tiles ``[PARTS, ROWS, INNER // PARTS]``."""
     tiles = ()
+    weight_rows = weight_rows[None, :, :]
     for step in tl.static_range(SPAN // INNER):
         k = _places(first, step, INNER, PARTS)[:, None, :]
         if EVEN:
-            tile = tl.load(weight_rows[None, :, :] + k)
+            tile = tl.load(weight_rows + k)
         else:
-            tile = tl.load(weight_rows[None, :, :] + k, mask=k < DEPTH, other=0.0)
+            tile = tl.load(weight_rows + k, mask=k < DEPTH, other=0.0)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
     return tiles
 
