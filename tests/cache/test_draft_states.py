@@ -81,3 +81,19 @@ def test_fewer_drafts_where_slots_or_pages_are_short() -> None:
     assert manager.drafts.allocate(lease, 40, 3) == min(count, room)
     manager.pages.unpin(taken)
     manager.pages.release(taken)
+
+
+def test_a_snapshot_goes_with_the_drafts_that_are_rejected() -> None:
+    """Under ``aligned`` a step of drafts that ends at a multiple stores a state there; it counts if all are right."""
+    for num_accepted in (0, 2, 3):
+        manager = manager_of(checkpoint_policy="aligned")
+        lease, alignment = prefilled(manager), 64
+        start = alignment - 4
+        assert manager.allocate(lease, start) is not None
+        manager.commit(lease, start)
+        assert manager.drafts.allocate(lease, start, 9) == 3, "it ends where a state has to be kept"
+        pairs = manager.allocate_checkpoints(lease, start, 4, 3)
+        manager.commit(lease, alignment)
+        manager.drafts.settle(lease, 3, num_accepted)
+        assert pairs[-1][0] == alignment and lease.num_committed_tokens == start + 1 + num_accepted
+        assert (lease.checkpoints.snapshot == pairs[-1]) == (num_accepted == 3)

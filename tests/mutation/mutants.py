@@ -171,8 +171,8 @@ MUTANTS = (
     # -- scheduler -------------------------------------------------------------------------------------------------
     _mutant(
         "launched-past-its-length", "no step is launched past the last token", "weft/scheduler/scheduler.py",
-        "request.status is not RequestStatus.RUNNING or request.will_be_full or",
-        "request.status is not RequestStatus.RUNNING or",
+        "if request.status is not RequestStatus.RUNNING or request.will_be_full:",
+        "if request.status is not RequestStatus.RUNNING:",
         "tests/scheduler/test_scheduler.py",
     ),
     _mutant(
@@ -317,7 +317,7 @@ MUTANTS = (
     ),
     _mutant(
         "cache-scale-unused", "an FP8 cache has the checkpoint's scales", "weft/layers/attention.py",
-        'scaled = cache["k"].dtype is E4M3 and self.k_scale is not None', "scaled = False",
+        'return cache["k"].dtype is E4M3 and self.k_scale is not None', "return False",
         "tests/quantization/test_kv_cache.py", "tests/quantization/test_loading.py",
     ),
     # -- several ranks -----------------------------------------------------------------------------------------------
@@ -430,5 +430,79 @@ MUTANTS = (
         "inner-calls-counted", "calls inside a split op are not split off again", "weft/graph/named_splits.py",
         "        if self._depth == 0:", "        if True:",
         "tests/runner/test_compilation.py::test_names_are_wrapped_during_the_capture_alone",
+    ),
+    # -- between rooms -----------------------------------------------------------------------------------------------
+    _mutant(
+        "rejected-drafts-committed", "rejected drafts are not tokens that were fed", "weft/cache/draft_slots.py",
+        "lease.num_committed_tokens -= num_drafts - num_accepted", "lease.num_committed_tokens -= 0",
+        "tests/cache/test_draft_states.py", "tests/speculation/test_traffic.py",
+    ),
+    _mutant(
+        "state-after-all-drafts", "the state is the one after the last accepted draft", "weft/cache/draft_slots.py",
+        "lease.drafts.settle(num_accepted)", "lease.drafts.settle(num_drafts)",
+        "tests/cache/test_draft_states.py", "tests/speculation/test_traffic.py",
+    ),
+    _mutant(
+        "snapshot-past-a-rejection", "a snapshot of rejected tokens is not kept", "weft/cache/draft_slots.py",
+        "if snapshot is not None and snapshot[0] == lease.num_committed_tokens:", "if snapshot is not None:",
+        "tests/cache/test_draft_states.py",
+    ),
+    _mutant(
+        "drafts-past-the-context", "no draft stands behind the longest context", "weft/speculation/planner.py",
+        "return min(limit, self.max_model_len - start - 1)", "return min(limit, self.max_model_len - start)",
+        "tests/speculation/test_traffic.py",
+    ),
+    _mutant(
+        "second-run-keeps-placeholders", "every run of an item's placeholders has its id in the cache's keys",
+        "weft/multimodal/items.py", "for offset, length in item.placeholders:\n            keys",
+        "for offset, length in item.placeholders[:1]:\n            keys",
+        "tests/multimodal/test_media.py",
+    ),
+    _mutant(
+        "grids-share-a-hash", "images of the same pixels in another shape are others", "weft/multimodal/items.py",
+        'f"{grid}\\n{settings}\\n"', 'f"{settings}\\n"',
+        "tests/multimodal/test_media.py",
+    ),
+    _mutant(
+        "chunk-takes-first-rows", "a chunk that begins inside an image takes its own rows",
+        "weft/scheduler/encoder_cache.py", "row + low - offset", "row",
+        "tests/scheduler/test_encoder_cache.py",
+    ),
+    _mutant(
+        "image-in-use-evicted", "rows of an image that a step reads are given to no other in it",
+        "weft/scheduler/encoder_cache.py",
+        "            if key not in self._in_use:\n                del", "            if True:\n                del",
+        "tests/scheduler/test_encoder_cache.py",
+    ),
+    _mutant(
+        "padding-keeps-old-slots", "padding of a mixture decodes in slot 0", "weft/runner/padding.py",
+        'host["decode_slots"][real.num_decodes : padded.num_seqs] = 0', "pass",
+        "tests/runner/test_padding.py",
+    ),
+    _mutant(
+        "padding-verifies-in-old-slots", "padding sequences of a verification write to slot 0",
+        "weft/runner/padding.py",
+        'host["verify_slots"][tokens] = 0', "pass",
+        "tests/runner/test_padding.py",
+    ),
+    _mutant(
+        "padding-follows", "padding sequences follow no step", "weft/runner/padding.py",
+        'host["follows"][count:size] = 0', "pass",
+        "tests/runner/test_padding.py",
+    ),
+    _mutant(
+        "padded-vocabulary-sampled", "tokens that pad the vocabulary of several ranks are never sampled",
+        "weft/layers/embedding.py", "self._tp.all_gather(logits)[..., : self._vocab_size]",
+        "self._tp.all_gather(logits)", "tests/layers/test_tensor_parallel.py",
+    ),
+    _mutant(
+        "blocks-not-pushed", "responses and messages send a step's tokens in one pass", "weft/server/block_answers.py",
+        "error_events, call.headers, pushed)", "error_events, call.headers)",
+        "tests/server/test_pushed_tokens.py",
+    ),
+    _mutant(
+        "other-arguments-pass", "a call split off by name is given the same as when it was found",
+        "weft/graph/named_splits.py", "            if other is not None:\n", "            if False:\n",
+        "tests/runner/test_compilation.py::test_a_call_that_is_given_something_else_for_few_rows_is_refused",
     ),
 )  # fmt: skip

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 from tests.speculation.traffic import Episode, figures
+from weft.speculation.planner import DraftPlanner
 
 
 def test_random_traffic() -> None:
@@ -12,3 +16,11 @@ def test_random_traffic() -> None:
     found = figures(episodes, [])
     counted = ("aborted", "preemptions", "cached_prompt_tokens", "followed", "accepted_drafts")
     assert all(found[name] for name in counted) and found["accepted_drafts"] < found["verified_drafts"], found
+
+
+def test_drafts_end_with_the_context() -> None:
+    """A step verifies the last known token and drafts behind it, no further than the longest context."""
+    planner = DraftPlanner(cast(Any, None), cast(Any, None), 4, lambda num_seqs: 4, max_model_len=50)
+    for start, room in ((40, 4), (46, 3), (48, 1), (49, 0)):
+        request = cast(Any, SimpleNamespace(num_computed_tokens=start, no_drafts_because=""))
+        assert planner.room(request, cast(Any, SimpleNamespace(tokens=[0] * 20)), 4) == room

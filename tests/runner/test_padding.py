@@ -1,0 +1,36 @@
+"""Padding overwrites what a larger step left in every array behind the real rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.runner.padding import Padding
+from weft.runner.step_shape import StepShape
+
+OLD, ROW, SIZE = 9, 7, 24
+COLUMNS = (
+    "input_ids positions slot_mapping token_rows rows state_slots seq_lens cu_seqlens_q decode_slots verify_slots "
+    "follows sample_indices sample_positions sample_rows temperature min_p top_k top_p seeds"
+).split()
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {name: np.full(SIZE + 1, OLD) for name in COLUMNS}
+
+
+def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
+    host, query_len = arrays(), 3
+    Padding(ROW).verification(host, StepShape(6, 2, 0, query_len, 50, (), 6, query_len=query_len), 4, query_len)
+    assert host["verify_slots"].tolist()[:13] == [OLD] * 6 + [0] * 6 + [OLD]
+    assert host["follows"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
+    assert host["state_slots"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
+    assert host["rows"].tolist()[2:4] == host["sample_rows"].tolist()[6:8] == [ROW] * 2
+
+
+def test_a_mixture_decodes_in_slot_0() -> None:
+    host = arrays()
+    host["state_slots"][:3] = [4, 5, 6]
+    Padding(ROW).mixture(host, StepShape(12, 3, 2, 10, 50, (), 3), StepShape.mixture(SIZE, 8, 50, ()))
+    assert host["decode_slots"].tolist()[:9] == [4, 5] + [0] * 6 + [OLD]
+    assert host["state_slots"].tolist()[:9] == [4, 5, 6] + [0] * 5 + [OLD]
+    assert host["slot_mapping"].tolist()[12:SIZE] == [0] * 12 and host["cu_seqlens_q"].tolist()[4:9] == [12] * 5
