@@ -5,14 +5,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.speculation.conftest import Case, make_repeating_checkpoint
 from weft import LLM, SamplingParams
+from weft.config.speculation import SpeculativeConfig
+from weft.messages import NewRequest, RowSampling, ScheduledRequest
+from weft.ops.backend import Backend
+from weft.ops.draft_types import NO_DRAFT
+from weft.runner.ngram_drafter import NgramDrafter
+from weft.runner.rows import RowTable
+from weft.speculation.acceptance import Acceptance
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "page_size": 4, "max_model_len": 192}
@@ -105,3 +114,23 @@ def test_a_stop_string_is_found_late(engines: tuple[LLM, LLM, Steps]) -> None:
         assert_idle(drafting)
         prompts = [[*prompt, *f.token_ids, 5] for prompt, f in zip(prompts, found, strict=True)]
     assert steps.followed > followed
+
+
+def test_rows_remember_what_the_drafts_of_their_step_came_to() -> None:
+    """Drafts that a batch of this size does not get were not rejected: a step that follows begins where its row ends.
+    Here outside a graph, as after a step with a request whose logits are edited."""
+    rows = RowTable(3, 8, torch.device("cpu"), num_drafts=4)
+    builder: Any = SimpleNamespace(num_drafts=4, num_drafts_at=lambda num_seqs: 2)
+    drafter = NgramDrafter(SpeculativeConfig("ngram", 4, 2, 3), builder, rows, 32, Backend.TORCH)
+    for row in (0, 1):
+        new = NewRequest(row, [5, 6, 7, 8, 5], 5, RowSampling())
+        rows.fill(new)
+        drafter.fill(new)
+    requests = [ScheduledRequest(row, 4, 3, [], 0, True, draft_token_ids=[6, 7]) for row in (0, 1)]
+    acceptance = Acceptance(torch.tensor([1, 2]), torch.tensor([1, 5]), torch.tensor([1, 1, 0, 1, 1, 1]).bool())
+    nothing: Any = None
+    drafts = drafter(requests, nothing, nothing, torch.tensor([6, 9, 1, 6, 7, 8]), acceptance)
+    assert rows.state.num_rejected.tolist()[:2] == [1, 0]
+    assert drafter.history[0, :7].tolist() == [5, 6, 7, 8, 5, 6, 9]
+    assert drafter.history[1, :8].tolist() == [5, 6, 7, 8, 5, 6, 7, 8]
+    assert drafts.tolist() == [[NO_DRAFT] * 2, [5, 6]] and rows.state.drafts[1, :2].tolist() == [5, 6]

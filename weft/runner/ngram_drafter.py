@@ -7,6 +7,7 @@ these tokens. Does not know: how a match is found (``ops/ngram.py``), which requ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,8 +44,8 @@ class NgramDrafter:
         self.history = torch.zeros(rows.padding_row + 1, width, dtype=torch.int32, device=device)
 
     def fill(self, new: NewRequest) -> None:
-        """The request's tokens stand in its row."""
-        tokens = torch.tensor(new.token_ids, dtype=torch.int32)
+        """The request's tokens, which the table of rows has by now, stand in its row."""
+        tokens = torch.from_numpy(self._rows.known_tokens(new.row, 0, len(new.token_ids)))
         self.history[new.row, : len(tokens)].copy_(to_device(tokens, self.history.device))
 
     def __call__(
@@ -59,9 +60,8 @@ class NgramDrafter:
         sampling = [request for request in requests if request.samples]
         if token_ids is None:
             return self._rows.last_token.new_empty(0, 0)
-        query_len = 1 + (self._builder.num_drafts if acceptance is not None else 0)
         counts = [request.num_samples for request in sampling]
-        starts = [sum(counts[:i]) for i in range(len(counts))]
+        starts, query_len = accumulate(counts[:-1], initial=0), max(counts)
         places = [[start + min(i, n - 1) for i in range(query_len)] for start, n in zip(starts, counts, strict=True)]
         lengths = [r.start + r.num_tokens - len(r.draft_token_ids) + query_len - 1 for r in sampling]
         seq_lens = self._ints(lengths).to(torch.int32)
