@@ -24,6 +24,7 @@ from weft.config import resolve
 from weft.config.checkpoint import read_checkpoint_config
 from weft.errors import ConfigError
 from weft.graph.inductor import code_of
+from weft.graph.named_splits import _is_same
 from weft.graph.piece_sources import CompileCounters, SplitPass
 from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, trace
 from weft.layers import moe
@@ -195,6 +196,15 @@ def test_a_call_that_is_given_something_else_for_few_rows_is_refused(
     settings |= {"piecewise_cuda_graph_tokens": TOKENS, "splitting_ops": NAMED["function"][0]}
     with pytest.raises(ConfigError, match=r"fused_moe is not given the same for every number of tokens: argument"):
         ModelRunner(resolve(model=str(folder), **SETTINGS, **settings))
+
+
+def test_batches_are_told_apart_by_their_tensors() -> None:
+    """A function that is given the batch must not be split off: another step's has the same sizes and other memory."""
+    found, later = (context_of([2, 3], {}).batch for _ in range(2))
+    chunks = {"chunks": {64: found.cu_seqlens_q}}
+    assert not _is_same(later, found) and not _is_same(later, dataclasses.replace(later, positions=found.positions))
+    assert _is_same(dataclasses.replace(found, **chunks), dataclasses.replace(found, **chunks))
+    assert not _is_same(found, dataclasses.replace(found, **chunks))
 
 
 def test_names_are_wrapped_during_the_capture_alone(tmp_path: Path) -> None:

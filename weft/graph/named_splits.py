@@ -22,7 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -239,9 +239,21 @@ def _is_same(new: Any, old: Any) -> bool:
         if new.shape != old.shape or new.dtype != old.dtype:
             return False
         return torch.compiler.is_compiling() or new.data_ptr() == old.data_ptr()
-    if isinstance(new, tuple | list) and type(new) is type(old):
-        return len(new) == len(old) and all(_is_same(a, b) for a, b in zip(new, old, strict=True))
+    if type(new) is type(old) and (parts := _parts(new)) is not None:
+        others = _parts(old) or {}
+        return parts.keys() == others.keys() and all(_is_same(parts[key], others[key]) for key in parts)
     return not isinstance(new, Tensor) and not isinstance(old, Tensor) and bool(new == old)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What may hold tensors, by place, key or name; None: the value has no parts."""
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return value
+    if is_dataclass(value):
+        return {part.name: getattr(value, part.name) for part in fields(value)}
+    return None
 
 
 def _described(result: Any) -> str:
