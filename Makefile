@@ -23,8 +23,9 @@ INSTALLED := .venv/.installed
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
 
+# Compiled modules are kept, whatever the environment says: the tests start many processes.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # The suite three times beside a process per core that computes all the time; not part of CI.
 test-busy: $(INSTALLED)
