@@ -52,9 +52,14 @@ def main(what: str = "") -> None:
     driver.set_active(AbsentGpu())
     compiled_here: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **rest: compiled_here.append(not cache_hit)
-    given_away: list[bytes] = []
-    pickled = compile_processes._pickled
-    compile_processes._pickled = lambda *source: given_away.append(found := pickled(*source)) or found  # type: ignore[func-returns-value]
+    given_away: list[Any] = []
+    elsewhere = compile_processes.CompileProcesses._compiled_elsewhere
+
+    def noted(self: compile_processes.CompileProcesses, src: Any, options: dict[str, Any]) -> Any:
+        given_away.append(src)
+        return elsewhere(self, src, options)
+
+    compile_processes.CompileProcesses._compiled_elsewhere = noted  # type: ignore[method-assign]
     x = torch.ones(64)
 
     def walk() -> None:

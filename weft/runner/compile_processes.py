@@ -13,11 +13,9 @@ and children that answer nothing for ``STUCK_S`` are given up: what they should 
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
@@ -27,12 +25,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, NoReturn
 
 import triton
 from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITCallable
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from weft import preload
 from weft.lifeline import die_with_parent
@@ -68,7 +68,7 @@ class CompileProcesses:
         try:
             kernel = compile_function()
         except _MissingError as missing:
-            compiled = self._compiled_elsewhere(missing.pickled)
+            compiled = self._compiled_elsewhere(missing.src, missing.options)
             return self._threads.submit(self._when_compiled, compiled, compile_function)
         self._loading.append(self._threads.submit(self._loaded, kernel))
         return self._loading[-1]
@@ -85,16 +85,16 @@ class CompileProcesses:
         try:
             return triton.compile(src, **options)
         except _MissingError as missing:
-            del src.make_ir
-            missing.pickled = _pickled(src, options)
+            missing.src, missing.options = src, options
             raise
         finally:
-            src.__dict__.pop("make_ir", None)
+            del src.make_ir
 
-    def _compiled_elsewhere(self, pickled: bytes) -> Future[None] | None:
+    def _compiled_elsewhere(self, src: Any, options: dict[str, Any]) -> Future[None] | None:
         """Done when the kernel is in Triton's cache; None if this process has to compile it."""
+        ForkingPickler.register(type(src.fn), _by_name)
         with suppress(BrokenProcessPool):
-            return self._processes().submit(_compile, pickled, self._builds_launchers)
+            return self._processes().submit(_compile, src, options, self._builds_launchers)
         return None
 
     def _processes(self) -> ProcessPoolExecutor:
@@ -112,7 +112,7 @@ class CompileProcesses:
         self, compiled: Future[None] | None, compile_function: Callable[[], CompiledKernel]
     ) -> CompiledKernel:
         if compiled is not None:
-            with suppress(BrokenProcessPool):  # one was killed, for its memory say: then this thread compiles
+            with suppress(Exception):  # a process was killed, or the kernel is wrong: then this thread compiles
                 self._wait(compiled)
         return self._loaded(compile_function())
 
@@ -150,9 +150,10 @@ class CompileProcesses:
 
 
 class _MissingError(Exception):
-    """A kernel is not in Triton's cache. ``pickled``: its source, and the options of ``triton.compile``."""
+    """A kernel is not in Triton's cache. ``src``, ``options``: arguments of ``triton.compile``."""
 
-    pickled = b""
+    src: Any
+    options: dict[str, Any]
 
 
 def _raise_missing(*args: Any, **options: Any) -> NoReturn:
@@ -168,9 +169,8 @@ def _obey(parent_pid: int) -> None:
     die_with_parent(parent_pid)
 
 
-def _compile(pickled: bytes, builds_launcher: bool) -> None:
+def _compile(src: Any, options: dict[str, Any], builds_launcher: bool) -> None:
     """Leave the kernel in Triton's cache."""
-    src, options = pickle.loads(pickled)
     kernel = triton.compile(src, **options)
     if builds_launcher:
         from triton.backends.nvidia.driver import CudaLauncher
@@ -178,20 +178,14 @@ def _compile(pickled: bytes, builds_launcher: bool) -> None:
         CudaLauncher(src, kernel.metadata)
 
 
-class _Pickler(pickle.Pickler):
-    """Triton's functions travel as their names: the process has them under the same."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, JITCallable):
-            return NotImplemented
-        return _find, (obj.fn.__module__, obj.fn.__qualname__)
-
-
-def _pickled(*what: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(what)
-    return file.getvalue()
+def _by_name(function: JITCallable) -> tuple[Any, ...]:
+    """How a function of Triton travels: the process has it under the same name."""
+    return _find, (function.fn.__module__, function.fn.__qualname__)
 
 
 def _find(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
+
+
+for kind in (JITFunction, GluonJITFunction):
+    ForkingPickler.register(kind, _by_name)
