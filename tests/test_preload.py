@@ -38,3 +38,14 @@ def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: py
     monkeypatch.setattr(preload.ctypes, "CDLL", no_library)
     preload._load_torch_libraries()
     preload._create_cuda_context()
+
+
+def test_triton_is_imported_where_there_is_a_gpu_and_may_be_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a Triton that Weft does not know, kernels without Gluon run; without a driver none do."""
+    monkeypatch.setattr(preload, "_has_cuda", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton.experimental", None)
+    asked: list[bool] = []
+    for is_there in (True, False):
+        monkeypatch.setattr(preload, "has_driver", lambda is_there=is_there: asked.append(is_there) or is_there)
+        preload.import_torch()
+    assert asked == [True, False]

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ def import_torch() -> None:
     with collector_off():
         import numpy  # noqa: F401
 
-        if _has_cuda():
-            import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
+        if _has_cuda() and has_driver():
+            with suppress(ImportError):  # of a Triton without it
+                import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
         import torch  # noqa: F401
 
 
