@@ -40,9 +40,6 @@ class FromOutputs:
         drafts = known[done : done + count]
         return [(d + 1) % VOCAB if self.is_wrong(i, self.rng) else d for i, d in enumerate(drafts)]
 
-    def forget(self, request_id: str) -> None:
-        pass
-
 
 @dataclass
 class Random:
@@ -52,9 +49,6 @@ class Random:
 
     def propose(self, request: Request, count: int) -> list[int]:
         return [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, count))]
-
-    def forget(self, request_id: str) -> None:
-        pass
 
 
 @dataclass
@@ -70,6 +64,3 @@ class ByModel:
         for _ in range(self.rng.randint(0, count)):
             tokens.append(self.rng.randrange(VOCAB) if self.rng.random() < self.mistakes else self.next_token(tokens))
         return tokens[len(request.known_token_ids) :]
-
-    def forget(self, request_id: str) -> None:
-        pass

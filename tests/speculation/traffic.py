@@ -44,9 +44,6 @@ class Drafter:
         drafts = oracle(tokens, count)
         return [d if self.rng.random() < self.right else self.rng.randrange(VOCAB) for d in drafts]
 
-    def forget(self, request_id: str) -> None:
-        pass
-
 
 @dataclass
 class Episode:

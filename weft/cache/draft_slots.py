@@ -51,9 +51,8 @@ class DraftSlots:
             self._slots.release(slot)
 
     def store(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
-        """``(position, slot)`` of the states that a step from ``start`` stores. Call it when the step is launched."""
-        if not self._has_states:
-            return []
+        """``(position, slot)`` of the states that a step from ``start`` stores, if there are states. Call it when the
+        step is launched."""
         checkpoints, end = lease.drafts.begin(start, num_drafts, lease.state_slot), start + 1 + num_drafts
         slot = self._evictor.take_slot() if self._states.takes_snapshot(end) else None
         if slot is not None:
@@ -70,8 +69,6 @@ class DraftSlots:
     def follow(self, lease: Lease, start: int) -> tuple[list[tuple[int, int]], int]:
         """The ``(position, slot)`` pairs of a step that follows an unsettled one, if that is accepted wholly up to
         ``start``, and the slot of the state after its last token."""
-        if not self._has_states:
-            return [], 0
         *before, last = lease.drafts.follow()
         return list(zip(range(start + 1, start + 1 + len(before)), before, strict=True)), last
 

@@ -299,10 +299,8 @@ class Manager:
             return NO_STATES
         if num_drafts:
             return self.drafts.store(lease, start, num_drafts)
-        if lease.drafts.stored:
-            lease.drafts.stored.clear()  # of a step before, whose slots this one does not fill
-        end, states = start + num_tokens, lease.checkpoints
-        checkpoints = NO_STATES
+        lease.drafts.stored.clear()  # of a step before, whose slots this one does not fill
+        end, states, checkpoints = start + num_tokens, lease.checkpoints, NO_STATES
         if states.positions and (due := states.take_due(start, end)):
             slots = [(position, self.evictor.take_slot()) for position in due]
             checkpoints = [(position, slot) for position, slot in slots if slot is not None]

@@ -48,7 +48,9 @@ class SlidingWindowAttention(Attention):
             q.shape[1:],
             lambda q, k, v, *, slots, out: self._decode(q, k, v, slots, out),
             lambda q, k, v: window_attention(
-                q, k, v,
+                q,
+                k,
+                v,
                 cache["k"],
                 cache["v"],
                 batch,

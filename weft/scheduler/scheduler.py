@@ -72,8 +72,7 @@ class Scheduler:
         self._finished_rows: list[int] = []
         self._lookups = PrefixLookups(manager)
         self._launched: dict[int, list[Launched]] = {}
-        self._step = 0
-        self._num_preemptions = 0
+        self._step = self._num_preemptions = 0
         self._progress = Progress()
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -380,8 +379,6 @@ class Scheduler:
         request.times.finished = time.monotonic()
         del self._by_id[request.request_id]
         request.drop_pixels()
-        if self.drafts is not None:
-            self.drafts.proposer.forget(request.request_id)
 
     # -- invariants ----------------------------------------------------------------------------------------------
 

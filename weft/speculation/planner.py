@@ -31,19 +31,12 @@ class Proposer(Protocol):
         """Up to ``count`` tokens that may follow the known tokens of ``request``, all of which are known."""
         ...
 
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        ...
-
 
 class DeviceDrafts:
     """Proposes what was drafted on the device after the step before: by the model's own head, or from the text."""
 
     def propose(self, request: Request, count: int) -> list[int]:
         return request.draft_token_ids[:count]
-
-    def forget(self, request_id: str) -> None:
-        """Its drafts lie with the request."""
 
 
 def refusal(request: Request) -> str:
