@@ -52,8 +52,7 @@ from weft.stats import CacheStats
 
 NOTHING = Prefix(None, 0)
 
-NO_STATES: list[tuple[int, int]] = []
-"""Of most requests of most steps; never changed."""
+NO_STATES: list[tuple[int, int]] = []  # of most requests of most steps; never changed
 
 Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
 """Is told of every request that has ended: the tokens fed, how many of them were prompt, salt, boundaries."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.collector import collector_off
@@ -296,8 +295,7 @@ class LLM:
         """One step of the core; the open outputs that it changed, with their new tokens taken in."""
         changed: dict[str, OutputStream] = {}
         for request in self._core.step():
-            stream = self._by_request.get(request.request_id)
-            if stream is None:
+            if (stream := self._by_request.get(request.request_id)) is None:
                 continue  # aborted after it had failed
             stop = stream.take(request)
             if stop is not None and not self._core.finish(request.request_id, "stop", stop):
@@ -312,8 +310,7 @@ class LLM:
         return output
 
     def _abort(self, request_id: str) -> RequestOutput | None:
-        stream = self._streams.get(request_id)
-        if stream is None:
+        if (stream := self._streams.get(request_id)) is None:
             return None
         for request in stream.requests:
             if request.finish_reason is None:
@@ -362,9 +359,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
 
