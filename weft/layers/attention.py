@@ -122,8 +122,9 @@ class Attention(PagedAttention):
     def forward_rows(self, hidden_states: Tensor, rows: LogitsRows) -> Tensor:
         """``[T, hidden_size] -> [N, hidden_size]``: all keys and values into the cache, and the output of ``rows``."""
         q, gate = self._rotate_and_store(self._project(hidden_states))
-        attended = self._attended(rows.of(q), rows.of(gate) if gate is not None else None, rows.batch)
-        return self._output(attended)
+        # Torch's launches, which pick the rows, wait until keys and values are stored: attention reads them early.
+        q, gate = rows.of(q), rows.of(gate) if gate is not None else None
+        return self._output(self._attended(q, gate, rows.batch))
 
     def attend_rows(self, qkv: Tensor) -> Tensor:
         """``[T, q | gate | k | v] -> [T, num_heads * head_dim]``."""

@@ -221,7 +221,8 @@ def paged_attention(
         q: ``[T, Hq, D]``.
         k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
             head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
-            one query token, earlier steps wrote all keys but that token's (they are read early on the GPU).
+            one query token, earlier steps wrote all keys but that token's, or kernels before an ordinary launch, which
+            waits for them: they are read early on the GPU (``ops/triton/early_launch.py``).
         batch: says which tokens form which sequence and where their pages are.
         sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
         v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
