@@ -73,7 +73,7 @@ def decode_table() -> Table:
     for model, name in ENGINES.items():
         peers = read(PEERS)["decode_ms"][model]
         for batch, row in decode(name).items():
-            ms, at = row["step_ms"], str(batch)
+            ms, at = row["interval_ms"], str(batch)
             others = [given(peers[who].get(at)) for who in ("vllm", "sglang")]
             rows.append([model, at, shown(ms), *others, shown(row["floor_ms"]), goal(ms, peers["goal"][at])])
     return [*ENGINES.values(), PEERS], ("", "batch", "Weft", "vLLM", "SGLang", "floor", "goal"), rows
@@ -87,10 +87,10 @@ def gains_table() -> Table:
         for what, name in variants.items():
             if figures := decode(name):
                 files.append(name)
-                row = [shown(figures[b]["step_ms"]) if b in figures else "" for b in BATCHES]
+                row = [shown(figures[b]["interval_ms"]) if b in figures else "" for b in BATCHES]
                 rows.append([f"{model}, {what}", *row])
         slow, fast = decode(eager), decode(graphs)
-        times = [f"{slow[b]['step_ms'] / fast[b]['step_ms']:.1f}x" if b in slow else "" for b in BATCHES]
+        times = [f"{slow[b]['interval_ms'] / fast[b]['interval_ms']:.1f}x" if b in slow else "" for b in BATCHES]
         rows.append([f"{model}, graphs over eager", *times])
     return files, ("batch", *map(str, BATCHES)), rows
 
