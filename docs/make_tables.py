@@ -359,7 +359,7 @@ def compared() -> list[tuple[str, str, float, list[float], float]]:
     peers, rows = read(PEERS), []
     for model, name in ENGINES.items():
         for what, key, figures, field in (
-            ("decode", "decode_ms", decode(name), "step_ms"),
+            ("decode", "decode_ms", decode(name), "interval_ms"),
             ("first tokens", "first_token_ms", first_token(name), "first_token_ms"),
         ):
             theirs = peers[key][model]
