@@ -7,7 +7,6 @@ size a batch runs in.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from weft.collector import collector_off
+from weft.collector import collector_off, objects_frozen
 from weft.graph.graph import Graph, GraphPool
 
 logger = logging.getLogger(__name__)
@@ -206,12 +205,8 @@ def _frozen_gc(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    gc.freeze()
-    try:
-        with collector_off():
-            yield
-    finally:
-        gc.unfreeze()
+    with objects_frozen(), collector_off():  # torch collects by itself when it begins a capture
+        yield
 
 
 def _signatures(tensors: Mapping[str, Tensor]) -> dict[str, Signature]:

@@ -124,6 +124,8 @@ class CompileProcesses:
                 self._answered = time.monotonic()
                 return
             except TimeoutError:
+                if compiled.done():  # compiling itself ended so
+                    return
                 if time.monotonic() - self._answered >= STUCK_S:
                     logger.warning("no kernel was compiled in %g s; the processes are given up", STUCK_S)
                     self._kill()
