@@ -92,7 +92,7 @@ class Engines:
             self.num_followed += any(request.follows for request in step.requests)
             for running in following._core.scheduler._running:
                 text = self.texts.get(tuple(running.request.prompt_token_ids), [])[:LONGEST]
-                table_of(device)[running.row, : len(text)] = torch.tensor(text, dtype=torch.int64).to(device)
+                table_of(device)[running.row, : len(text)].copy_(torch.tensor(text, dtype=torch.int64))  # waits
             launch(step, *arguments)
 
         following._core._executor.launch = fill_and_launch  # type: ignore[method-assign]
@@ -112,6 +112,7 @@ def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     modes = {"cuda_graph_mode": mode, "enable_overlap": True, "speculative_config": config}
     settings = SETTINGS | settings
+    table_of(torch.device(settings.get("device", "cpu")))  # not in inference mode, whose tensors no other code writes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepDrafter, "after_full_step", _after_full_step)
         patch.setattr(StepDrafter, "__call__", _after_any_step)
