@@ -78,10 +78,12 @@ def test_rows_and_caches_are_those_of_a_whole_pass(arch: str, tmp_path: Path) ->
         return hidden_states[ends], [tensor[1:].clone() for tensor in caches_of(runner)]
 
     rows, caches = run(GraphMode.NONE, needs_all_rows=True)
-    for mode in (GraphMode.NONE, GraphMode.FULL):
-        fewer, same_caches = run(mode, needs_all_rows=False)
-        torch.testing.assert_close(fewer, rows, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(same_caches, caches, rtol=1e-5, atol=1e-6, equal_nan=True)
+    fewer, same_caches = run(GraphMode.NONE, needs_all_rows=False)
+    torch.testing.assert_close(fewer, rows, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(same_caches, caches, rtol=0, atol=0, equal_nan=True)
+    fewer, same_caches = run(GraphMode.FULL, needs_all_rows=False)  # of padded steps products round otherwise
+    torch.testing.assert_close(fewer, rows, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(same_caches, caches, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 class Heights:
