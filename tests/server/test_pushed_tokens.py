@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.token_cost import Client
 from tests.server.fake_engine import CAPACITY
 from weft.config import resolve
 from weft.engine import wire
@@ -24,24 +25,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": CHAT},
     "/v1/messages": {"messages": CHAT},
 }
-
-
-class Client:
-    """Stands for the engine process. ``requests``: what it has been sent."""
-
-    num_restarts, silence_s, replicas, pid = 0, 0.0, None, 1
-
-    def __init__(self) -> None:
-        self.requests: list[Any] = []
-
-    def listen(self, hear: Any, lost: Any) -> None:
-        self.hear = hear
-
-    def start(self) -> None: ...
-
-    def send(self, message: Any) -> None:
-        if hasattr(message, "prompt_token_ids"):
-            self.requests.append(message)
 
 
 async def turns(count: int = 5) -> None:
