@@ -6,17 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.traced import traced_op
 
 
-def silu_and_mul_reference(x: Tensor) -> Tensor:
-    """Torch reference of ``silu_and_mul``."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-@traced_op(silu_and_mul_reference, fusible=True)
+@traced_op(fusible=True)
+@with_kernel("weft.ops.triton.activation")
 def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     """``silu(x[..., :I]) * x[..., I:]``.
 
@@ -26,18 +21,14 @@ def silu_and_mul(x: Tensor, *, backend: Backend) -> Tensor:
     Returns:
         ``[..., I]`` in x's dtype.
     """
-    if backend is Backend.TORCH:
-        return silu_and_mul_reference(x)
-    from weft.ops.triton.activation import silu_and_mul_triton
-
-    return silu_and_mul_triton(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
-def sigmoid_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
-    """Torch reference of ``sigmoid_mul``."""
-    return x * torch.sigmoid(gate)
+silu_and_mul_reference = reference_of(silu_and_mul)
 
 
+@with_kernel("weft.ops.triton.activation")
 def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
     """``x * sigmoid(gate)``.
 
@@ -47,8 +38,4 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: Backend) -> Tensor:
     Returns:
         ``[..., N]`` in x's dtype, contiguous.
     """
-    if backend is Backend.TORCH:
-        return sigmoid_mul_reference(x, gate)
-    from weft.ops.triton.activation import sigmoid_mul_triton
-
-    return sigmoid_mul_triton(x, gate)
+    return x * torch.sigmoid(gate)

@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.device_work import device_reference, device_work
 
 # Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
 _BLOCK_ELEMENTS = 1 << 19
 
 
-def paged_attention_reference(
+@with_kernel("weft.ops.triton.attention")
+def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -30,9 +31,26 @@ def paged_attention_reference(
     scale: float,
     sinks: Tensor | None = None,
     v_scale: Tensor | None = None,
+    backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Torch reference of ``paged_attention``: decode rows in one call, prefill sequences one by one."""
+    """``softmax(scale * q k^T) v`` of each token over its sequence up to and including itself.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
+            head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
+            one query token, earlier steps wrote all keys but that token's, or kernels before an ordinary launch, which
+            waits for them: they are read early on the GPU (``ops/triton/early_launch.py``).
+        batch: says which tokens form which sequence and where their pages are.
+        sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
+        v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
+        out: ``[T, Hq, D]`` to write to, optional.
+
+    Returns:
+        ``[T, Hq, D]`` in q's dtype; padding rows are zero.
+    """
+    # Decode rows in one call, prefill sequences one by one.
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if batch.mixture is not None:
         inputs = (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64), *(() if sinks is None else (sinks,)))
@@ -47,6 +65,9 @@ def paged_attention_reference(
         if batch.num_tokens < q.shape[0]:
             out[batch.num_tokens :].zero_()
     return out if v_scale is None else out.mul_(v_scale)
+
+
+paged_attention_reference = reference_of(paged_attention)
 
 
 @device_reference("paged_attention")
@@ -201,38 +222,3 @@ def _causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor | 
     if query_len == kv_len:
         return None
     return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - query_len)
-
-
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    backend: Backend,
-    out: Tensor | None = None,
-) -> Tensor:
-    """``softmax(scale * q k^T) v`` of each token over its sequence up to and including itself.
-
-    Args:
-        q: ``[T, Hq, D]``.
-        k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
-            head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
-            one query token, earlier steps wrote all keys but that token's, or kernels before an ordinary launch, which
-            waits for them: they are read early on the GPU (``ops/triton/early_launch.py``).
-        batch: says which tokens form which sequence and where their pages are.
-        sinks: ``[Hq]`` scores that take part in the softmax and have no value (arXiv 2309.17453, as in gpt-oss).
-        v_scale: ``[1]`` float32, factor of the result: the cache holds values divided by it.
-        out: ``[T, Hq, D]`` to write to, optional.
-
-    Returns:
-        ``[T, Hq, D]`` in q's dtype; padding rows are zero.
-    """
-    if backend is Backend.TORCH:
-        return paged_attention_reference(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, v_scale=v_scale, out=out)
-    from weft.ops.triton.attention import paged_attention_triton
-
-    return paged_attention_triton(q, k_cache, v_cache, batch, scale=scale, sinks=sinks, v_scale=v_scale, out=out)

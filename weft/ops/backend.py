@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from enum import StrEnum
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
 
 from weft.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Backend(StrEnum):
@@ -31,3 +38,33 @@ def resolve_backend(requested: str, device_type: str) -> Backend:
     if requested == Backend.TRITON and device_type == "cpu":
         raise ConfigError("backend 'triton' has no kernels for device 'cpu'; use 'torch' or 'auto'")
     return Backend(requested)
+
+
+def with_kernel(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a torch function ``x(..., *, backend)`` an operation with a Triton kernel.
+
+    The function's own body runs for ``Backend.TORCH`` and is the kernel's reference; it does not read ``backend``. For
+    ``Backend.TRITON`` runs ``x_triton`` of ``module``, which is imported when it is first needed and has the same
+    parameters but for ``backend`` (``tests/ops/test_backend.py``).
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        reference: Callable[..., R] = functools.partial(function, backend=Backend.TORCH)  # type: ignore[arg-type]
+
+        def kernel() -> Callable[..., R]:
+            return getattr(import_module(module), f"{function.__name__}_triton")
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            implementation = reference if kwargs.pop("backend") is Backend.TORCH else kernel()
+            return implementation(*args, **kwargs)
+
+        call.reference, call.kernel = reference, kernel  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def reference_of(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch function of an operation with a kernel, to be called without ``backend``."""
+    return operation.reference  # type: ignore[attr-defined]

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.device_work import device_reference, device_work
 
 
-def causal_conv1d_reference(
+@with_kernel("weft.ops.triton.causal_conv1d")
+def causal_conv1d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -27,12 +28,25 @@ def causal_conv1d_reference(
     *,
     chunk_size: int,
     silu: bool = True,
+    backend: Backend,
 ) -> Tensor:
-    """Torch reference of ``causal_conv1d``.
+    """Convolve the sequences from ``batch.num_decodes`` on; read and update their states.
 
-    Every sequence is laid out behind its state in one long buffer, with ``W - 1`` rows of state before its tokens. The
-    state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
+    Args:
+        x: ``[T, C]``.
+        weight: ``[C, W]``, W at least 2.
+        bias: ``[C]`` or None.
+        conv_state: ``[num_slots, C, W - 1]``. The initial state is that of ``batch.state_slots`` (zero for a sequence
+            that starts here); the final state is written back there, and the state after every chunk with a
+            ``checkpoint_slot`` into that slot.
+        silu: whether SiLU follows the convolution.
+        chunk_size: of the layer: which chunk table of the batch holds for it.
+
+    Returns:
+        ``[T, C]`` in x's dtype; rows outside those sequences are zero.
     """
+    # Every sequence is laid out behind its state in one long buffer, with ``W - 1`` rows of state before its tokens.
+    # The state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         inputs = (x, weight) if bias is None else (x, weight, bias)
@@ -64,6 +78,9 @@ def causal_conv1d_reference(
     conv_state.index_copy_(0, slots, _states(buffer, bases + query_lens, before, conv_state))
     _store_checkpoints(buffer, bases - starts[:-1], before, conv_state, batch, batch.chunks[chunk_size])
     return out
+
+
+causal_conv1d_reference = reference_of(causal_conv1d)
 
 
 def _convolution_work(silu: bool, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -105,39 +122,6 @@ def _store_checkpoints(
         ends = ends + shifts[chunks.seq[ending].long() - batch.num_decodes]
         slots = chunks.checkpoint_slot[ending].long()
         conv_state.index_copy_(0, slots, _states(buffer, ends, before, conv_state))
-
-
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    batch: Batch,
-    *,
-    chunk_size: int,
-    silu: bool = True,
-    backend: Backend,
-) -> Tensor:
-    """Convolve the sequences from ``batch.num_decodes`` on; read and update their states.
-
-    Args:
-        x: ``[T, C]``.
-        weight: ``[C, W]``, W at least 2.
-        bias: ``[C]`` or None.
-        conv_state: ``[num_slots, C, W - 1]``. The initial state is that of ``batch.state_slots`` (zero for a sequence
-            that starts here); the final state is written back there, and the state after every chunk with a
-            ``checkpoint_slot`` into that slot.
-        silu: whether SiLU follows the convolution.
-        chunk_size: of the layer: which chunk table of the batch holds for it.
-
-    Returns:
-        ``[T, C]`` in x's dtype; rows outside those sequences are zero.
-    """
-    if backend is Backend.TORCH:
-        return causal_conv1d_reference(x, weight, bias, conv_state, batch, chunk_size=chunk_size, silu=silu)
-    from weft.ops.triton.causal_conv1d import causal_conv1d_triton
-
-    return causal_conv1d_triton(x, weight, bias, conv_state, batch, chunk_size=chunk_size, silu=silu)
 
 
 def causal_conv1d_update_reference(

@@ -9,12 +9,10 @@ S sequences verify ``Q - 1`` drafts each, so they bring Q tokens, side by side o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.draft_types import (
     FACTORS,
     FROM_LAST_TOKEN,
@@ -28,39 +26,7 @@ from weft.ops.draft_types import (
 )
 
 
-def follow_step_reference(
-    input_ids: Tensor,
-    positions: Tensor,
-    sample_positions: Tensor,
-    seq_lens: Tensor,
-    rows: Tensor,
-    follows: Tensor,
-    slots: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    state: RowState,
-) -> FollowedStep:
-    """Torch reference of ``follow_step``."""
-    query_len = slots.shape[1]
-    rejected = state.num_rejected.index_select(0, rows) * follows
-    behind, is_following = rejected[:, None], follows[:, None] > 0
-    last = state.last_token.index_select(0, rows)[:, None]
-    held = torch.cat([last, state.drafts.index_select(0, rows)[:, : query_len - 1]], dim=1)
-    given = input_ids.view(-1, query_len)
-    lengths = seq_lens - rejected.int()
-    # While a graph is captured, the step buffers may hold padding for fewer drafts, shorter than a sequence's tokens.
-    places = (torch.arange(-query_len, 0, device=rows.device) + lengths[:, None]).clamp(min=0)
-    pages = page_table.index_select(0, rows).gather(1, places // page_size)
-    return FollowedStep(
-        torch.where(is_following, held, torch.where(given == FROM_LAST_TOKEN, last, given)).flatten(),
-        (positions.view(-1, query_len) - behind).flatten(),
-        (sample_positions.view(-1, query_len) - behind).flatten(),
-        (pages * page_size + places % page_size).flatten(),
-        lengths,
-        slots.gather(1, query_len - 1 - behind)[:, 0],
-    )
-
-
+@with_kernel("weft.ops.triton.drafts")
 def follow_step(
     input_ids: Tensor,
     positions: Tensor,
@@ -90,11 +56,24 @@ def follow_step(
         page_table: ``[R, P]`` int32 of all rows.
         state: of the rows.
     """
-    operation: Callable[..., FollowedStep] = follow_step_reference
-    if backend is not Backend.TORCH:
-        from weft.ops.triton.drafts import follow_step_triton as operation
-    layout = (input_ids, positions, sample_positions, seq_lens, rows, follows, slots)
-    return operation(*layout, page_table, page_size, state)
+    query_len = slots.shape[1]
+    rejected = state.num_rejected.index_select(0, rows) * follows
+    behind, is_following = rejected[:, None], follows[:, None] > 0
+    last = state.last_token.index_select(0, rows)[:, None]
+    held = torch.cat([last, state.drafts.index_select(0, rows)[:, : query_len - 1]], dim=1)
+    given = input_ids.view(-1, query_len)
+    lengths = seq_lens - rejected.int()
+    # While a graph is captured, the step buffers may hold padding for fewer drafts, shorter than a sequence's tokens.
+    places = (torch.arange(-query_len, 0, device=rows.device) + lengths[:, None]).clamp(min=0)
+    pages = page_table.index_select(0, rows).gather(1, places // page_size)
+    return FollowedStep(
+        torch.where(is_following, held, torch.where(given == FROM_LAST_TOKEN, last, given)).flatten(),
+        (positions.view(-1, query_len) - behind).flatten(),
+        (sample_positions.view(-1, query_len) - behind).flatten(),
+        (pages * page_size + places % page_size).flatten(),
+        lengths,
+        slots.gather(1, query_len - 1 - behind)[:, 0],
+    )
 
 
 def _random_31(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -124,30 +103,7 @@ def right_drafts(
     return torch.where(is_right, drafts, token_ids), is_right
 
 
-def accept_drafts_reference(
-    token_ids: Tensor,
-    input_ids: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    query_len: int,
-    rule: Rule,
-    last_token: Tensor,
-    num_rejected: Tensor,
-) -> AcceptedDrafts:
-    """Torch reference of ``accept_drafts``."""
-    drafts = input_ids.roll(-1)
-    drafts[query_len - 1 :: query_len] = NO_DRAFT
-    tokens, is_right = right_drafts(token_ids, drafts, seeds, positions, rule)
-    num_accepted = is_right.view(-1, query_len)[:, :-1].long().cumprod(1).sum(1)
-    places = torch.arange(query_len, device=rows.device)
-    last = torch.arange(0, len(tokens), query_len, device=rows.device) + num_accepted
-    of_sequences = rows[::query_len]
-    last_token.index_copy_(0, of_sequences, tokens.index_select(0, last))
-    num_rejected.index_copy_(0, of_sequences, query_len - 1 - num_accepted)
-    return AcceptedDrafts(tokens, (places <= num_accepted[:, None]).flatten(), num_accepted, last)
-
-
+@with_kernel("weft.ops.triton.drafts")
 def accept_drafts(
     token_ids: Tensor,
     input_ids: Tensor,
@@ -170,33 +126,19 @@ def accept_drafts(
         rows: ``[T]`` int64, those of the sequences, for every token.
         last_token, num_rejected: ``[R]`` int64, of all rows; written.
     """
-    operation: Callable[..., AcceptedDrafts] = accept_drafts_reference
-    if backend is not Backend.TORCH:
-        from weft.ops.triton.drafts import accept_drafts_triton as operation
-    return operation(token_ids, input_ids, seeds, positions, rows, query_len, rule, last_token, num_rejected)
+    drafts = input_ids.roll(-1)
+    drafts[query_len - 1 :: query_len] = NO_DRAFT
+    tokens, is_right = right_drafts(token_ids, drafts, seeds, positions, rule)
+    num_accepted = is_right.view(-1, query_len)[:, :-1].long().cumprod(1).sum(1)
+    places = torch.arange(query_len, device=rows.device)
+    last = torch.arange(0, len(tokens), query_len, device=rows.device) + num_accepted
+    of_sequences = rows[::query_len]
+    last_token.index_copy_(0, of_sequences, tokens.index_select(0, last))
+    num_rejected.index_copy_(0, of_sequences, query_len - 1 - num_accepted)
+    return AcceptedDrafts(tokens, (places <= num_accepted[:, None]).flatten(), num_accepted, last)
 
 
-def places_ahead_reference(
-    last: Tensor,
-    ends: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    num_ahead: int,
-    max_len: int,
-) -> PlacesAhead:
-    """Torch reference of ``places_ahead``."""
-    ahead = torch.arange(1, num_ahead + 1, device=last.device)[:, None]
-    places = (seq_lens - ends + last + ahead).clamp(min=0, max=max_len - 1)
-    pages = page_table.gather(1, (places // page_size).T).T.long()
-    return PlacesAhead(
-        (positions[last] + ahead).clamp(max=max_len - 1),
-        pages * page_size + places % page_size,
-        (places + 1).int(),
-    )
-
-
+@with_kernel("weft.ops.triton.drafts")
 def places_ahead(
     last: Tensor,
     ends: Tensor,
@@ -219,7 +161,11 @@ def places_ahead(
         page_table: ``[N, P]`` int32.
         max_len: what lies behind so many tokens stands in the last place.
     """
-    operation: Callable[..., PlacesAhead] = places_ahead_reference
-    if backend is not Backend.TORCH:
-        from weft.ops.triton.drafts import places_ahead_triton as operation
-    return operation(last, ends, positions, seq_lens, page_table, page_size, num_ahead, max_len)
+    ahead = torch.arange(1, num_ahead + 1, device=last.device)[:, None]
+    places = (seq_lens - ends + last + ahead).clamp(min=0, max=max_len - 1)
+    pages = page_table.gather(1, (places // page_size).T).T.long()
+    return PlacesAhead(
+        (positions[last] + ahead).clamp(max=max_len - 1),
+        pages * page_size + places % page_size,
+        (places + 1).int(),
+    )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.e4m3 import E4M3, E4M3_MAX, SMALLEST_AMAX
 from weft.ops.traced import traced_op
 
@@ -67,27 +67,8 @@ def dequantize_weight(weight: Tensor, scale: Tensor, *, block: int) -> Tensor:
     return weight.float() * scale
 
 
-def fp8_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    plain_weight: Tensor | None = None,
-    *,
-    block: int,
-) -> Tensor:
-    """Torch reference of ``fp8_linear``."""
-    values, scales = quantize_inputs_reference(x, input_scale, block=block)
-    y = F.linear(dequantize_inputs(values, scales, block=block), dequantize_weight(weight, weight_scale, block=block))
-    if plain_weight is not None:
-        y = torch.cat([y, F.linear(x.float(), plain_weight.float())], dim=-1)
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(x.dtype)
-
-
-@traced_op(fp8_linear_reference)
+@traced_op()
+@with_kernel("weft.ops.triton.fp8_linear")
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -113,27 +94,20 @@ def fp8_linear(
     Returns:
         ``[..., N]`` in x's dtype. A row's values depend on that row and the number of rows alone.
     """
-    if backend is Backend.TORCH:
-        return fp8_linear_reference(x, weight, weight_scale, bias, input_scale, plain_weight, block=block)
-    from weft.ops.triton.fp8_linear import fp8_linear_triton
-
-    return fp8_linear_triton(x, weight, weight_scale, bias, input_scale, plain_weight, block=block)
-
-
-def fp8_linear_silu_mul_reference(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    *,
-    block: int,
-) -> Tensor:
-    """Torch reference of ``fp8_linear_silu_mul``."""
-    return silu_and_mul_reference(fp8_linear_reference(x, weight, weight_scale, bias, input_scale, block=block))
+    values, scales = quantize_inputs_reference(x, input_scale, block=block)
+    y = F.linear(dequantize_inputs(values, scales, block=block), dequantize_weight(weight, weight_scale, block=block))
+    if plain_weight is not None:
+        y = torch.cat([y, F.linear(x.float(), plain_weight.float())], dim=-1)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
 
 
-@traced_op(fp8_linear_silu_mul_reference)
+fp8_linear_reference = reference_of(fp8_linear)
+
+
+@traced_op()
+@with_kernel("weft.ops.triton.fp8_linear")
 def fp8_linear_silu_mul(
     x: Tensor,
     weight: Tensor,
@@ -149,8 +123,4 @@ def fp8_linear_silu_mul(
     Arguments as of ``fp8_linear``. Returns ``[..., I]`` in x's dtype; the reference rounds both projections to that
     dtype first, the kernel for few rows does not.
     """
-    if backend is Backend.TORCH:
-        return fp8_linear_silu_mul_reference(x, weight, weight_scale, bias, input_scale, block=block)
-    from weft.ops.triton.fp8_linear import fp8_linear_silu_mul_triton
-
-    return fp8_linear_silu_mul_triton(x, weight, weight_scale, bias, input_scale, block=block)
+    return silu_and_mul_reference(fp8_linear_reference(x, weight, weight_scale, bias, input_scale, block=block))

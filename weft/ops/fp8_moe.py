@@ -10,65 +10,14 @@ import torch
 from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.fp8 import fp8_linear_reference
 from weft.ops.moe import add_shared, sum_over_experts
 from weft.ops.traced import traced_op
 
 
-def fp8_fused_moe_reference(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    gate_up_input_scale: Tensor | None = None,
-    down_input_scale: Tensor | None = None,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    block: int,
-) -> Tensor:
-    """Torch reference of ``fp8_fused_moe``; the experts are one operation to the dispatcher, as in ``fused_moe``."""
-    out = torch.ops.weft.fp8_experts_reference(
-        x, gate_up, gate_up_scale, down, down_scale, weights, ids, gate_up_input_scale, down_input_scale, block
-    )
-    return add_shared(out, shared, shared_gate)
-
-
-def _experts(
-    x: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up_input_scale: Tensor | None,
-    down_input_scale: Tensor | None,
-    block: int,
-) -> Tensor:
-    def run(expert: int, rows: Tensor) -> Tensor:
-        both = fp8_linear_reference(
-            rows, gate_up[expert], gate_up_scale[expert], input_scale=gate_up_input_scale, block=block
-        )
-        hidden = silu_and_mul_reference(both)
-        return fp8_linear_reference(hidden, down[expert], down_scale[expert], input_scale=down_input_scale, block=block)
-
-    return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
-
-
-_LIBRARY = torch.library.Library("weft", "FRAGMENT")
-_LIBRARY.define(
-    "fp8_experts_reference(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor down, Tensor down_scale, "
-    "Tensor weights, Tensor ids, Tensor? gate_up_input_scale, Tensor? down_input_scale, int block) -> Tensor"
-)
-_LIBRARY.impl("fp8_experts_reference", _experts, "CompositeExplicitAutograd")
-
-
-@traced_op(fp8_fused_moe_reference, fake=lambda x, *_, **__: torch.empty_like(x))
+@traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
+@with_kernel("weft.ops.triton.fp8_moe")
 def fp8_fused_moe(
     x: Tensor,
     gate_up: Tensor,
@@ -103,16 +52,38 @@ def fp8_fused_moe(
     Returns:
         ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
     """
-    if backend is Backend.TORCH:
-        return fp8_fused_moe_reference(
-            x, gate_up, gate_up_scale, down, down_scale, weights, ids,
-            gate_up_input_scale=gate_up_input_scale, down_input_scale=down_input_scale,
-            shared=shared, shared_gate=shared_gate, block=block,
-        )  # fmt: skip
-    from weft.ops.triton.fp8_moe import fp8_fused_moe_triton
+    # The experts are one operation to the dispatcher, as in ``fused_moe``.
+    out = torch.ops.weft.fp8_experts_reference(
+        x, gate_up, gate_up_scale, down, down_scale, weights, ids, gate_up_input_scale, down_input_scale, block
+    )
+    return add_shared(out, shared, shared_gate)
 
-    return fp8_fused_moe_triton(
-        x, gate_up, gate_up_scale, down, down_scale, weights, ids,
-        gate_up_input_scale=gate_up_input_scale, down_input_scale=down_input_scale,
-        shared=shared, shared_gate=shared_gate, block=block,
-    )  # fmt: skip
+
+def _experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_input_scale: Tensor | None,
+    down_input_scale: Tensor | None,
+    block: int,
+) -> Tensor:
+    def run(expert: int, rows: Tensor) -> Tensor:
+        both = fp8_linear_reference(
+            rows, gate_up[expert], gate_up_scale[expert], input_scale=gate_up_input_scale, block=block
+        )
+        hidden = silu_and_mul_reference(both)
+        return fp8_linear_reference(hidden, down[expert], down_scale[expert], input_scale=down_input_scale, block=block)
+
+    return sum_over_experts(x, weights, ids, gate_up.shape[0], run)
+
+
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_LIBRARY.define(
+    "fp8_experts_reference(Tensor x, Tensor gate_up, Tensor gate_up_scale, Tensor down, Tensor down_scale, "
+    "Tensor weights, Tensor ids, Tensor? gate_up_input_scale, Tensor? down_input_scale, int block) -> Tensor"
+)
+_LIBRARY.impl("fp8_experts_reference", _experts, "CompositeExplicitAutograd")

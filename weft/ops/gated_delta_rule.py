@@ -23,22 +23,14 @@ from torch import Tensor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import schedule, store_checkpoints, token_grid
 from weft.ops.device_work import device_reference, device_work
 
 _L2_EPS = 1e-6
 
 
-def gdn_gates_reference(
-    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``gdn_gates``."""
-    g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
-    beta = b.float().sigmoid()
-    return g, 2.0 * beta if negative_eigenvalues else beta
-
-
+@with_kernel("weft.ops.triton.gdn_gates")
 def gdn_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False, backend: Backend
 ) -> tuple[Tensor, Tensor]:
@@ -52,11 +44,12 @@ def gdn_gates(
     Returns:
         ``(g, beta)``, each ``[T, HV]`` float32; g is at most 0.
     """
-    if backend is Backend.TORCH:
-        return gdn_gates_reference(a, b, A_log, dt_bias, negative_eigenvalues=negative_eigenvalues)
-    from weft.ops.triton.gdn_gates import gdn_gates_triton
+    g = F.softplus(a.float() + dt_bias.float()) * -A_log.float().exp()
+    beta = b.float().sigmoid()
+    return g, 2.0 * beta if negative_eigenvalues else beta
 
-    return gdn_gates_triton(a, b, A_log, dt_bias, negative_eigenvalues=negative_eigenvalues)
+
+gdn_gates_reference = reference_of(gdn_gates)
 
 
 def _l2norm(x: Tensor) -> Tensor:

@@ -6,53 +6,17 @@ projection, ``q | k | v | z | b | a``, on the reading side. Does not know: the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
 from weft.ops.norm import gated_rms_norm_reference
 
 
-def gdn_decode_reference(
-    projected: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    geometry: GatedDeltaNetConfig,
-    *,
-    out: Tensor | None = None,
-    keep_padding: bool = False,
-) -> Tensor:
-    """Torch reference of ``gdn_decode``: the operations that it fuses, one after the other."""
-    key_dim, value_dim, num_v_heads = geometry.key_dim, geometry.value_dim, geometry.num_v_heads
-    qkv, z, b, a = projected.split([geometry.conv_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
-    g, beta = gdn_gates_reference(a, b, A_log, dt_bias, negative_eigenvalues=geometry.negative_eigenvalues)
-    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
-    q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
-    q, k = (x.unflatten(-1, (geometry.num_k_heads, geometry.head_k_dim)) for x in (q, k))
-    v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
-    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
-    normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
-    padding = (state_slots == 0)[:, None]
-    normed = normed.view(-1, value_dim)
-    if keep_padding:
-        assert out is not None, "there is nothing to keep without out"
-        normed = torch.where(padding, out, normed)
-    else:
-        normed = normed.masked_fill_(padding, 0.0)
-    return normed if out is None else out.copy_(normed)
-
-
+@with_kernel("weft.ops.triton.gdn_decode")
 def gdn_decode(
     projected: Tensor,
     conv_weight: Tensor,
@@ -88,20 +52,24 @@ def gdn_decode(
     Returns:
         ``[N, HV * V]`` in projected's dtype, ready for the output projection.
     """
-    operation: Callable[..., Tensor] = gdn_decode_reference
-    if backend is not Backend.TORCH:
-        from weft.ops.triton.gdn_decode import gdn_decode_triton as operation
-    return operation(
-        projected,
-        conv_weight,
-        A_log,
-        dt_bias,
-        norm_weight,
-        eps,
-        conv_state,
-        state,
-        state_slots,
-        geometry,
-        out=out,
-        keep_padding=keep_padding,
-    )
+    # The operations that the kernel fuses, one after the other.
+    key_dim, value_dim, num_v_heads = geometry.key_dim, geometry.value_dim, geometry.num_v_heads
+    qkv, z, b, a = projected.split([geometry.conv_dim, value_dim, num_v_heads, num_v_heads], dim=-1)
+    g, beta = gdn_gates_reference(a, b, A_log, dt_bias, negative_eigenvalues=geometry.negative_eigenvalues)
+    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
+    q, k, v = qkv.split([key_dim, key_dim, value_dim], dim=-1)
+    q, k = (x.unflatten(-1, (geometry.num_k_heads, geometry.head_k_dim)) for x in (q, k))
+    v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
+    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
+    padding = (state_slots == 0)[:, None]
+    normed = normed.view(-1, value_dim)
+    if keep_padding:
+        assert out is not None, "there is nothing to keep without out"
+        normed = torch.where(padding, out, normed)
+    else:
+        normed = normed.masked_fill_(padding, 0.0)
+    return normed if out is None else out.copy_(normed)
+
+
+gdn_decode_reference = reference_of(gdn_decode)

@@ -6,44 +6,15 @@ which slot is read and which are written. Does not know: which drafts will be ac
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.gdn_decode import gdn_decode_reference
 
 
-def gdn_verify_reference(
-    projected: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    slots: Tensor,
-    geometry: GatedDeltaNetConfig,
-) -> Tensor:
-    """Torch reference of ``gdn_verify``: decode steps on copies of the states, which go to their slots after each."""
-    num_seqs, query_len = slots.shape
-    rows = projected.view(num_seqs, query_len, -1)
-    weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
-    first = state_slots.new_zeros(1)
-    read = torch.cat([first, state_slots]).long()  # entry 0 is reserved, as in the caches
-    local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
-    conv, running, outputs = conv_state[read], state[read], []
-    for i in range(query_len):
-        outputs.append(gdn_decode_reference(rows[:, i], *weights, conv, running, local, geometry))
-        after = slots[:, i].long()
-        conv_state[after], state[after] = conv[1:], running[1:]
-    return torch.stack(outputs, dim=1).flatten(0, 1)
-
-
+@with_kernel("weft.ops.triton.gdn_verify")
 def gdn_verify(
     projected: Tensor,
     conv_weight: Tensor,
@@ -75,8 +46,19 @@ def gdn_verify(
     Returns:
         ``[S * T, HV * V]`` in projected's dtype, ready for the output projection.
     """
-    operation: Callable[..., Tensor] = gdn_verify_reference
-    if backend is not Backend.TORCH:
-        from weft.ops.triton.gdn_verify import gdn_verify_triton as operation
+    # Decode steps on copies of the states, which go to their slots after each.
+    num_seqs, query_len = slots.shape
+    rows = projected.view(num_seqs, query_len, -1)
     weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
-    return operation(projected, *weights, conv_state, state, state_slots, slots, geometry)
+    first = state_slots.new_zeros(1)
+    read = torch.cat([first, state_slots]).long()  # entry 0 is reserved, as in the caches
+    local = torch.arange(1, num_seqs + 1, dtype=state_slots.dtype, device=state_slots.device) * (state_slots > 0)
+    conv, running, outputs = conv_state[read], state[read], []
+    for i in range(query_len):
+        outputs.append(gdn_decode_reference(rows[:, i], *weights, conv, running, local, geometry))
+        after = slots[:, i].long()
+        conv_state[after], state[after] = conv[1:], running[1:]
+    return torch.stack(outputs, dim=1).flatten(0, 1)
+
+
+gdn_verify_reference = reference_of(gdn_verify)

@@ -5,23 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 
 
-def gated_group_norm_reference(
-    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, num_groups: int, *, norm_before_gate: bool = False
-) -> Tensor:
-    """Torch reference of ``gated_group_norm``."""
-    y, factor = x.float(), F.silu(gate.float())
-    if weight is None:
-        return (y * factor).to(x.dtype)
-    if not norm_before_gate:
-        y = y * factor
-    groups = y.unflatten(-1, (num_groups, -1))
-    y = F.rms_norm(groups, groups.shape[-1:], eps=eps).flatten(-2) * weight.float()
-    return (y * factor if norm_before_gate else y).to(x.dtype)
-
-
+@with_kernel("weft.ops.triton.group_norm")
 def gated_group_norm(
     x: Tensor,
     gate: Tensor,
@@ -44,8 +31,14 @@ def gated_group_norm(
     Returns:
         ``[N, C]`` in x's dtype, computed in float32.
     """
-    if backend is Backend.TORCH:
-        return gated_group_norm_reference(x, gate, weight, eps, num_groups, norm_before_gate=norm_before_gate)
-    from weft.ops.triton.group_norm import gated_group_norm_triton
+    y, factor = x.float(), F.silu(gate.float())
+    if weight is None:
+        return (y * factor).to(x.dtype)
+    if not norm_before_gate:
+        y = y * factor
+    groups = y.unflatten(-1, (num_groups, -1))
+    y = F.rms_norm(groups, groups.shape[-1:], eps=eps).flatten(-2) * weight.float()
+    return (y * factor if norm_before_gate else y).to(x.dtype)
 
-    return gated_group_norm_triton(x, gate, weight, eps, num_groups, norm_before_gate=norm_before_gate)
+
+gated_group_norm_reference = reference_of(gated_group_norm)

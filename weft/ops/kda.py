@@ -10,18 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.kimi import KimiDeltaConfig
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.gated_delta_rule import recurrent_gated_delta_rule_reference
 from weft.ops.norm import gated_rms_norm_reference
 
 
-def kda_gates_reference(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``kda_gates``."""
-    x = (f.float() + dt_bias.float()).unflatten(-1, (A_log.shape[0], -1))
-    return F.softplus(x) * -A_log.float().exp()[:, None], b.float().sigmoid()
-
-
+@with_kernel("weft.ops.triton.kda")
 def kda_gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: Backend) -> tuple[Tensor, Tensor]:
     """Log decays ``g = -exp(A_log) * softplus(f + dt_bias)`` and write strengths ``beta = sigmoid(b)``.
 
@@ -34,45 +29,14 @@ def kda_gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: 
     Returns:
         ``g [T, H, K]`` and ``beta [T, H]``, float32; g is at most 0.
     """
-    if backend is Backend.TORCH:
-        return kda_gates_reference(f, b, A_log, dt_bias)
-    from weft.ops.triton.kda import kda_gates_triton
-
-    return kda_gates_triton(f, b, A_log, dt_bias)
+    x = (f.float() + dt_bias.float()).unflatten(-1, (A_log.shape[0], -1))
+    return F.softplus(x) * -A_log.float().exp()[:, None], b.float().sigmoid()
 
 
-def kda_decode_reference(
-    projected: Tensor,
-    f: Tensor,
-    gate: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    geometry: KimiDeltaConfig,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Torch reference of ``kda_decode``: the operations that it fuses, one after the other."""
-    heads, dim = geometry.num_heads, geometry.head_dim
-    qkv, b = projected[:, : 3 * heads * dim], projected[:, 3 * heads * dim : 3 * heads * dim + heads]
-    g, beta = kda_gates_reference(f, b, A_log, dt_bias)
-    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
-    q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
-    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
-    normed = gated_rms_norm_reference(
-        o.flatten(0, 1), gate.reshape(-1, dim), norm_weight, eps, activation="sigmoid"
-    )  # fmt: skip
-    normed, padding = normed.view(-1, heads * dim), (state_slots == 0)[:, None]
-    if out is None:
-        return normed.masked_fill_(padding, 0.0)
-    return out.copy_(normed.where(~padding, out))
+kda_gates_reference = reference_of(kda_gates)
 
 
+@with_kernel("weft.ops.triton.kda_decode")
 def kda_decode(
     projected: Tensor,
     f: Tensor,
@@ -108,11 +72,20 @@ def kda_decode(
     Returns:
         ``[N, H * K]`` in projected's dtype, ready for the output projection.
     """
-    if backend is Backend.TORCH:
-        function = kda_decode_reference
-    else:
-        from weft.ops.triton.kda_decode import kda_decode_triton as function
-    return function(
-        projected, f, gate, conv_weight, A_log, dt_bias, norm_weight, eps, conv_state, state, state_slots, geometry,
-        out=out,
+    # The operations that the kernel fuses, one after the other.
+    heads, dim = geometry.num_heads, geometry.head_dim
+    qkv, b = projected[:, : 3 * heads * dim], projected[:, 3 * heads * dim : 3 * heads * dim + heads]
+    g, beta = kda_gates_reference(f, b, A_log, dt_bias)
+    qkv = causal_conv1d_update_reference(qkv, conv_weight, conv_state, state_slots)
+    q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
+    o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
+    normed = gated_rms_norm_reference(
+        o.flatten(0, 1), gate.reshape(-1, dim), norm_weight, eps, activation="sigmoid"
     )  # fmt: skip
+    normed, padding = normed.view(-1, heads * dim), (state_slots == 0)[:, None]
+    if out is None:
+        return normed.masked_fill_(padding, 0.0)
+    return out.copy_(normed.where(~padding, out))
+
+
+kda_decode_reference = reference_of(kda_decode)

@@ -14,27 +14,11 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.attention import paged_attention_reference
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.device_work import device_reference, device_work
 
 
-def latent_attention_reference(q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float) -> Tensor:
-    """Torch reference of ``latent_attention``: attention with one key head, whose values are its keys."""
-    if batch.mixture is not None:
-        out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
-        device_work("latent_attention", batch, (q, latents, torch.tensor(scale, dtype=torch.float64)), (out,))
-        return out
-    cache = latents[..., : q.shape[2]].unsqueeze(2)
-    return paged_attention_reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
-
-
-@device_reference("latent_attention")
-def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    q, latents, scale = inputs
-    rank = outputs[0].shape[2]
-    outputs[0].copy_(latent_attention_reference(q, latents, batch, rank=rank, scale=scale.item()))
-
-
+@with_kernel("weft.ops.triton.latent_attention")
 def latent_attention(
     q: Tensor, latents: Tensor, batch: Batch, *, rank: int, scale: float, backend: Backend
 ) -> Tensor:  # fmt: skip
@@ -49,11 +33,23 @@ def latent_attention(
     Returns:
         ``[T, H, rank]`` in q's dtype; padding rows are zero.
     """
-    if backend is Backend.TORCH:
-        return latent_attention_reference(q, latents, batch, rank=rank, scale=scale)
-    from weft.ops.triton.latent_attention import latent_attention_triton
+    # Attention with one key head, whose values are its keys.
+    if batch.mixture is not None:
+        out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
+        device_work("latent_attention", batch, (q, latents, torch.tensor(scale, dtype=torch.float64)), (out,))
+        return out
+    cache = latents[..., : q.shape[2]].unsqueeze(2)
+    return paged_attention_reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
 
-    return latent_attention_triton(q, latents, batch, rank=rank, scale=scale)
+
+latent_attention_reference = reference_of(latent_attention)
+
+
+@device_reference("latent_attention")
+def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    q, latents, scale = inputs
+    rank = outputs[0].shape[2]
+    outputs[0].copy_(latent_attention_reference(q, latents, batch, rank=rank, scale=scale.item()))
 
 
 def store_latents(entries: Tensor, latents: Tensor, slot_mapping: Tensor) -> None:

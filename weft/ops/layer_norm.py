@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 
 
-def add_layer_norm_reference(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``add_layer_norm``."""
-    total = x + y
-    return total, F.layer_norm(total, weight.shape, weight, bias, eps)
-
-
+@with_kernel("weft.ops.triton.layer_norm")
 def add_layer_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, *, backend: Backend
 ) -> tuple[Tensor, Tensor]:
@@ -26,8 +21,5 @@ def add_layer_norm(
     Returns:
         Both ``[N, size]``.
     """
-    if backend is Backend.TORCH:
-        return add_layer_norm_reference(x, y, weight, bias, eps)
-    from weft.ops.triton.layer_norm import add_layer_norm_triton
-
-    return add_layer_norm_triton(x, y, weight, bias, eps)
+    total = x + y
+    return total, F.layer_norm(total, weight.shape, weight, bias, eps)

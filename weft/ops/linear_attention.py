@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.config.linear_attention import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import schedule, store_checkpoints, token_grid
 from weft.ops.device_work import device_reference, device_work
 
@@ -64,7 +64,8 @@ def _skipped(out: Tensor, values: Tensor, skip: Tensor | None) -> Tensor:
     return out if skip is None else out.addcmul_(skip.float()[:, None], values)
 
 
-def chunk_linear_attention_reference(
+@with_kernel("weft.ops.triton.linear_attention")
+def chunk_linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -74,9 +75,27 @@ def chunk_linear_attention_reference(
     state: Tensor,
     batch: Batch,
     *,
+    backend: Backend,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Torch reference of ``chunk_linear_attention``; chunks in the order of ``schedule``."""
+    """Run the sequences from ``batch.num_decodes`` on through the recurrence, cut as ``batch.chunks`` says.
+
+    Args:
+        q, k: ``[T, G, K]``; tokens may be strided (slices of a wider projection), heads must be dense.
+        v: ``[T, H, V]``, as q; H is a multiple of G.
+        g: ``[T, H]`` float32, at most 0; a constant may be expanded over tokens.
+        beta: ``[T, H]`` float32; None: one.
+        skip: ``[H]``; None: none.
+        state: ``[num_slots, H, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
+            starts here); the final state is written back there, and the state after every chunk with a
+            ``checkpoint_slot`` into that slot, in the same pass.
+        out: ``[T, H, V]`` to write to, optional.
+
+    Returns:
+        ``[T, H, V]`` in v's dtype. Padding rows (``num_tokens`` on) are zero. The rows of decoding sequences are left
+        as they are in a given ``out``, and zero otherwise.
+    """
+    # Chunks in the order of ``schedule``.
     out = v.new_zeros(v.shape) if out is None else out
     if batch.mixture is not None:
         inputs = [x for x in (q, k, v, g, beta, skip) if x is not None]
@@ -109,6 +128,9 @@ def chunk_linear_attention_reference(
     out[rows] = _skipped(o, v[rows].float(), skip).to(out.dtype)
     state.index_copy_(0, slots, running.to(state.dtype))
     return out
+
+
+chunk_linear_attention_reference = reference_of(chunk_linear_attention)
 
 
 _NAMES = {
@@ -155,40 +177,3 @@ def _intra_chunk(
     last = log_decay[:, :, -1:]
     written = torch.matmul((keys * (last - log_decay).exp()).transpose(2, 3), values)
     return queries * log_decay.exp(), inside, written, last.exp()
-
-
-def chunk_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    skip: Tensor | None,
-    state: Tensor,
-    batch: Batch,
-    *,
-    backend: Backend,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Run the sequences from ``batch.num_decodes`` on through the recurrence, cut as ``batch.chunks`` says.
-
-    Args:
-        q, k: ``[T, G, K]``; tokens may be strided (slices of a wider projection), heads must be dense.
-        v: ``[T, H, V]``, as q; H is a multiple of G.
-        g: ``[T, H]`` float32, at most 0; a constant may be expanded over tokens.
-        beta: ``[T, H]`` float32; None: one.
-        skip: ``[H]``; None: none.
-        state: ``[num_slots, H, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
-            starts here); the final state is written back there, and the state after every chunk with a
-            ``checkpoint_slot`` into that slot, in the same pass.
-        out: ``[T, H, V]`` to write to, optional.
-
-    Returns:
-        ``[T, H, V]`` in v's dtype. Padding rows (``num_tokens`` on) are zero. The rows of decoding sequences are left
-        as they are in a given ``out``, and zero otherwise.
-    """
-    if backend is Backend.TORCH:
-        return chunk_linear_attention_reference(q, k, v, g, beta, skip, state, batch, out=out)
-    from weft.ops.triton.linear_attention import chunk_linear_attention_triton
-
-    return chunk_linear_attention_triton(q, k, v, g, beta, skip, state, batch, out=out)

@@ -11,21 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.config.mamba2 import Mamba2Config
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.group_norm import gated_group_norm_reference
 from weft.ops.linear_attention import linear_attention_step_reference
 from weft.ops.mamba2_parts import Mamba2Weights, split_heads
 
 
-def mamba2_gates_reference(
-    dt: Tensor, A_log: Tensor, dt_bias: Tensor, limit: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``mamba2_gates``."""
-    step = F.softplus(dt.float() + dt_bias.float()).clamp(*limit)
-    return step * -A_log.float().exp(), step
-
-
+@with_kernel("weft.ops.triton.mamba2")
 def mamba2_gates(
     dt: Tensor, A_log: Tensor, dt_bias: Tensor, limit: tuple[float, float], *, backend: Backend
 ) -> tuple[Tensor, Tensor]:
@@ -38,37 +31,14 @@ def mamba2_gates(
     Returns:
         ``(g, step)``, each ``[T, H]`` float32.
     """
-    if backend is Backend.TORCH:
-        return mamba2_gates_reference(dt, A_log, dt_bias, limit)
-    from weft.ops.triton.mamba2 import mamba2_gates_triton
-
-    return mamba2_gates_triton(dt, A_log, dt_bias, limit)
+    step = F.softplus(dt.float() + dt_bias.float()).clamp(*limit)
+    return step * -A_log.float().exp(), step
 
 
-def mamba2_decode_reference(
-    projected: Tensor,
-    weights: Mamba2Weights,
-    conv_state: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    geometry: Mamba2Config,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Torch reference of ``mamba2_decode``: the operations that it fuses, one after the other."""
-    w = weights
-    z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
-    g, step = mamba2_gates_reference(dt, w.A_log, w.dt_bias, geometry.dt_limit)
-    xbc = causal_conv1d_update_reference(xbc, w.conv_weight, conv_state, state_slots, bias=w.conv_bias)
-    x, b, c = split_heads(xbc, geometry)
-    y = linear_attention_step_reference(c, b, x, g, step, w.D, state, state_slots).flatten(1)
-    y = gated_group_norm_reference(
-        y, z, w.norm_weight, w.eps, geometry.num_groups, norm_before_gate=geometry.norm_before_gate
-    )
-    padding = (state_slots == 0)[:, None]
-    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
+mamba2_gates_reference = reference_of(mamba2_gates)
 
 
+@with_kernel("weft.ops.triton.mamba2")
 def mamba2_decode(
     projected: Tensor,
     weights: Mamba2Weights,
@@ -94,8 +64,18 @@ def mamba2_decode(
     Returns:
         ``[N, H * P]`` in projected's dtype, ready for the output projection.
     """
-    if backend is Backend.TORCH:
-        return mamba2_decode_reference(projected, weights, conv_state, state, state_slots, geometry, out=out)
-    from weft.ops.triton.mamba2 import mamba2_decode_triton
+    # The operations that the kernels fuse, one after the other.
+    w = weights
+    z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
+    g, step = mamba2_gates_reference(dt, w.A_log, w.dt_bias, geometry.dt_limit)
+    xbc = causal_conv1d_update_reference(xbc, w.conv_weight, conv_state, state_slots, bias=w.conv_bias)
+    x, b, c = split_heads(xbc, geometry)
+    y = linear_attention_step_reference(c, b, x, g, step, w.D, state, state_slots).flatten(1)
+    y = gated_group_norm_reference(
+        y, z, w.norm_weight, w.eps, geometry.num_groups, norm_before_gate=geometry.norm_before_gate
+    )
+    padding = (state_slots == 0)[:, None]
+    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
 
-    return mamba2_decode_triton(projected, weights, conv_state, state, state_slots, geometry, out=out)
+
+mamba2_decode_reference = reference_of(mamba2_decode)

@@ -13,32 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.traced import traced_op
 
 
-def topk_router_reference(
-    logits: Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    num_tokens: int | Tensor,
-    first_expert: int = 0,
-    num_experts: int | None = None,
-    shared_expert: bool = False,
-    shared_gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``topk_router``."""
-    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-    if renormalize:
-        weights /= weights.sum(-1, keepdim=True)
-    ids = _local_ids(ids, first_expert, num_experts)
-    if shared_expert:
-        weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
-    return _without_padding(weights, ids, num_tokens)
-
-
-@traced_op(topk_router_reference)
+@traced_op()
+@with_kernel("weft.ops.triton.router")
 def topk_router(
     logits: Tensor,
     top_k: int,
@@ -68,57 +48,20 @@ def topk_router(
         ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k``, or one more; padding rows have weight 0 and
         id -1.
     """
-    if backend is Backend.TORCH:
-        function = topk_router_reference
-    else:
-        from weft.ops.triton.router import topk_router_triton as function
-    return function(
-        logits,
-        top_k,
-        renormalize=renormalize,
-        num_tokens=num_tokens,
-        first_expert=first_expert,
-        num_experts=num_experts,
-        shared_expert=shared_expert,
-        shared_gate=shared_gate,
-    )
-
-
-def sigmoid_router_reference(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    *,
-    renormalize: bool,
-    epsilon: float,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
-    num_tokens: int | Tensor,
-    first_expert: int = 0,
-    num_experts: int | None = None,
-    shared_expert: bool = False,
-    shared_gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``sigmoid_router``."""
-    scores = logits.float().sigmoid()
-    choice = scores if bias is None else scores + bias
-    if top_groups < num_groups:
-        groups = choice.unflatten(1, (num_groups, -1))
-        best = groups.topk(min(2, groups.shape[2]), dim=2)[0].sum(2).topk(top_groups, dim=1)[1]
-        taken = torch.zeros_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
-        choice = groups.masked_fill(~taken[:, :, None], -torch.inf).flatten(1)
-    ids = choice.topk(top_k, dim=-1)[1]
-    weights = scores.gather(1, ids)
+    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
-    weights, ids = weights * scale, _local_ids(ids, first_expert, num_experts)
+        weights /= weights.sum(-1, keepdim=True)
+    ids = _local_ids(ids, first_expert, num_experts)
     if shared_expert:
         weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
     return _without_padding(weights, ids, num_tokens)
 
 
-@traced_op(sigmoid_router_reference)
+topk_router_reference = reference_of(topk_router)
+
+
+@traced_op()
+@with_kernel("weft.ops.triton.router")
 def sigmoid_router(
     logits: Tensor,
     bias: Tensor | None,
@@ -152,25 +95,24 @@ def sigmoid_router(
     Returns:
         As ``topk_router``.
     """
-    if backend is Backend.TORCH:
-        function = sigmoid_router_reference
-    else:
-        from weft.ops.triton.router import sigmoid_router_triton as function
-    return function(
-        logits,
-        bias,
-        top_k,
-        renormalize=renormalize,
-        epsilon=epsilon,
-        scale=scale,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        num_tokens=num_tokens,
-        first_expert=first_expert,
-        num_experts=num_experts,
-        shared_expert=shared_expert,
-        shared_gate=shared_gate,
-    )
+    scores = logits.float().sigmoid()
+    choice = scores if bias is None else scores + bias
+    if top_groups < num_groups:
+        groups = choice.unflatten(1, (num_groups, -1))
+        best = groups.topk(min(2, groups.shape[2]), dim=2)[0].sum(2).topk(top_groups, dim=1)[1]
+        taken = torch.zeros_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = groups.masked_fill(~taken[:, :, None], -torch.inf).flatten(1)
+    ids = choice.topk(top_k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+    weights, ids = weights * scale, _local_ids(ids, first_expert, num_experts)
+    if shared_expert:
+        weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
+    return _without_padding(weights, ids, num_tokens)
+
+
+sigmoid_router_reference = reference_of(sigmoid_router)
 
 
 def _local_ids(ids: Tensor, first_expert: int, num_experts: int | None) -> Tensor:
@@ -194,26 +136,6 @@ def _without_padding(weights: Tensor, ids: Tensor, num_tokens: int | Tensor) -> 
         weights[num_tokens:] = 0.0
         ids[num_tokens:] = -1
     return weights, ids
-
-
-def fused_moe_reference(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    alpha: float = 1.0,
-    limit: float | None = None,
-) -> Tensor:
-    """Torch reference of ``fused_moe``.
-
-    The host reads which experts were hit, so this is one operation to the dispatcher: who records operations (the
-    graph emulator) sees it as a unit and never a frozen list of experts.
-    """
-    return torch.ops.weft.fused_moe_reference(x, gate_up, down, weights, ids, gate_up_bias, down_bias, alpha, limit)
 
 
 def _experts(
@@ -293,13 +215,14 @@ def add_shared(out: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(
-    "fused_moe_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? gate_up_bias, "
+    "experts_reference(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? gate_up_bias, "
     "Tensor? down_bias, float alpha, float? limit) -> Tensor"
 )
-_LIBRARY.impl("fused_moe_reference", _experts, "CompositeExplicitAutograd")
+_LIBRARY.impl("experts_reference", _experts, "CompositeExplicitAutograd")
 
 
-@traced_op(fused_moe_reference, fake=lambda x, *_, **__: torch.empty_like(x))
+@traced_op(fake=lambda x, *_, **__: torch.empty_like(x))
+@with_kernel("weft.ops.triton.moe")
 def fused_moe(
     x: Tensor,
     gate_up: Tensor,
@@ -332,31 +255,10 @@ def fused_moe(
     Returns:
         ``[T, H]`` in x's dtype; rows without experts are zero (but for the shared expert).
     """
-    if backend is Backend.TORCH:
-        out = fused_moe_reference(
-            x,
-            gate_up,
-            down,
-            weights,
-            ids,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            alpha=alpha,
-            limit=limit,
-        )
-        return add_shared(out, shared, shared_gate)
-    from weft.ops.triton.moe import fused_moe_triton
+    # The host reads which experts were hit, so the experts are one operation to the dispatcher: who records operations
+    # (the graph emulator) sees them as a unit and never a frozen list of experts.
+    out = torch.ops.weft.experts_reference(x, gate_up, down, weights, ids, gate_up_bias, down_bias, alpha, limit)
+    return add_shared(out, shared, shared_gate)
 
-    return fused_moe_triton(
-        x,
-        gate_up,
-        down,
-        weights,
-        ids,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        alpha=alpha,
-        limit=limit,
-        shared=shared,
-        shared_gate=shared_gate,
-    )
+
+fused_moe_reference = reference_of(fused_moe)

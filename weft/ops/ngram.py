@@ -7,12 +7,10 @@ requests, what becomes of drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.draft_types import NO_DRAFT, RowState
 
 
@@ -32,43 +30,7 @@ def _latest_match(history: Tensor, lengths: Tensor, low: int, high: int) -> Tens
     return torch.where(score >= 0, place, NO_DRAFT)
 
 
-def ngram_drafts_reference(
-    token_ids: Tensor,
-    num_accepted: Tensor | None,
-    rows: Tensor,
-    seq_lens: Tensor,
-    history: Tensor,
-    state: RowState,
-    num_drafts: int,
-    low: int,
-    high: int,
-    always: bool,
-) -> Tensor:
-    """Torch reference of ``ngram_drafts``."""
-    num_seqs = len(rows)
-    sampled = token_ids.view(num_seqs, -1)
-    query_len = sampled.shape[1]
-    accepted = num_accepted if num_accepted is not None else torch.full_like(rows, query_len - 1)
-    # While a graph is captured, the step buffers may hold padding for fewer drafts, shorter than a sequence's tokens.
-    first = (seq_lens.long() - query_len + 1).clamp(min=0)
-    places = first[:, None] + torch.arange(query_len, device=rows.device)
-    # Tokens behind the last one that counts lie behind the end, and are overwritten.
-    history.index_put_((rows[:, None].expand_as(sampled), places), sampled.to(history.dtype))
-    if state.drafts.shape[1]:
-        state.num_rejected.index_copy_(0, rows, query_len - 1 - accepted)
-    if not num_drafts:
-        return rows.new_empty(num_seqs, 0)
-    lengths = first + 1 + accepted
-    known = history.index_select(0, rows)
-    match = _latest_match(known, lengths, low, high)[:, None]
-    step, lengths = torch.arange(num_drafts, device=rows.device), lengths[:, None]
-    start = torch.where(match >= 0, match + 1, (11 * lengths * lengths >> 5) % lengths)
-    found = known.gather(1, start + step % (lengths - start)).long()
-    if state.drafts.shape[1]:
-        state.drafts[:, :num_drafts].index_copy_(0, rows, found)
-    return found if always else torch.where(match >= 0, found, NO_DRAFT)
-
-
+@with_kernel("weft.ops.triton.ngram")
 def ngram_drafts(
     token_ids: Tensor,
     num_accepted: Tensor | None,
@@ -100,7 +62,25 @@ def ngram_drafts(
     Returns:
         ``[S, num_drafts]`` int64, ``NO_DRAFT`` in the rows of sequences in which nothing was found.
     """
-    operation: Callable[..., Tensor] = ngram_drafts_reference
-    if backend is not Backend.TORCH:
-        from weft.ops.triton.ngram import ngram_drafts_triton as operation
-    return operation(token_ids, num_accepted, rows, seq_lens, history, state, num_drafts, low, high, always)
+    num_seqs = len(rows)
+    sampled = token_ids.view(num_seqs, -1)
+    query_len = sampled.shape[1]
+    accepted = num_accepted if num_accepted is not None else torch.full_like(rows, query_len - 1)
+    # While a graph is captured, the step buffers may hold padding for fewer drafts, shorter than a sequence's tokens.
+    first = (seq_lens.long() - query_len + 1).clamp(min=0)
+    places = first[:, None] + torch.arange(query_len, device=rows.device)
+    # Tokens behind the last one that counts lie behind the end, and are overwritten.
+    history.index_put_((rows[:, None].expand_as(sampled), places), sampled.to(history.dtype))
+    if state.drafts.shape[1]:
+        state.num_rejected.index_copy_(0, rows, query_len - 1 - accepted)
+    if not num_drafts:
+        return rows.new_empty(num_seqs, 0)
+    lengths = first + 1 + accepted
+    known = history.index_select(0, rows)
+    match = _latest_match(known, lengths, low, high)[:, None]
+    step, lengths = torch.arange(num_drafts, device=rows.device), lengths[:, None]
+    start = torch.where(match >= 0, match + 1, (11 * lengths * lengths >> 5) % lengths)
+    found = known.gather(1, start + step % (lengths - start)).long()
+    if state.drafts.shape[1]:
+        state.drafts[:, :num_drafts].index_copy_(0, rows, found)
+    return found if always else torch.where(match >= 0, found, NO_DRAFT)

@@ -11,30 +11,8 @@ from typing import overload
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.traced import traced_op
-
-
-@overload
-def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: None = ...
-) -> Tensor: ...
-@overload
-def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: Tensor
-) -> tuple[Tensor, Tensor]: ...
-def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, residual: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Torch reference of ``rms_norm``."""
-    if residual is not None:
-        residual = x + residual
-        x = residual
-    scale = weight.float()
-    if zero_centered:
-        scale = scale + 1.0
-    y = F.rms_norm(x.float(), (x.shape[-1],), scale, eps).to(x.dtype)
-    return y if residual is None else (y, residual)
 
 
 @overload
@@ -45,7 +23,8 @@ def rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = ..., residual: Tensor, backend: Backend
 ) -> tuple[Tensor, Tensor]: ...
-@traced_op(rms_norm_reference, fusible=True)
+@traced_op(fusible=True)
+@with_kernel("weft.ops.triton.norm")
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -67,22 +46,20 @@ def rms_norm(
     Returns:
         ``y`` in x's dtype; with ``residual``, the pair ``(y, x + residual)``. Inputs are not modified.
     """
-    if backend is Backend.TORCH:
-        return rms_norm_reference(x, weight, eps, zero_centered=zero_centered, residual=residual)
-    from weft.ops.triton.norm import rms_norm_triton
-
-    return rms_norm_triton(x, weight, eps, zero_centered=zero_centered, residual=residual)
-
-
-def gated_rms_norm_reference(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu"
-) -> Tensor:
-    """Torch reference of ``gated_rms_norm``."""
-    y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
-    factor = F.silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
-    return y.mul_(factor).to(x.dtype)
+    if residual is not None:
+        residual = x + residual
+        x = residual
+    scale = weight.float()
+    if zero_centered:
+        scale = scale + 1.0
+    y = F.rms_norm(x.float(), (x.shape[-1],), scale, eps).to(x.dtype)
+    return y if residual is None else (y, residual)
 
 
+rms_norm_reference = reference_of(rms_norm)
+
+
+@with_kernel("weft.ops.triton.gated_norm")
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu", backend: Backend
 ) -> Tensor:
@@ -98,8 +75,9 @@ def gated_rms_norm(
     Returns:
         x's shape and dtype.
     """
-    if backend is Backend.TORCH:
-        return gated_rms_norm_reference(x, gate, weight, eps, activation=activation)
-    from weft.ops.triton.gated_norm import gated_rms_norm_triton
+    y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
+    factor = F.silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
+    return y.mul_(factor).to(x.dtype)
 
-    return gated_rms_norm_triton(x, gate, weight, eps, activation=activation)
+
+gated_rms_norm_reference = reference_of(gated_rms_norm)

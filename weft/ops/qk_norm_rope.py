@@ -9,45 +9,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.kv_cache import store_kv
 from weft.ops.norm import rms_norm_reference
 from weft.ops.qkv_split import split_qkv
 from weft.ops.rotary import apply_rotary
 
 
-def qk_norm_rope_reference(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    cos_sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    gated: bool,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Torch reference of ``qk_norm_rope``."""
-    q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)
-    if q_norm is not None and k_norm is not None:
-        q = rms_norm_reference(q, q_norm, eps, zero_centered=zero_centered)
-        k = rms_norm_reference(k, k_norm, eps, zero_centered=zero_centered)
-        assert isinstance(q, Tensor) and isinstance(k, Tensor)
-    q, k = apply_rotary(q, k, positions, cos_sin)
-    if k_scale is not None and v_scale is not None:
-        q, k, v = ((x.float() * scale).to(x.dtype) for x, scale in ((q, k_scale), (k, 1 / k_scale), (v, 1 / v_scale)))
-    store_kv(k, v, k_cache, v_cache, slot_mapping)
-    return q, gate
-
-
+@with_kernel("weft.ops.triton.qk_norm_rope")
 def qk_norm_rope(
     qkv: Tensor,
     q_norm: Tensor | None,
@@ -85,25 +54,16 @@ def qk_norm_rope(
     Returns:
         ``q [T, Hq, D]`` in qkv's dtype, and the gate ``[T, Hq * D]``, a view of ``qkv`` (None unless ``gated``).
     """
-    if backend is Backend.TORCH:
-        operation = qk_norm_rope_reference
-    else:
-        from weft.ops.triton.qk_norm_rope import qk_norm_rope_triton as operation
-    return operation(
-        qkv,
-        q_norm,
-        k_norm,
-        eps,
-        zero_centered,
-        cos_sin,
-        positions,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        gated=gated,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    q, k, v, gate = split_qkv(qkv, num_heads, num_kv_heads, head_dim, gated)
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm_reference(q, q_norm, eps, zero_centered=zero_centered)
+        k = rms_norm_reference(k, k_norm, eps, zero_centered=zero_centered)
+        assert isinstance(q, Tensor) and isinstance(k, Tensor)
+    q, k = apply_rotary(q, k, positions, cos_sin)
+    if k_scale is not None and v_scale is not None:
+        q, k, v = ((x.float() * scale).to(x.dtype) for x, scale in ((q, k_scale), (k, 1 / k_scale), (v, 1 / v_scale)))
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q, gate
+
+
+qk_norm_rope_reference = reference_of(qk_norm_rope)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.sampling_params import GREEDY_BELOW
 
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B
@@ -170,31 +170,7 @@ def _top_k_top_p_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, candida
     return torch.where(filtered, likeliest.gather(1, last), -torch.inf)
 
 
-def sample_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    *,
-    all_greedy: bool,
-    candidates: int,
-    uses_min_p: bool,
-) -> tuple[Tensor, Tensor]:
-    """Torch reference of ``sample``."""
-    greedy, nan_rows = logits.argmax(-1), ~logits.amax(-1).isfinite()
-    if all_greedy:
-        return greedy, nan_rows
-    is_greedy = temperature < GREEDY_BELOW
-    scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
-    apply_top_k_top_p_min_p_(scaled, top_k, top_p, min_p if uses_min_p else None, candidates=candidates)
-    rates = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
-    sampled = exponential_noise(seeds, positions, logits.shape[1]).div_(rates).argmin(-1)
-    return torch.where(is_greedy, greedy, sampled), nan_rows
-
-
+@with_kernel("weft.ops.triton.sampling")
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -225,30 +201,15 @@ def sample(
         The tokens, ``[N]`` int64, and ``[N]`` bool: whose largest logit is NaN or infinite, so that the token is a
         meaningless id below V.
     """
-    if backend is Backend.TORCH:
-        return sample_reference(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seeds,
-            positions,
-            all_greedy=all_greedy,
-            candidates=candidates,
-            uses_min_p=uses_min_p,
-        )
-    from weft.ops.triton.sampling import sample_triton
+    greedy, nan_rows = logits.argmax(-1), ~logits.amax(-1).isfinite()
+    if all_greedy:
+        return greedy, nan_rows
+    is_greedy = temperature < GREEDY_BELOW
+    scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
+    apply_top_k_top_p_min_p_(scaled, top_k, top_p, min_p if uses_min_p else None, candidates=candidates)
+    rates = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
+    sampled = exponential_noise(seeds, positions, logits.shape[1]).div_(rates).argmin(-1)
+    return torch.where(is_greedy, greedy, sampled), nan_rows
 
-    return sample_triton(
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        positions,
-        all_greedy=all_greedy,
-        candidates=candidates,
-        uses_min_p=uses_min_p,
-    )
+
+sample_reference = reference_of(sample)

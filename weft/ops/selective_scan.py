@@ -19,44 +19,12 @@ from torch import Tensor
 
 from weft.config.mamba import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import schedule, store_checkpoints, token_grid
 from weft.ops.device_work import device_reference, device_work
 
 
-def selective_scan_step_reference(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Torch reference of ``selective_scan_step``."""
-    slots = state_slots.long()
-    new, y = _step(state.index_select(0, slots).float(), x, z, dt, b, c, dt_bias, A_log, D)
-    state.index_copy_(0, slots, new.to(state.dtype))
-    y, padding = y.to(x.dtype), (state_slots == 0)[:, None]
-    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
-
-
-def _step(
-    old: Tensor, x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token of each row from states ``[R, N, C]``: the new states, and ``y [R, C]`` float32."""
-    step, values = F.softplus(dt.float() + dt_bias.float()), x.float()
-    decay = (-A_log.float().exp() * step[:, None]).exp()  # [R, N, C]
-    new = old * decay + b.float()[..., None] * (step * values)[:, None]
-    y = torch.matmul(c.float()[:, None], new).squeeze(1) + D.float() * values
-    return new, y * F.silu(z.float())
-
-
+@with_kernel("weft.ops.triton.selective_scan")
 def selective_scan_step(
     x: Tensor,
     z: Tensor,
@@ -84,15 +52,26 @@ def selective_scan_step(
     Returns:
         ``[R, C]`` in x's dtype.
     """
-    arguments = (x, z, dt, b, c, dt_bias, A_log, D, state, state_slots)
-    if backend is Backend.TORCH:
-        return selective_scan_step_reference(*arguments, out=out)
-    from weft.ops.triton.selective_scan import selective_scan_step_triton
+    slots = state_slots.long()
+    new, y = _step(state.index_select(0, slots).float(), x, z, dt, b, c, dt_bias, A_log, D)
+    state.index_copy_(0, slots, new.to(state.dtype))
+    y, padding = y.to(x.dtype), (state_slots == 0)[:, None]
+    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
 
-    return selective_scan_step_triton(*arguments, out=out)
+
+def _step(
+    old: Tensor, x: Tensor, z: Tensor, dt: Tensor, b: Tensor, c: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each row from states ``[R, N, C]``: the new states, and ``y [R, C]`` float32."""
+    step, values = F.softplus(dt.float() + dt_bias.float()), x.float()
+    decay = (-A_log.float().exp() * step[:, None]).exp()  # [R, N, C]
+    new = old * decay + b.float()[..., None] * (step * values)[:, None]
+    y = torch.matmul(c.float()[:, None], new).squeeze(1) + D.float() * values
+    return new, y * F.silu(z.float())
 
 
-def selective_scan_reference(
+@with_kernel("weft.ops.triton.selective_scan")
+def selective_scan(
     x: Tensor,
     z: Tensor,
     dt: Tensor,
@@ -103,8 +82,18 @@ def selective_scan_reference(
     D: Tensor,
     state: Tensor,
     batch: Batch,
+    *,
+    backend: Backend,
 ) -> Tensor:
-    """Torch reference of ``selective_scan``: the sequences side by side, token by token."""
+    """Run the sequences from ``batch.num_decodes`` on through the scan; arguments as in ``selective_scan_step``.
+
+    The initial state is that of ``batch.state_slots`` (zero for a sequence that starts here); the final state is
+    written back there, and the state after every chunk with a ``checkpoint_slot`` into that slot.
+
+    Returns:
+        ``[T, C]`` in x's dtype; rows outside those sequences are zero.
+    """
+    # The sequences side by side, token by token.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         inputs = (x, z, dt, b, c, dt_bias, A_log, D)
@@ -136,38 +125,11 @@ def selective_scan_reference(
     return out
 
 
+selective_scan_reference = reference_of(selective_scan)
+
+
 @device_reference("selective_scan")
 def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     out, state = outputs
     x, z, dt, b, c, dt_bias, a_log, skip = inputs
     out.copy_(selective_scan_reference(x, z, dt, b, c, dt_bias, a_log, skip, state, batch))
-
-
-def selective_scan(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    state: Tensor,
-    batch: Batch,
-    *,
-    backend: Backend,
-) -> Tensor:
-    """Run the sequences from ``batch.num_decodes`` on through the scan; arguments as in ``selective_scan_step``.
-
-    The initial state is that of ``batch.state_slots`` (zero for a sequence that starts here); the final state is
-    written back there, and the state after every chunk with a ``checkpoint_slot`` into that slot.
-
-    Returns:
-        ``[T, C]`` in x's dtype; rows outside those sequences are zero.
-    """
-    arguments = (x, z, dt, b, c, dt_bias, A_log, D, state, batch)
-    if backend is Backend.TORCH:
-        return selective_scan_reference(*arguments)
-    from weft.ops.triton.selective_scan import selective_scan_triton
-
-    return selective_scan_triton(*arguments)

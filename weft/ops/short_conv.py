@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update_reference
 
 
@@ -41,24 +41,7 @@ def short_conv(
     return y
 
 
-def short_conv_decode_reference(
-    projected: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    state_slots: Tensor,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Torch reference of ``short_conv_decode``."""
-    gate_in, gate_out, x = projected.chunk(3, dim=-1)
-    y = causal_conv1d_update_reference(gate_in * x, weight, conv_state, state_slots, bias=bias, silu=False)
-    y, padding = y * gate_out, (state_slots == 0)[:, None]
-    if out is None:
-        return y.masked_fill_(padding, 0.0)
-    return out.copy_(y.where(~padding, out))
-
-
+@with_kernel("weft.ops.triton.short_conv")
 def short_conv_decode(
     projected: Tensor,
     weight: Tensor,
@@ -82,8 +65,9 @@ def short_conv_decode(
     Returns:
         ``[N, C]`` in the dtype of ``projected``; without ``out`` rows of slot 0 are zero.
     """
-    if backend is Backend.TORCH:
-        return short_conv_decode_reference(projected, weight, bias, conv_state, state_slots, out=out)
-    from weft.ops.triton.short_conv import short_conv_decode_triton
-
-    return short_conv_decode_triton(projected, weight, bias, conv_state, state_slots, out=out)
+    gate_in, gate_out, x = projected.chunk(3, dim=-1)
+    y = causal_conv1d_update_reference(gate_in * x, weight, conv_state, state_slots, bias=bias, silu=False)
+    y, padding = y * gate_out, (state_slots == 0)[:, None]
+    if out is None:
+        return y.masked_fill_(padding, 0.0)
+    return out.copy_(y.where(~padding, out))

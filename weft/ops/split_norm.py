@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 
 
-def split_rms_norm_reference(x: Tensor, weight: Tensor, eps: float, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
-    """Torch reference of ``split_rms_norm``."""
-    parts = zip(x.float().split(sizes, dim=-1), weight.float().split(sizes), strict=True)
-    return tuple(F.rms_norm(part, part.shape[-1:], scale, eps).to(x.dtype) for part, scale in parts)
-
-
+@with_kernel("weft.ops.triton.split_norm")
 def split_rms_norm(
     x: Tensor, weight: Tensor, eps: float, sizes: tuple[int, int, int], *, backend: Backend
 ) -> tuple[Tensor, ...]:
@@ -23,8 +18,5 @@ def split_rms_norm(
         weight: ``[sum(sizes)]``, of all parts.
         eps: added to each mean square.
     """
-    if backend is Backend.TORCH:
-        return split_rms_norm_reference(x, weight, eps, sizes)
-    from weft.ops.triton.split_norm import split_rms_norm_triton
-
-    return split_rms_norm_triton(x, weight, eps, sizes)
+    parts = zip(x.float().split(sizes, dim=-1), weight.float().split(sizes), strict=True)
+    return tuple(F.rms_norm(part, part.shape[-1:], scale, eps).to(x.dtype) for part, scale in parts)

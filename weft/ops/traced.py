@@ -7,7 +7,8 @@ operations. Does not know: what an operation computes, what becomes of the graph
 The schema comes from the annotations, the fake from the torch reference, which has the same signature but for
 ``backend`` and returns the same shapes:
 
-    @traced_op(rms_norm_reference, fusible=True)
+    @traced_op(fusible=True)
+    @with_kernel("weft.ops.triton.norm")
     def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tensor: ...
 
 A tracer for a compiler that fuses may want to see through some of them: it then finds the reference instead.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import get_forward_context
+from weft.ops.backend import reference_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,12 +39,12 @@ _FUSIBLE: dict[str, bool] = {}
 
 
 def traced_op(
-    reference: Callable[..., Any], *, fusible: bool = False, fake: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None, *, fusible: bool = False, fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function an operator to tracers.
 
     Args:
-        reference: its torch reference.
+        reference: its torch reference; None: that of an operation with a kernel (``with_kernel``).
         fusible: bound by memory, so that a compiler gains by fusing it with what stands around it.
         fake: shapes and dtypes of the results, called as the reference. Default: the reference, which then must run on
             fake tensors.
@@ -56,8 +58,9 @@ def traced_op(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
         _FUSIBLE[name] = fusible
-        dropped = inspect.signature(function).parameters.keys() - inspect.signature(reference).parameters.keys()
-        operator = _register(function, dropped, fake or reference)
+        plain_function = reference or reference_of(function)
+        dropped = _parameters(function) - _parameters(plain_function) | {"backend"}
+        operator = _register(function, dropped, fake or plain_function)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,7 +68,7 @@ def traced_op(
                 return function(*args, **kwargs)
             breaks = get_forward_context().breaks
             if breaks is not None and name not in breaks.names:
-                return reference(*args, **{p: v for p, v in kwargs.items() if p not in dropped})
+                return plain_function(*args, **{p: v for p, v in kwargs.items() if p not in dropped})
             plain = {p: _plain(v) for p, v in kwargs.items()}
             results = operator(*(_plain(v) for v in args), **plain)
             return results[0] if len(results) == 1 else tuple(results)  # type: ignore[return-value]
@@ -82,6 +85,10 @@ def opaque_ops(*, fusible: bool) -> frozenset[str]:
         fusible: whether fusible operations are wanted too.
     """
     return frozenset(name for name, is_fusible in _FUSIBLE.items() if fusible or not is_fusible)
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
 
 
 def _plain(value: Any) -> Any:

@@ -14,18 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 
 
-def rotate_patches_reference(qkv: Tensor, cos_sin: Tensor) -> Tensor:
-    """Torch reference of ``rotate_patches``."""
-    half = qkv.shape[-1] // 2
-    cos, sin = cos_sin[:, None, None, :half], cos_sin[:, None, None, half:]
-    first, second = qkv[:, :2].float().split(half, dim=-1)
-    qkv[:, :2] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return qkv
-
-
+@with_kernel("weft.ops.triton.vision_rotary")
 def rotate_patches(qkv: Tensor, cos_sin: Tensor, *, backend: Backend) -> Tensor:
     """Rotate queries and keys in place (2D rotary embedding: the angles say which frequency turns by row or column).
 
@@ -36,11 +28,11 @@ def rotate_patches(qkv: Tensor, cos_sin: Tensor, *, backend: Backend) -> Tensor:
     Returns:
         ``qkv``, computed in float32 and rounded once.
     """
-    if backend is Backend.TORCH:
-        return rotate_patches_reference(qkv, cos_sin)
-    from weft.ops.triton.vision_rotary import rotate_patches_triton
-
-    return rotate_patches_triton(qkv, cos_sin)
+    half = qkv.shape[-1] // 2
+    cos, sin = cos_sin[:, None, None, :half], cos_sin[:, None, None, half:]
+    first, second = qkv[:, :2].float().split(half, dim=-1)
+    qkv[:, :2] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return qkv
 
 
 def frame_attention(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -64,17 +56,7 @@ def frame_attention(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def bounded_attention_reference(qkv: Tensor, bounds: Tensor) -> Tensor:
-    """Torch reference of ``bounded_attention``, with a mask of all pairs."""
-    keys = torch.arange(len(qkv), device=qkv.device)
-    visible = (keys >= bounds[:, :1]) & (keys < bounds[:, 1:])
-    q, k, v = (qkv[:, i].transpose(0, 1) for i in range(3))
-    scores = (q @ k.transpose(1, 2)).float() * qkv.shape[-1] ** -0.5
-    # Finite: a patch that sees none gets the mean of all, which nobody reads.
-    weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
-    return (weights.to(v.dtype) @ v).transpose(0, 1).flatten(1)
-
-
+@with_kernel("weft.ops.triton.vision_attention")
 def bounded_attention(qkv: Tensor, bounds: Tensor, *, backend: Backend) -> Tensor:
     """Full attention of each patch over a range of patches.
 
@@ -85,8 +67,11 @@ def bounded_attention(qkv: Tensor, bounds: Tensor, *, backend: Backend) -> Tenso
     Returns:
         ``[N, heads * D]``; finite but arbitrary for a patch that sees none.
     """
-    if backend is Backend.TORCH:
-        return bounded_attention_reference(qkv, bounds)
-    from weft.ops.triton.vision_attention import bounded_attention_triton
-
-    return bounded_attention_triton(qkv, bounds)
+    # With a mask of all pairs.
+    keys = torch.arange(len(qkv), device=qkv.device)
+    visible = (keys >= bounds[:, :1]) & (keys < bounds[:, 1:])
+    q, k, v = (qkv[:, i].transpose(0, 1) for i in range(3))
+    scores = (q @ k.transpose(1, 2)).float() * qkv.shape[-1] ** -0.5
+    # Finite: a patch that sees none gets the mean of all, which nobody reads.
+    weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
+    return (weights.to(v.dtype) @ v).transpose(0, 1).flatten(1)

@@ -8,22 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 
 
-def grid_positions_reference(weight: Tensor, places: Tensor) -> Tensor:
-    """Torch reference of ``grid_positions``."""
-    side = isqrt(len(weight))
-    exact = places[:, :2].float() * (side - 1) / places[:, 2:4].clamp(min=1)
-    low = exact.floor()
-    shares = torch.stack([1 - (exact - low), exact - low], dim=-1)  # [N, axis, low or high]
-    low = low.long()
-    points = torch.stack([low, (low + 1).clamp(max=side - 1)], dim=-1)
-    corners = (points[:, 0, :, None] * side + points[:, 1, None, :]).flatten(1)
-    weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).flatten(1)
-    return (F.embedding(corners, weight) * weights[:, :, None]).sum(1).to(weight.dtype)
-
-
+@with_kernel("weft.ops.triton.vision_positions")
 def grid_positions(weight: Tensor, places: Tensor, *, backend: Backend) -> Tensor:
     """Bilinear between the four grid points around each patch, corner of the grid on corner of the frame.
 
@@ -35,8 +23,12 @@ def grid_positions(weight: Tensor, places: Tensor, *, backend: Backend) -> Tenso
     Returns:
         ``[N, size]`` in weight's dtype, computed in float32.
     """
-    if backend is Backend.TORCH:
-        return grid_positions_reference(weight, places)
-    from weft.ops.triton.vision_positions import grid_positions_triton
-
-    return grid_positions_triton(weight, places)
+    side = isqrt(len(weight))
+    exact = places[:, :2].float() * (side - 1) / places[:, 2:4].clamp(min=1)
+    low = exact.floor()
+    shares = torch.stack([1 - (exact - low), exact - low], dim=-1)  # [N, axis, low or high]
+    low = low.long()
+    points = torch.stack([low, (low + 1).clamp(max=side - 1)], dim=-1)
+    corners = (points[:, 0, :, None] * side + points[:, 1, None, :]).flatten(1)
+    weights = (shares[:, 0, :, None] * shares[:, 1, None, :]).flatten(1)
+    return (F.embedding(corners, weight) * weights[:, :, None]).sum(1).to(weight.dtype)

@@ -17,43 +17,13 @@ import torch
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.device_work import device_reference, device_work
 
 # --- decode ----------------------------------------------------------------------------------------------------------
 
 
-def window_attention_decode_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_window: Tensor,
-    v_window: Tensor,
-    state_slots: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Torch reference of ``window_attention_decode``."""
-    rows, window = q.shape[0], k_window.shape[1]
-    slots = state_slots.long()
-    for new, windows in ((k, k_window), (v, v_window)):
-        windows[slots, positions % window] = new.to(windows.dtype)
-    valid = torch.arange(window, device=q.device) <= positions[:, None]
-    keys, values = (
-        torch.where(valid[:, :, None, None], windows.index_select(0, slots), 0.0) for windows in (k_window, v_window)
-    )
-    grouped = q.view(rows, keys.shape[2], -1, q.shape[2])
-    scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float()) * scale
-    scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
-    attended = torch.einsum("nhgw,nwhd->nhgd", _softmax(scores, sinks), values.float()).flatten(1, 2).to(q.dtype)
-    kept = torch.zeros_like(attended) if out is None else out
-    attended = torch.where((slots != 0)[:, None, None], attended, kept)
-    return attended if out is None else out.copy_(attended)
-
-
+@with_kernel("weft.ops.triton.window_attention")
 def window_attention_decode(
     q: Tensor,
     k: Tensor,
@@ -84,17 +54,28 @@ def window_attention_decode(
     Returns:
         ``[N, Hq, D]`` in q's dtype.
     """
-    if backend is Backend.TORCH:
-        function = window_attention_decode_reference
-    else:
-        from weft.ops.triton.window_attention import window_attention_decode_triton as function
-    return function(q, k, v, k_window, v_window, state_slots, positions, scale=scale, sinks=sinks, out=out)
+    rows, window = q.shape[0], k_window.shape[1]
+    slots = state_slots.long()
+    for new, windows in ((k, k_window), (v, v_window)):
+        windows[slots, positions % window] = new.to(windows.dtype)
+    valid = torch.arange(window, device=q.device) <= positions[:, None]
+    keys, values = (
+        torch.where(valid[:, :, None, None], windows.index_select(0, slots), 0.0) for windows in (k_window, v_window)
+    )
+    grouped = q.view(rows, keys.shape[2], -1, q.shape[2])
+    scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float()) * scale
+    scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
+    attended = torch.einsum("nhgw,nwhd->nhgd", _softmax(scores, sinks), values.float()).flatten(1, 2).to(q.dtype)
+    kept = torch.zeros_like(attended) if out is None else out
+    attended = torch.where((slots != 0)[:, None, None], attended, kept)
+    return attended if out is None else out.copy_(attended)
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-def window_attention_reference(
+@with_kernel("weft.ops.triton.window_attention")
+def window_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,8 +86,23 @@ def window_attention_reference(
     chunk_size: int,
     scale: float,
     sinks: Tensor | None = None,
+    backend: Backend,
 ) -> Tensor:
-    """Torch reference of ``window_attention``: one sequence after the other."""
+    """Attend for the sequences from ``batch.num_decodes`` on; read and update their windows.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k, v: ``[T, Hkv, D]``.
+        k_window, v_window: ``[num_slots, window, Hkv, D]``. The tokens before this step are those of
+            ``batch.state_slots`` (none for a sequence that starts here); the final window is written back there, and
+            the window after every chunk with a ``checkpoint_slot`` into that slot.
+        chunk_size: of the layer: which chunk table of the batch holds for it.
+        scale, sinks: as for ``window_attention_decode``.
+
+    Returns:
+        ``[T, Hq, D]`` in q's dtype; rows outside those sequences are zero.
+    """
+    # One sequence after the other.
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
         inputs = (q, k, v, torch.tensor(scale, dtype=torch.float64), *(() if sinks is None else (sinks,)))
@@ -133,6 +129,9 @@ def window_attention_reference(
             for windows, all_entries in ((k_window, keys), (v_window, values)):
                 _store(windows[target], all_entries, stored.start, before + count)
     return out
+
+
+window_attention_reference = reference_of(window_attention)
 
 
 @device_reference("window_attention")
@@ -178,37 +177,3 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         return scores.softmax(-1)
     extra = sinks.float().view(1, *scores.shape[1:3], 1).expand(scores.shape[0], -1, -1, -1)
     return torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
-
-
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_window: Tensor,
-    v_window: Tensor,
-    batch: Batch,
-    *,
-    chunk_size: int,
-    scale: float,
-    sinks: Tensor | None = None,
-    backend: Backend,
-) -> Tensor:
-    """Attend for the sequences from ``batch.num_decodes`` on; read and update their windows.
-
-    Args:
-        q: ``[T, Hq, D]``.
-        k, v: ``[T, Hkv, D]``.
-        k_window, v_window: ``[num_slots, window, Hkv, D]``. The tokens before this step are those of
-            ``batch.state_slots`` (none for a sequence that starts here); the final window is written back there, and
-            the window after every chunk with a ``checkpoint_slot`` into that slot.
-        chunk_size: of the layer: which chunk table of the batch holds for it.
-        scale, sinks: as for ``window_attention_decode``.
-
-    Returns:
-        ``[T, Hq, D]`` in q's dtype; rows outside those sequences are zero.
-    """
-    if backend is Backend.TORCH:
-        function = window_attention_reference
-    else:
-        from weft.ops.triton.window_attention import window_attention_triton as function
-    return function(q, k, v, k_window, v_window, batch, chunk_size=chunk_size, scale=scale, sinks=sinks)
