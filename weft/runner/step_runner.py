@@ -80,9 +80,8 @@ class StepRunner:
         max_captured_tokens: int,
         media: MediaInputs | None = None,
     ) -> None:
-        self._media, self._drafts_on_device = media, config.drafts_on_device
+        self._model, self._media, self._drafts_on_device = model, media, config.drafts_on_device
         device, model_config = torch.device(config.device), config.model_config
-        self._model = model
         self.graphs = StepGraphs()
         self.caches = caches = allocate_caches(spec, plan, device)
 
@@ -91,42 +90,13 @@ class StepRunner:
             return ForwardContext(batch, caches, layers, mode=mode)
 
         self.context = context
-        self.mover = CacheMover(spec.layers, self.caches, backend, device)
-        vision = model_config.vision if media is not None else None
-        self.rows = RowTable(
-            plan.max_num_seqs,
-            spec.pages_for(plan.max_model_len),
-            device,
-            vision.spatial_merge_size if vision else 1,
-            num_drafts=config.num_drafts if config.drafts_on_device else 0,
-        )
-        self.builder = BatchBuilder(
-            self.rows,
-            page_size=config.page_size,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_num_seqs=plan.max_num_seqs,
-            chunk_sizes=spec.chunk_sizes,
-            num_drafts=config.num_drafts,
-            num_drafts_at=config.num_drafts_at,
-            verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
-            ends_sparse=model_config.is_sparse(model_config.num_hidden_layers - 1),
-            device=device,
-            backend=backend,
-            first_media_id=model_config.vocab_size if media is not None else None,
-            first_media_position=config.max_model_len,
-        )
-        sampler = Sampler(backend)
+        self.mover = CacheMover(spec.layers, caches, backend, device)
+        self.rows = _row_table(config, spec, plan, device, reads_images=media is not None)
+        self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
-        speculation = config.speculative_config
-        ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
-        judge = Judge(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)
+        self._draft = self._make_drafter(config, plan, backend)
+        sampler, judge = Sampler(backend), _judge(config, device, backend)
         self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, judge)
-        self._draft: Drafter | None = None
-        if model_config.runs_mtp:
-            drafter = MtpDrafter(model, plan.max_model_len, backend)
-            self._draft = StepDrafter(drafter, self.builder, self.rows, context, reach=config.num_drafts - 1)
-        elif speculation is not None:
-            self._draft = NgramDrafter(speculation, self.builder, self.rows, plan.max_model_len, backend)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
@@ -141,6 +111,15 @@ class StepRunner:
             max_model_len=plan.max_model_len,
             hidden=torch.zeros(shape, dtype=dtype, device=device),
         )
+
+    def _make_drafter(self, config: EngineConfig, plan: CachePlan, backend: Backend) -> Drafter | None:
+        """What makes drafts for the next step; None: nothing does."""
+        if config.model_config.runs_mtp:
+            drafter = MtpDrafter(self._model, plan.max_model_len, backend)
+            return StepDrafter(drafter, self.builder, self.rows, self.context, reach=config.num_drafts - 1)
+        if config.speculative_config is not None:
+            return NgramDrafter(config.speculative_config, self.builder, self.rows, plan.max_model_len, backend)
+        return None
 
     def read_by_graphs(self) -> dict[str, Tensor]:
         """Everything that captured graphs read and that must stay where it is, by name."""
@@ -276,3 +255,44 @@ class StepRunner:
             hidden_states = self._model(inputs.input_ids)
         rows = inputs.batch.logits_rows
         return hidden_states if rows is None else spread(hidden_states, rows, shape.num_tokens)
+
+
+def _row_table(
+    config: EngineConfig, spec: CacheSpec, plan: CachePlan, device: torch.device, *, reads_images: bool
+) -> RowTable:
+    vision = config.model_config.vision if reads_images else None
+    return RowTable(
+        plan.max_num_seqs,
+        spec.pages_for(plan.max_model_len),
+        device,
+        vision.spatial_merge_size if vision else 1,
+        num_drafts=config.num_drafts if config.drafts_on_device else 0,
+    )
+
+
+def _batch_builder(
+    config: EngineConfig, spec: CacheSpec, plan: CachePlan, rows: RowTable, backend: Backend, *, reads_images: bool
+) -> BatchBuilder:
+    model_config = config.model_config
+    return BatchBuilder(
+        rows,
+        page_size=config.page_size,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_seqs=plan.max_num_seqs,
+        chunk_sizes=spec.chunk_sizes,
+        num_drafts=config.num_drafts,
+        num_drafts_at=config.num_drafts_at,
+        verifies=spec.verifies and config.cuda_graph_mode != "PIECEWISE",  # pieces run drafts as short prefills
+        ends_sparse=model_config.is_sparse(model_config.num_hidden_layers - 1),
+        device=torch.device(config.device),
+        backend=backend,
+        first_media_id=model_config.vocab_size if reads_images else None,
+        first_media_position=config.max_model_len,
+    )
+
+
+def _judge(config: EngineConfig, device: torch.device, backend: Backend) -> Judge:
+    """Which drafts are accepted: never an end of sequence where drafts stay on the device."""
+    speculation = config.speculative_config
+    ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
+    return Judge(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)

@@ -10,7 +10,17 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.draft_types import FACTORS, AcceptedDrafts, FollowedStep, PlacesAhead, RowState, Rule
+from weft.ops.draft_types import (
+    FACTORS,
+    FROM_LAST_TOKEN,
+    MASK_31,
+    NO_DRAFT,
+    AcceptedDrafts,
+    FollowedStep,
+    PlacesAhead,
+    RowState,
+    Rule,
+)
 from weft.ops.triton.launch import jit, new_indices
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -18,6 +28,7 @@ _BLOCK = 32
 """Tokens of a sequence, at most (``config/speculation.py``: ``MAX_DRAFTS``). Sizes of a step are run-time arguments, so
 that one kernel serves all."""
 _FIRST, _SECOND = (tl.constexpr(factor) for factor in FACTORS)
+_FROM_LAST_TOKEN, _NO_DRAFT, _MASK_31 = (tl.constexpr(value) for value in (FROM_LAST_TOKEN, NO_DRAFT, MASK_31))
 
 
 @jit(do_not_specialize=["query_len"])
@@ -37,7 +48,7 @@ def _follow_kernel(
     rejected = tl.where(following, tl.load(num_rejected + row), 0)
     ids = tl.load(input_ids + at, mask=inside, other=0)
     held = tl.load(drafts + row * HELD + place - 1, mask=inside & (place > 0) & following, other=0)
-    from_last = tl.where(following, place == 0, ids == -1)
+    from_last = tl.where(following, place == 0, ids == _FROM_LAST_TOKEN)
     ids = tl.where(from_last, tl.load(last_token + row), tl.where(following, held, ids))
     tl.store(new_ids + at, ids, mask=inside)
     tl.store(new_positions + at, tl.load(positions + at, mask=inside, other=0) - rejected, mask=inside)
@@ -89,15 +100,15 @@ def _accept_kernel(
     at = seq * query_len + place
     token = tl.load(token_ids + at, mask=inside, other=0)
     is_draft = place < query_len - 1
-    draft = tl.load(input_ids + at + 1, mask=is_draft, other=-1)
+    draft = tl.load(input_ids + at + 1, mask=is_draft, other=_NO_DRAFT)
     if NUM_NEVER > 0:
         entry = tl.arange(0, NEVER_BLOCK)
-        ends = tl.load(never + entry, mask=entry < NUM_NEVER, other=-1)
+        ends = tl.load(never + entry, mask=entry < NUM_NEVER, other=_NO_DRAFT)
         is_draft = is_draft & (tl.sum((draft[:, None] == ends[None, :]).to(tl.int32), 1) == 0)
     if SYNTHETIC:
         mixed = tl.load(seeds + at, mask=inside, other=0) + tl.load(positions + at, mask=inside, other=0) * _FIRST
         mixed = (mixed ^ (mixed >> 29)) * _SECOND
-        is_right = is_draft & (((mixed ^ (mixed >> 32)) & 0x7FFFFFFF) < bound)
+        is_right = is_draft & (((mixed ^ (mixed >> 32)) & _MASK_31) < bound)
         token = tl.where(is_right, draft, token)
     else:
         is_right = is_draft & (token == draft)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.draft_types import RowState
+from weft.ops.draft_types import NO_DRAFT, RowState
 from weft.ops.triton.launch import jit, new_indices
 
 _BLOCK, _DRAFT_BLOCK = 2048, 32
 """Tokens of a text that are looked at together, and of a step, at most."""
+_NO_DRAFT = tl.constexpr(NO_DRAFT)
 
 
 @jit(do_not_specialize=["query_len", "num_drafts"])
@@ -58,7 +59,7 @@ def _ngram_kernel(
         if HELD > 0:
             tl.store(drafts + row * HELD + place, draft, mask=wanted)
         if not ALWAYS:
-            draft = tl.where(is_found, draft, -1)
+            draft = tl.where(is_found, draft, _NO_DRAFT)
         tl.store(out + seq * num_drafts + place, draft, mask=wanted)
 
 
