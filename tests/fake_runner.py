@@ -69,6 +69,7 @@ class FakeRunner:
 
     Attributes:
         drafter: from the tokens of a sequence to the drafts that the model's own head makes; None: there is no head.
+        finds: whether the host is told of a row's drafts, which are on the device in any case.
         num_followed: sequences' steps that followed one whose results the host did not know.
     """
 
@@ -83,6 +84,7 @@ class FakeRunner:
         self.rows: dict[int, FakeRow] = {}
         self.last_token: dict[int, int] = {}
         self.num_tokens_run = 0
+        self.finds: Callable[[], bool] = lambda: True
 
     def spoil(self, pages: Iterable[int], slots: Iterable[int]) -> None:
         """What nobody owns holds rubbish."""
@@ -101,7 +103,8 @@ class FakeRunner:
         for source, target in orders.state_forks:
             self.states[target] = self.states[source]
         seen_decode_end = False
-        rows, tokens, drafts = [], [], {}
+        rows, tokens = [], []
+        drafts: dict[int, list[int]] = {}
         for order in map(self._moved, orders.requests):
             is_decode = order.num_tokens == 1 and order.start > 0 and not order.checkpoints
             assert not (is_decode and seen_decode_end), "decodes must come first"
@@ -112,7 +115,8 @@ class FakeRunner:
                 rows += [order.row] * len(counted)
                 tokens += counted
                 if self.drafter is not None:
-                    drafts[order.row] = self._draft(order, counted)
+                    found = self._draft(order, counted)
+                    drafts |= {order.row: found} if self.finds() else {}
         for row, token in zip(rows, tokens, strict=True):
             self.last_token[row] = token
         return ModelOutput(orders.step, rows, tokens, draft_token_ids=drafts)

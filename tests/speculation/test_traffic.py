@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any, cast
 
+from tests.fake_runner import oracle
+from tests.scheduler.test_scheduler import Rig, make_request
 from tests.speculation.traffic import Episode, figures
-from weft.speculation.planner import DraftPlanner
+from weft.speculation.planner import DeviceDrafts, DraftPlanner
 
 
 def test_random_traffic() -> None:
@@ -24,3 +27,21 @@ def test_drafts_end_with_the_context() -> None:
     for start, room in ((40, 4), (46, 3), (48, 1), (49, 0)):
         request = cast(Any, SimpleNamespace(num_computed_tokens=start, no_drafts_because=""))
         assert planner.room(request, cast(Any, SimpleNamespace(tokens=[0] * 20)), 4) == room
+
+
+def test_a_step_that_follows_a_decode_is_within_the_budget() -> None:
+    """A decode takes one token of each request, the step behind it one and all drafts: where these are too many, the
+    results are waited for. (``Rig`` looks at the size of every step.)"""
+    rig, rng = Rig(pages=60, seqs=3, budget=4, slots=20), random.Random(2)
+    rig.scheduler.drafts = DraftPlanner(
+        DeviceDrafts(), rig.manager, 2, lambda num_seqs: 2, 60, on_device=True, may_be_none=True
+    )
+    rig.runner.drafter = lambda tokens: oracle(tokens, 2)
+    rig.runner.finds = lambda: rng.random() < 0.5
+    requests = [make_request(f"r{i}", [i + 1, 7], 20 + 10 * i, i) for i in range(3)]
+    for request in requests:
+        rig.scheduler.add(request)
+    rig.run(depth=1)
+    assert rig.runner.num_followed > 0, "one request alone has room for its drafts"
+    for request in requests:
+        assert request.output_token_ids == oracle(request.prompt_token_ids, request.max_tokens)

@@ -82,7 +82,11 @@ class Episode:
             self.context,
             rng.choice([0, self.most - 1]),
             on_device,
+            may_be_none=on_device and rng.random() < 0.5,
         )
+        if rig.scheduler.drafts.may_be_none:
+            rate = rng.choice([0.1, 0.5, 0.9])
+            rig.runner.finds = lambda: rng.random() < rate
         if on_device:
             rig.runner.drafter = lambda tokens: drafter.head(tokens, self.most)
         self._traffic(depth=rng.randint(0, 1))

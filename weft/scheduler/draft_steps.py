@@ -62,12 +62,15 @@ def _any_drafts(running: Sequence[Running]) -> bool:
 
 
 def following_step(
-    planner: DraftPlanner, manager: Manager, running: Sequence[Running], in_flight: Steps
+    planner: DraftPlanner, manager: Manager, running: Sequence[Running], in_flight: Steps, budget: int
 ) -> list[Planned] | None:
     """The step that follows the one in flight, in which every sequence verifies as many drafts as there, or decodes;
     None if it has to wait for results: other sequences, other numbers of drafts, an option that needs the tokens on the
-    host, a request that may be through, no room for the most tokens that there can be, nothing drafted lately."""
+    host, a request that may be through, no room for the most tokens that there can be or more than ``budget`` of them,
+    nothing drafted lately."""
     count = planner.num_drafts_at(len(running))
+    if (1 + count) * len(running) > budget:
+        return None
     if not (planner.on_device and running and count and manager.drafts.can_follow and len(in_flight) == 1):
         return None
     (launched,) = in_flight.values()

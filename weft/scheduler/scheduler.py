@@ -151,8 +151,9 @@ class Scheduler:
 
     def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
         """The step after one whose accepted drafts are not known yet; None if that one has to be waited for."""
-        may_admit = self._waiting and self._free_rows
-        planned = None if may_admit else following_step(planner, self.manager, self._running, self._launched)
+        if self._waiting and self._free_rows:
+            return None
+        planned = following_step(planner, self.manager, self._running, self._launched, self.max_num_batched_tokens)
         return self._launch(planned) if planned else None
 
     def _plan_running(self) -> tuple[list[Planned], int]:
