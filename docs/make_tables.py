@@ -267,7 +267,7 @@ def _of_ranks(
 
 def ranks_decode_table() -> Table:
     return _of_ranks("decode, ms by batch", "decode_ms", BATCHES, lambda found: {
-        row["batch_size"]: row["step_ms"] for row in found["decode"]
+        row["batch_size"]: row["interval_ms"] for row in found["decode"]
     })  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def hybrids_table() -> Table:
     names, rows = [f"engine-{model}-h200" for model in HYBRIDS.values()], []
     for who, name in zip(HYBRIDS, names, strict=True):
         steps, prompts = decode(name), first_token(name)
-        found = [(steps[n]["step_ms"], steps[n]["floor_ms"]) for n in (1, 32, 128)]
+        found = [(steps[n]["interval_ms"], steps[n]["floor_ms"]) for n in (1, 32, 128)]
         found += [(prompts[n]["first_token_ms"], prompts[n]["floor_ms"]) for n in (512, 4096)]
         rows.append([who, *(shown(ms) + (f" ({floor / ms:.0%})" if floor < ms else "") for ms, floor in found)])
     return names, ("ms", "decode, 1", "32", "128", "first token of 512", "of 4,096"), rows
