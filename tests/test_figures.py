@@ -25,9 +25,6 @@ UNITS = (1.0, 1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 100.0, 2.0**-20, 2.0**-30)
 """Seconds to ms and us, bytes to MiB and GiB, shares to percent."""
 
 FROM_ELSEWHERE: dict[str, dict[str, str]] = {
-    "performance.md": {
-        "4.25": "TB/s, what floors are counted with",
-    },
     "kernels.md": {
         "4.25": "TB/s, what floors are counted with",
     },
