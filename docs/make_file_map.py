@@ -1,4 +1,4 @@
-"""Rewrites the file map in ``docs/architecture.md`` from the modules' docstrings.
+"""Rewrites ``docs/file-map.md`` from the modules' docstrings.
 
 Job: one line per module, between two markers. Run it after adding, moving or renaming a module: ``make docs``.
 A test fails while the map is out of date.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "architecture.md"
+DOCUMENT = ROOT / "docs" / "file-map.md"
 QUOTES = '"""'
 BEGIN, END = "<!-- file map: begin (make docs) -->", "<!-- file map: end -->"
 
