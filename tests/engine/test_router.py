@@ -162,7 +162,7 @@ def test_replicas_that_are_down_get_nothing() -> None:
     with pytest.raises(NoReplicaError):
         router.choose(prompt(1))
     router.up(0)
-    assert router.choose(prompt(1)) == 0 and not router.replicas[0].told
+    assert router.choose(prompt(1)) == 0 and not router.replicas[0].reported
 
 
 def test_a_replica_that_comes_back_has_what_it_tells_of_from_then_on() -> None:

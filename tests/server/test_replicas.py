@@ -94,7 +94,7 @@ def test_requests_are_spread_and_answered() -> None:
         server.ask("endless", [1, 2], count=1000, priority=SLOW)
         server.set.send(wire.FinishRequests(["endless"]))
         assert not server.set._open
-        await server.until(lambda: all(replica.told for replica in server.set._router.replicas))
+        await server.until(lambda: all(replica.reported for replica in server.set._router.replicas))
         server.set.send(wire.ResetPrefixCache())
         await server.until(lambda: wire.PrefixCacheReset(True) in server.others)
 
@@ -319,7 +319,7 @@ def test_all_replicas_forget_their_prefixes_or_none() -> None:
     first, second = replicas.members
     replicas._router.refresh(0, [5])
     replicas.send(wire.ResetPrefixCache())
-    assert not replicas._router.replicas[0].told
+    assert not replicas._router.replicas[0].reported
     replicas._hear(first, wire.PrefixCacheReset(True))
     replicas._open["busy"] = Open(0, SPEC)
     replicas.send(wire.ResetPrefixCache())

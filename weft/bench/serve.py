@@ -176,7 +176,7 @@ async def _ask(client: HttpClient, body: bytes) -> Outcome:
             event = msgspec.json.decode(data)
             if "error" in event:
                 outcome.error = str(event["error"])[:200]
-            elif event["choices"] and _has_news(event["choices"][0]["delta"]):
+            elif event["choices"] and _has_tokens(event["choices"][0]["delta"]):
                 if last:
                     outcome.gaps_s.append(now - last)
                 else:
@@ -194,7 +194,7 @@ async def _ask(client: HttpClient, body: bytes) -> Outcome:
     return outcome
 
 
-def _has_news(delta: dict[str, Any]) -> bool:
+def _has_tokens(delta: dict[str, Any]) -> bool:
     """True if the chunk carries something generated. Some servers open with a chunk that names the role alone, before
     the first token is computed, and close with an empty one."""
     return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))

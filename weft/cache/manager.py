@@ -55,7 +55,7 @@ NOTHING = Prefix(None, 0)
 NO_STATES: list[tuple[int, int]] = []  # of most requests of most steps; never changed
 
 Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
-"""Is told of every request that has ended: the tokens fed, how many of them were prompt, salt, boundaries."""
+"""Called with every request that has ended: the tokens fed, how many of them were prompt, salt, boundaries."""
 
 
 class Manager:

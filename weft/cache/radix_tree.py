@@ -2,7 +2,7 @@
 
 Job: find the longest stored prefix, insert spans and states, split, lock, cut. Owns: the nodes, one reference to
 every page that a node lists, and the slots of the checkpoints. Does not know: requests, tensors, or what is
-evicted first (``eviction`` decides; the tree tells its ``Watcher`` what may be evicted).
+evicted first (``eviction`` decides; the tree notifies its ``Watcher`` what may be evicted).
 
 A node is a span of tokens ``[start, end)`` below its parent, at token granularity::
 
@@ -35,7 +35,7 @@ MAX_REMEMBERED = 256
 
 
 class Watcher(Protocol):
-    """Is told what may have become evictable, or less useful than before."""
+    """Is notified of what may have become evictable, or less useful than before."""
 
     def offer_leaf(self, node: Node) -> None: ...
 

@@ -1,7 +1,7 @@
 """The engine as the server sees it: requests in, streams of text out, all in one event loop.
 
 Job: hand validated requests to the engine process, detokenize what comes back, end requests that hit a stop string, let
-go of those that nobody reads any more, and tell every open stream when the engine has died.
+go of those that nobody reads any more, and fail every open stream when the engine has died.
 Owns: the open streams. Does not know: HTTP, processes (a ``Link`` carries the messages).
 """
 
@@ -75,7 +75,7 @@ class AsyncEngine:
         self._token_times = token_times
         self._streams: dict[str, ResponseStream] = {}
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
-        self._untold: dict[ResponseStream, None] = {}  # have news from this turn of the event loop
+        self._updated: dict[ResponseStream, None] = {}  # got something in this turn of the event loop
         self._death: EngineDeadError | None = None
         self._numbers = itertools.count() if numbers is None else numbers
         self._looks: dict[int, asyncio.Future[wire.Inspected]] = {}
@@ -131,13 +131,13 @@ class AsyncEngine:
         now = time.monotonic()
         previous: dict[float, int] = {}  # moment of a message -> requests that got their token before this one in it
         num_tokens = 0
-        told: dict[ResponseStream, None] = {}
+        updated: dict[ResponseStream, None] = {}
         for update in outputs.updates:
             owner = self._owners.get(update.request_id)
             if owner is None:
                 continue  # its reader has gone, or a stop string ended it
             stream, index, request = owner
-            told[stream] = None
+            updated[stream] = None
             try:
                 update.apply(request)
                 if update.token_ids:
@@ -154,20 +154,18 @@ class AsyncEngine:
                     self._stop(request, stop)
             if request.finish_reason is not None:
                 self._owners.pop(request.request_id, None)
-        if (
-            told and not self._untold
-        ):  # what one turn of a busy loop reads is told together: each write is a system call
-            asyncio.get_running_loop().call_soon(self._tell)
-        self._untold |= told
+        if updated and not self._updated:  # one turn's outputs are delivered together: each write is a system call
+            asyncio.get_running_loop().call_soon(self._notify)
+        self._updated |= updated
         for listener in self._token_times if num_tokens else ():
             listener.iteration(num_tokens)
             for moment, count in previous.items():
                 listener.next_tokens(now - moment, count)
 
-    def _tell(self) -> None:
-        told, self._untold = self._untold, {}
-        for stream in told:
-            stream.tell()
+    def _notify(self) -> None:
+        updated, self._updated = self._updated, {}
+        for stream in updated:
+            stream.notify()
 
     def _note_time(self, request: Request, now: float, previous: dict[float, int]) -> int:
         """A request got tokens. Returns how many tokens of its prompt are done by that."""

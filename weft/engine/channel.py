@@ -97,8 +97,7 @@ class ServerChannel:
         self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Everything that is there: ZeroMQ's descriptor tells of news once, not of what is left. After a while others
-        get their turn."""
+        """Everything that is there: ZeroMQ signals a new message once. After a while others get their turn."""
         for _ in range(_MOST_AT_ONCE):
             if self._receiver is None:
                 return

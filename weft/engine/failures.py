@@ -1,7 +1,7 @@
 """Requests that end because something broke.
 
 Job: end the requests of a step that raised, all of them if the executor is dead, and keep what ended outside a step
-until the loop returns it. Owns: the ended requests that nobody was told of yet. Does not know: what went wrong.
+until the loop returns it. Owns: the ended requests that have not been reported yet. Does not know: what went wrong.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class EngineKeeper:
         self._may_restart = False
 
     async def stop(self, grace_s: float) -> None:
-        """End it; nobody is told."""
+        """End it without a message to anybody."""
         self._is_stopping = True
         if self._process is not None:
             await self._process.stop(grace_s)

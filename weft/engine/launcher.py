@@ -1,6 +1,6 @@
 """Starts the engine process and notices its end.
 
-Job: spawn, hand over the settings, pass messages on, tell when the process has ended, stop it.
+Job: spawn, hand over the settings, pass messages on, report when the process has ended, stop it.
 Owns: the child process, its private directory and the server's side of its sockets; and what every engine that runs
 elsewhere has in common (``EngineHandle``). Does not know: requests, HTTP.
 """
@@ -101,7 +101,7 @@ class EngineHandle(ABC):
             message = wire.decode_from_engine(content)
             self._hear(message)
         except Exception:
-            # Whatever it was to tell is lost. Nothing that waits for it may wait for ever.
+            # Its last messages are lost. Nothing that waits for it may wait for ever.
             logger.exception("a message of the engine could not be handled; the engine is ended")
             assert self._channel is not None
             self._channel.stop_reading()
@@ -190,7 +190,7 @@ class EngineProcess(EngineHandle):
         status = self._process.wait()
         try:
             self._loop.call_soon_threadsafe(self._end, status)
-        except RuntimeError:  # the event loop is gone, so nobody waits for the news
+        except RuntimeError:  # the event loop is gone, so nobody waits for the message
             return
 
     def _end(self, status: int) -> None:

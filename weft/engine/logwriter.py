@@ -67,8 +67,8 @@ class LogWriter:
     def _write_out(self, lines: list[str]) -> None:
         with self._lock:
             dropped = self.num_dropped
-        told = [f"weft: {dropped} lines of the log could not be written and were dropped"] if dropped else []
-        content = "".join(f"{line}\n" for line in told + lines).encode("utf-8", "backslashreplace")
+        notice = [f"weft: {dropped} lines of the log could not be written and were dropped"] if dropped else []
+        content = "".join(f"{line}\n" for line in notice + lines).encode("utf-8", "backslashreplace")
         try:
             while content:
                 content = content[os.write(self._fd, content) :]
@@ -92,7 +92,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception as error:  # a broken log call must not break what it tells of
+        except Exception as error:  # a broken log call must not break what it logs
             line = f"a log line of {record.name} could not be formatted: {error}"
         self.writer.put(line)
 

@@ -2,14 +2,14 @@
 
 Job: hash the prefixes of a prompt, and those that a tree can reuse. Owns: the hash. Does not know: replicas.
 
-Prefixes are told and looked up in whole ``STEP`` tokens: what can be reused up to a position counts up to the last
+Prefixes are reported and looked up in whole ``STEP`` tokens: what can be reused up to a position counts up to the last
 multiple before it. The hash of ``n`` tokens is ``seed + sum (token_i + 1) * B**i`` modulo 2**64: all prefixes of a
 prompt in one pass, and a tree's nodes from their parents'. It is a hint, not a proof: a collision, or a prompt that
 leaves another one between two multiples, costs a worse choice of replica.
 
 Hashing takes most of a router's time, so it goes in chunks and ends where nobody knows more. With recurrent states a
-request can start from few prefixes only; that a tree goes on beyond a chunk's end is then told as the hash up to there
-with other bits (``passing``).
+request can start from few prefixes only; that a tree goes on beyond a chunk's end is then reported as the hash up to
+there with other bits (``passing``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK = 1024
 """Tokens that are hashed at a time."""
 
 MAX_TOLD = 8192
-"""Prefixes that one replica tells; the ones used latest."""
+"""Prefixes that one replica reports; the ones used latest."""
 
 _BASE = 0x9E3779B97F4A7C15
 _PASSING = 0x5555555555555555
@@ -61,8 +61,8 @@ def chunks_of_hashes(token_ids: list[int], salt: str | None = None) -> Iterator[
 
 
 def passing(value: int) -> int:
-    """What is told where a tree goes on beyond a chunk's end, whose hash is ``value``, without a request being able to
-    start there."""
+    """What is reported where a tree goes on beyond a chunk's end, whose hash is ``value``, without a request being
+    able to start there."""
     return value ^ _PASSING
 
 

@@ -29,7 +29,7 @@ class PrefixResets:
     def ask(self, replicas: Iterable[int], done: bool = True) -> None:
         """These replicas have been asked. ``done`` False: nobody was, since it cannot be done now."""
         self._questions.append(_Question(set(replicas), done))
-        self._tell()
+        self._notify()
 
     def answered(self, replica: int, done: bool) -> None:
         """A replica has answered the oldest question that it was asked."""
@@ -37,14 +37,14 @@ class PrefixResets:
         if question is not None:
             question.waiting.discard(replica)
             question.done &= done
-            self._tell()
+            self._notify()
 
     def died(self, replica: int) -> None:
         """With everything that it had cached."""
         for question in self._questions:
             question.waiting.discard(replica)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         while self._questions and not self._questions[0].waiting:
             self._answer(self._questions.popleft().done)

@@ -1,7 +1,7 @@
 """The engine process: ``python -m weft.engine.process``, started by the server.
 
-Job: start the engine as told on standard input, then take requests from one socket, run steps, and send what changed
-through the other. Owns: this process's life. Does not know: text, HTTP.
+Job: start the engine with the settings on standard input, then take requests from one socket, run steps, and send
+what changed through the other. Owns: this process's life. Does not know: text, HTTP.
 
 It outlives nobody: the kernel kills it when its parent dies, and its heartbeat checks once more. It ignores the signals
 that ask a service to end, because the server lets open requests finish first and then says ``Shutdown``.
@@ -69,14 +69,14 @@ class EngineLoop:
     """Messages in, steps, messages out."""
 
     def __init__(
-        self, core: Core, channel: EngineChannel, heartbeat: Heartbeat, *, tells_prefixes: bool = False
+        self, core: Core, channel: EngineChannel, heartbeat: Heartbeat, *, reports_prefixes: bool = False
     ) -> None:
         self._core = core
-        self._prefixes_due = 0.0 if tells_prefixes else math.inf
+        self._prefixes_due = 0.0 if reports_prefixes else math.inf
         self._prefixes_version = -1
         self._channel = channel
         self._heartbeat = heartbeat
-        self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities told, by open request
+        self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities sent, by open request
         self._broken_steps = 0
         self._order = FairOrder()
 
@@ -93,9 +93,9 @@ class EngineLoop:
             if self._core.has_work:
                 self._step()
             if time.monotonic() >= self._prefixes_due:
-                self._tell_prefixes()
+                self._report_prefixes()
 
-    def _tell_prefixes(self) -> None:
+    def _report_prefixes(self) -> None:
         """What is cached, for a router: at most once a second, and for at most a hundredth of the time."""
         began = time.monotonic()
         version, hashes = self._core.cached_prefixes(self._prefixes_version)
@@ -162,14 +162,14 @@ class EngineLoop:
             self._channel.send(wire.Outputs(updates, self._core.stats()))
 
     def _update(self, request: Request) -> wire.Update:
-        """What the server has not been told yet."""
+        """What the server has not been sent yet."""
         num_tokens, num_prompt_logprobs = self._sent[request.request_id]
         if num_tokens == 0:
             self._order.served(request.arrival)
         # A preempted request fills its prompt log probabilities again from the start, with the same values.
-        told = max(num_prompt_logprobs, len(request.prompt_logprobs))
+        sent = max(num_prompt_logprobs, len(request.prompt_logprobs))
         if request.finish_reason is None:
-            self._sent[request.request_id] = (len(request.output_token_ids), told)
+            self._sent[request.request_id] = (len(request.output_token_ids), sent)
         else:
             del self._sent[request.request_id]
         return wire.Update(
@@ -229,7 +229,7 @@ def _stages(seconds: Mapping[str, float]) -> str:
 
 
 def main(make: Start = start_core) -> int:
-    """Run the engine process until it is told to leave. Returns its exit status."""
+    """Run the engine process until it is asked to stop. Returns its exit status."""
     load_torch_libraries()
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineStart)
     die_with_parent(start.parent_pid)
@@ -244,8 +244,8 @@ def main(make: Start = start_core) -> int:
         core, capacity = make(start, channel)
         gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection
         channel.send(wire.Ready(capacity))
-        tells_prefixes = (start.settings.get("data_parallel_size") or 1) > 1
-        EngineLoop(core, channel, heartbeat, tells_prefixes=tells_prefixes).run()
+        reports_prefixes = (start.settings.get("data_parallel_size") or 1) > 1
+        EngineLoop(core, channel, heartbeat, reports_prefixes=reports_prefixes).run()
     except Exception as error:
         if not isinstance(error, WeftError):
             logger.exception("the engine ends")

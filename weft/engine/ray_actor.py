@@ -1,6 +1,6 @@
 """An engine on another machine, as seen there: the parent of its process.
 
-Job: what a Ray actor runs: start the engine process, tell how it does, wait for its end. Owns: the process and its
+Job: what a Ray actor runs: start the engine process, report its state, wait for its end. Owns: the process and its
 heartbeat. Does not know: Ray, requests; messages go between server and engine directly.
 """
 

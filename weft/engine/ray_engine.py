@@ -4,7 +4,7 @@ Job: find room for it, start it in an actor there, notice its end. Owns: the pla
 side of the sockets. Does not know: Ray's interface (``ray_cluster.py``), requests.
 
 Messages do not pass through Ray: the engine connects to the server's sockets over TCP (``channel.py``). What starts the
-engine goes through Ray, the question whether it is alive, and the news of its end. An engine whose connection breaks
+engine goes through Ray, the question whether it is alive, and the report of its end. An engine whose connection breaks
 ends itself, since messages are lost.
 """
 

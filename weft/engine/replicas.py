@@ -182,7 +182,7 @@ class ReplicaSet:
             keys = cache_token_ids(prompt, message.media) if message.media else prompt
             index = self._router.choose(keys, message.cache_salt)
         except NoReplicaError:
-            self._tell([wire.Update(message.request_id, [], finish_reason="error")])
+            self._forward([wire.Update(message.request_id, [], finish_reason="error")])
             return
         process = self.members[index].process
         assert process is not None, "a replica that is up has a process"
@@ -245,9 +245,9 @@ class ReplicaSet:
             if update.finish_reason is not None:
                 del self._open[update.request_id]
                 self._router.ended(entry.index)
-        self._tell(outputs.updates)
+        self._forward(outputs.updates)
 
-    def _tell(self, updates: list[wire.Update]) -> None:
+    def _forward(self, updates: list[wire.Update]) -> None:
         if self._is_ready:
             self._on_message(wire.Outputs(updates, merged([m.stats for m in self.members])))
 
@@ -372,7 +372,7 @@ class ReplicaSet:
             else:
                 self._route(entry.message)
         if failed:
-            self._tell(failed)
+            self._forward(failed)
 
     def _give_up(self, member: Member, status: int) -> None:
         self._is_over = True

@@ -1,6 +1,7 @@
 """The stream of one call: what its completions got, for one reader.
 
-Job: turn new tokens into news when the reader looks, wake it, or push the news past it. Does not know: how tokens come.
+Job: turn new tokens into deltas when the reader asks, wake it, or push the deltas past it. Does not know: how tokens
+come.
 
 A stream keeps no queue: what arrives while its reader is slow is added to what the reader will get next, so a reader
 that never reads costs the tokens of its own answer and nothing more.
@@ -24,7 +25,7 @@ PromptDelta = tuple[int, CompletionDelta]
 """Number of the prompt within its call, and what one of its completions got."""
 
 Push = Callable[[list[PromptDelta]], bool]
-"""Takes news at once, without the reader's task; False: not now."""
+"""Takes deltas at once, without the reader's task; False: not now."""
 
 
 class ResponseStream:
@@ -38,7 +39,7 @@ class ResponseStream:
     Attributes:
         request_id: the call's id.
         outputs: one per prompt.
-        is_told: the reader has been given everything.
+        is_delivered: the reader has got everything.
         push: while the reader waits, it takes what is new and no end, as soon as a step has been received. The reader
             gets what it raises.
     """
@@ -50,9 +51,9 @@ class ResponseStream:
         self.outputs = outputs
         self._engine = engine
         self._waiter: asyncio.Future[None] | None = None
-        self._has_news = self.is_told = False
+        self._has_updates = self.is_delivered = False
         self._changed: set[int] = set()
-        self._untold: list[PromptDelta] = []  # news that could not be pushed
+        self._undelivered: list[PromptDelta] = []  # could not be pushed
         self._error: EngineDeadError | None = None
         self._push_error: Exception | None = None
 
@@ -73,21 +74,21 @@ class ResponseStream:
         Raises:
             EngineDeadError: the engine died before the end.
         """
-        while not self.is_told:
-            if not self._untold and not self._has_news:
+        while not self.is_delivered:
+            if not self._undelivered and not self._has_updates:
                 await self._wait()
-            deltas, self._untold = self._untold, []
-            if self._has_news:
-                deltas += self._news()
+            deltas, self._undelivered = self._undelivered, []
+            if self._has_updates:
+                deltas += self._new_deltas()
             if _has_end(deltas):
-                self.is_told = self.finished
+                self.is_delivered = self.finished
             if deltas:
                 return deltas
         raise StopAsyncIteration
 
-    def _news(self) -> list[PromptDelta]:
+    def _new_deltas(self) -> list[PromptDelta]:
         """What came since the last call, as text."""
-        self._has_news = False
+        self._has_updates = False
         changed = sorted(self._changed) if len(self._changed) > 1 else list(self._changed)
         self._changed.clear()
         self._catch_up(changed)
@@ -100,19 +101,19 @@ class ResponseStream:
     async def results(self) -> list[RequestOutput]:
         """Wait for the end of every completion. Raises EngineDeadError as above."""
         while not self.finished:
-            if not self._has_news:
+            if not self._has_updates:
                 await self._wait()
-            self._has_news = False
+            self._has_updates = False
         return self.snapshot()
 
     async def _wait(self) -> None:
-        """Until there is news. What had arrived before the engine died is still news."""
+        """Until there is something new. What had arrived before the engine died is still delivered."""
         if self._error is None and self._push_error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._push_error is not None:
             raise self._push_error
-        if not self._has_news and not self._untold and self._error is not None:
+        if not self._has_updates and not self._undelivered and self._error is not None:
             raise self._error
 
     def _wake(self) -> None:
@@ -132,29 +133,29 @@ class ResponseStream:
                 self._engine.give_up(request)
 
     def take(self, index: int, request: Request) -> str | None:
-        """A completion of prompt ``index`` has news. Returns the stop string that ends it."""
+        """A completion of prompt ``index`` has new tokens. Returns the stop string that ends it."""
         stop = self.outputs[index].take(request)
         self.touch(index)
         return stop
 
     def touch(self, index: int) -> None:
-        """There is news of prompt ``index``; ``tell`` has to follow."""
+        """There is something new of prompt ``index``; ``notify`` has to follow."""
         self._changed.add(index)
-        self._has_news = True
+        self._has_updates = True
 
-    def tell(self) -> None:
-        """The reader gets the news, if it waits for some."""
-        if self._waiter is not None and self._has_news and not (self.push is not None and self._pushed(self.push)):
+    def notify(self) -> None:
+        """Give the reader what is new, if it waits."""
+        if self._waiter is not None and self._has_updates and not (self.push is not None and self._pushed(self.push)):
             self._wake()
 
     def _pushed(self, push: Push) -> bool:
-        deltas = self._news()
+        deltas = self._new_deltas()
         try:
             if not _has_end(deltas) and (not deltas or push(deltas)):
                 return True
         except Exception as error:
             self._push_error = error
-        self._untold = deltas
+        self._undelivered = deltas
         return False
 
     def fail(self, error: EngineDeadError) -> None:
@@ -169,7 +170,7 @@ class ResponseStream:
                 if request.finish_reason is None:
                     request.end("abort")
                     self.take(index, request)
-        self.tell()
+        self.notify()
 
     def close(self) -> None:
         """The reader is done: whatever still runs is aborted. Harmless if repeated."""

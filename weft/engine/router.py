@@ -7,7 +7,7 @@ A replica's cost for a request is the tokens of the prompt that it would compute
 completion that it has open; once it has as many as it can run, the prompt would also wait, which counts as all of it
 and ``FULL_TOKENS`` more. So a conversation stays where its cache is until that replica is much busier than another.
 
-What a replica has cached it tells itself from time to time (``refresh``). Until it does, what was sent to it counts as
+A replica reports what it has cached from time to time (``refresh``). Until it does, what was sent to it counts as
 cached there, up to the first chunk of tokens that was new: the turns of a conversation, and prompts with one system
 prompt that come together, find each other.
 """
@@ -24,7 +24,7 @@ LOAD_TOKENS = 64
 FULL_TOKENS = 4096
 
 RECENT_S = 15.0
-"""Seconds for which a prompt that was sent counts as cached although the replica does not tell of it (yet)."""
+"""Seconds for which a prompt that was sent counts as cached although the replica has not reported it."""
 
 
 @dataclass(slots=True)
@@ -34,24 +34,24 @@ class Replica:
     Attributes:
         is_up: takes requests.
         num_open: completions that it has open.
-        told: prefixes that it says it has.
+        reported: prefixes that it says it has.
         sent: prefixes that were sent to it lately, with the moment.
         sent_since: no older ones are in ``sent``.
     """
 
     is_up: bool = False
     num_open: int = 0
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
     sent: dict[int, float] = field(default_factory=dict)
     sent_since: float = 0.0
 
     def known(self, hashes: list[int]) -> set[int]:
         """Those of the prefixes that it has."""
-        return self.told.intersection(hashes) | (self.sent.keys() & hashes)
+        return self.reported.intersection(hashes) | (self.sent.keys() & hashes)
 
     def goes_beyond(self, value: int) -> bool:
         """Whether it may have more than the prefix with this hash, of whole chunks."""
-        return value in self.sent or value in self.told or passing(value) in self.told
+        return value in self.sent or value in self.reported or passing(value) in self.reported
 
     def forget_sent(self, now: float) -> None:
         """What was sent long ago counts no more."""
@@ -85,7 +85,7 @@ class Router:
         chosen = min(up, key=lambda index: (self._cost(index, len(token_ids) - cached[index], len(token_ids)), index))
         replica, now = self.replicas[chosen], self._clock()
         replica.num_open += 1
-        if now - replica.sent_since > 2 * RECENT_S:  # also of a replica that tells nothing
+        if now - replica.sent_since > 2 * RECENT_S:  # also of a replica that reports nothing
             replica.forget_sent(now)
         replica.sent.update(dict.fromkeys(hashes, now))
         return chosen
@@ -113,14 +113,14 @@ class Router:
         """A completion on a replica has ended."""
         self.replicas[index].num_open -= 1
 
-    def refresh(self, index: int, told: Iterable[int]) -> None:
-        """A replica tells what it has cached."""
-        self.replicas[index].told = set(told)
+    def refresh(self, index: int, reported: Iterable[int]) -> None:
+        """A replica reports what it has cached."""
+        self.replicas[index].reported = set(reported)
         self.replicas[index].forget_sent(self._clock())
 
     def forget(self, index: int) -> None:
         """A replica forgets what it has cached."""
-        self.replicas[index].told, self.replicas[index].sent = set(), {}
+        self.replicas[index].reported, self.replicas[index].sent = set(), {}
 
     def up(self, index: int) -> None:
         """A replica takes requests, with nothing cached."""

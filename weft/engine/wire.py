@@ -114,7 +114,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):
-    """News of one request since its last update; moments and counters as in ``Request``."""
+    """What one request got since its last update; moments and counters as in ``Request``."""
 
     request_id: str
     token_ids: list[int]
@@ -216,7 +216,7 @@ def _with_media(message: ToEngine, change: Callable[[MediaItem], MediaItem]) -> 
 
 
 def failure(error: BaseException) -> Failed:
-    """How the end of the engine is told."""
+    """The message of the engine's end."""
     if isinstance(error, WeftError):
         return Failed(str(error), user_error=isinstance(error, ConfigError))
     return Failed(f"{type(error).__name__}: {error}")

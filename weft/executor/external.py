@@ -48,7 +48,7 @@ def _store() -> Store:
 
 
 def lead(start: WorkerStart, ring: Writer) -> tuple[Sequence[RankProcess], Store]:
-    """The other ranks, told to start, and where they meet.
+    """The other ranks, started, and where they meet.
 
     Raises:
         ConfigError: torchrun has started another number of processes, or some on other machines.

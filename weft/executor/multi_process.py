@@ -78,7 +78,7 @@ class MultiProcessExecutor:
             raise (cause or error) from error
 
     def _gather(self, start: WorkerStart, started: Sequence[StartedRank]) -> tuple[Sequence[RankProcess], dist.Store]:
-        """The other ranks, told to start, and where they meet."""
+        """The other ranks, started, and where they meet."""
         if start.config.distributed_executor_backend == "external_launcher":
             return external.lead(start, self._ring)
         store, ranks = f"{self._folder.name}/store", started or [StartedRank(rank) for rank in range(1, start.size)]

@@ -99,7 +99,7 @@ class StartedRank(RankProcess):
             thread.start()
 
     def begin(self, start: WorkerStart, store: str) -> None:
-        """Tell it what to be a rank of. ``store``: the file through which ranks find each other."""
+        """Send it what to be a rank of. ``store``: the file through which ranks find each other."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has died, which is noticed
             self._process.stdin.write(encode_start((start, self.rank, store, self._reports)))

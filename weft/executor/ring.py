@@ -161,7 +161,7 @@ class Reader:
         self.beat()
 
     def beat(self) -> None:
-        """Tell that this process is alive."""
+        """Write this process's heartbeat."""
         self._memory.set_number(self._index, _PID, os.getpid())
         self._memory.set_beat(self._index, time.monotonic())
 

@@ -3,7 +3,7 @@
 Job: load libraries, hear what to be a rank of, join the group, build the rank's runner, then run every step that comes
 through the ring. Owns: this process's life. Does not know: requests, results (rank 0 reads its own copy of them).
 
-It ends when it is told to (an empty message), when the process of rank 0 has gone, or with the error that broke it,
+It ends when it is asked to (an empty message), when the process of rank 0 has gone, or with the error that broke it,
 which it reports first. It ignores the signals that a terminal sends to the whole group: rank 0 hears them too.
 """
 
@@ -47,7 +47,7 @@ STOP = b""
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What every rank is told.
+    """What every rank is started with.
 
     Attributes:
         size: how many ranks there are.
@@ -67,7 +67,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """News of a rank, a line of JSON.
+    """A report of a rank, a line of JSON.
 
     Attributes:
         kind: ``stage`` (``text``: name; ``seconds``), ``ready``, or ``failed`` (``text``: why; ``user_error``: the
@@ -88,8 +88,8 @@ decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
 decode_report = msgspec.json.Decoder(Report).decode
 
 
-def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], tell: Callable[[Report], None]) -> None:
-    """Build the rank and run what comes, until it is told to stop.
+def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], send: Callable[[Report], None]) -> None:
+    """Build the rank and run what comes, until it is asked to stop.
 
     Args:
         store: where the ranks find each other; called once torch is there.
@@ -99,7 +99,7 @@ def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], tell: Ca
     """
     reader = Reader(start.ring, rank - 1, start.spin_s)
     _keep_beating(reader)
-    tell(Report("stage", "libraries", _load_libraries()))
+    send(Report("stage", "libraries", _load_libraries()))
     import torch
 
     from weft.executor.rank import Rank
@@ -107,8 +107,8 @@ def run_rank(start: WorkerStart, rank: int, store: Callable[[], Store], tell: Ca
     torch.set_num_threads(start.num_threads)
     with Rank(start.config, rank, start.size, store()) as worker:
         for name, seconds in worker.runner.startup.seconds.items():
-            tell(Report("stage", name, seconds))
-        tell(Report("ready"))
+            send(Report("stage", name, seconds))
+        send(Report("ready"))
         while (message := reader.receive()) != STOP:
             worker.runner.launch(decode_step(message))
 
@@ -124,7 +124,7 @@ def _load_libraries() -> float:
 
 
 def _keep_beating(reader: Reader) -> None:
-    """Tell from a thread that this process is alive."""
+    """Send a heartbeat from a thread."""
 
     def beat() -> None:
         while True:
@@ -139,15 +139,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _load_libraries()
-    told = sys.stdin.buffer.read()
-    if not told:
+    given = sys.stdin.buffer.read()
+    if not given:
         return 1  # rank 0 has gone before it needed this one
-    start, rank, path, descriptor = decode_start(told)
+    start, rank, path, descriptor = decode_start(given)
     level = logging.INFO if start.verbose else logging.WARNING
     logging.basicConfig(level=level, format=f"rank {rank}: %(name)s: %(message)s")
     reports = os.fdopen(descriptor, "wb", buffering=0)
 
-    def tell(report: Report) -> None:
+    def send(report: Report) -> None:
         reports.write(msgspec.json.encode(report) + b"\n")
 
     def store() -> Store:
@@ -156,13 +156,13 @@ def main() -> int:
         return FileStore(path, start.size)
 
     try:
-        run_rank(start, rank, store, tell)
+        run_rank(start, rank, store, send)
     except EOFError:
         return _leave_nothing(path)
     except Exception as error:
         text = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
         try:
-            tell(Report("failed", text, user_error=isinstance(error, ConfigError)))
+            send(Report("failed", text, user_error=isinstance(error, ConfigError)))
         except BrokenPipeError:  # the error is that rank 0 has gone in the middle of a step
             return _leave_nothing(path)
         if not isinstance(error, WeftError):

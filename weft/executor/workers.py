@@ -133,11 +133,11 @@ class Workers:
             worker.kill()
 
     def may_leave(self) -> None:
-        """They were told to: their ends are no failures."""
+        """They were asked to stop: their ends are no failures."""
         self._is_stopping.set()
 
     def wait(self) -> None:
-        """They were told to leave; kill those that do not."""
+        """They were asked to stop; kill those that do not."""
         self._is_stopping.set()
         deadline = time.monotonic() + _GRACE_S
         for worker in self.ranks:

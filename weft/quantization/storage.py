@@ -173,6 +173,6 @@ def _blocks(size: int) -> int:
 
 def _indivisible(name: str, share: str) -> str:
     return (
-        f"{name}: this rank's {share} do not fall on the borders of the blocks of {BLOCK} x {BLOCK} that share a "
+        f"{name}: this rank's {share} do not fall on the boundaries of the blocks of {BLOCK} x {BLOCK} that share a "
         f"scale; use a tensor_parallel_size that leaves multiples of {BLOCK}, or a checkpoint with scales by channel"
     )

@@ -68,7 +68,7 @@ class PrefixLookups:
         return awaited is not None and not awaited.lease.is_prefilled
 
     def await_in_flight_match(self, request: Request, match: Match, running: Sequence[Running]) -> None:
-        """If a prefill in flight will make much more of this prompt reusable, wait for it, and tell that prefill."""
+        """If a prefill in flight will make much more of this prompt reusable, wait for it and have it store a state."""
         for each in running:
             if self._manager.states.shareable(match, each.lease) - match.num_tokens >= MIN_IN_FLIGHT_MATCH:
                 self._manager.states.share(match, each.lease)

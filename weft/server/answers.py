@@ -72,7 +72,7 @@ class AnswerParser:
         return self._state == "content" and self._tools is None and not self._skip_space
 
     def feed(self, text: str) -> Parts:
-        """Take in more text; what can be told now."""
+        """Take in more text; what can be sent now."""
         if self.is_plain:
             return Parts(content=text)
         self._buffer += text

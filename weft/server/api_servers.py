@@ -72,7 +72,7 @@ class ApiServers:
         settings: the server's.
         keeper: of the engine.
         listeners: one socket for each.
-        tell: hears about stages of the start.
+        report_stage: called with stages of the start.
         verbose: they log what they decide.
 
     Attributes:
@@ -84,11 +84,11 @@ class ApiServers:
         settings: ServerSettings,
         keeper: EngineKeeper,
         listeners: list[socket.socket],
-        tell: Callable[[str, float, str], None],
+        report_stage: Callable[[str, float, str], None],
         *,
         verbose: bool = False,
     ) -> None:
-        self._settings, self._keeper, self._tell, self._verbose = settings, keeper, tell, verbose
+        self._settings, self._keeper, self._report_stage, self._verbose = settings, keeper, report_stage, verbose
         self._members = [ApiProcess(index, listener) for index, listener in enumerate(listeners)]
         self._owners: dict[str, ApiProcess] = {}
         self._gathering = Gathering()
@@ -125,7 +125,7 @@ class ApiServers:
         """Have them take nothing new and leave when all is done."""
         self._is_leaving = True
         self._keeper.no_restart()
-        self._tell_all(link.Drain())
+        self._broadcast(link.Drain())
         await self._wait_for_all(self._settings.drain_timeout_s + _LEAVE_S)
         self.ended.set()
 
@@ -169,7 +169,7 @@ class ApiServers:
         status = process.wait()
         try:
             connecting.get_loop().call_soon_threadsafe(self._ended, member, status)  # type: ignore[attr-defined]
-        except RuntimeError:  # the event loop is gone, so nobody waits for the news
+        except RuntimeError:  # the event loop is gone, so nobody waits for the message
             return
 
     def _ended(self, member: ApiProcess, status: int) -> None:
@@ -201,13 +201,13 @@ class ApiServers:
     def _give_up(self, failure: wire.Failed) -> None:
         if self.failure is None:
             self.failure = failure
-            self._tell_all(link.Lost(failure, False))
+            self._broadcast(link.Lost(failure, False))
             self.ended.set()
 
     async def _beat(self) -> None:
-        """Tell how the engine is; to those that have no request in it, its figures too."""
+        """Send the state of the engine; to those without a request in it, its figures too."""
         while True:
-            self._tell_all(self._pulse())
+            self._broadcast(self._pulse())
             for member in self._members:
                 if member.is_serving and not member.open:
                     member.send(wire.Outputs([], self._stats))
@@ -218,7 +218,7 @@ class ApiServers:
         known = None if silence_s == float("inf") else silence_s
         return link.Pulse(known, keeper.pid, keeper.num_restarts, keeper.replicas)
 
-    def _tell_all(self, message: link.ToApi) -> None:
+    def _broadcast(self, message: link.ToApi) -> None:
         for member in self._members:
             member.send(message)
 
@@ -233,12 +233,12 @@ class ApiServers:
                 self._members[message.number % len(self._members)].send(message)
             case wire.Configured():
                 self._configured = message
-                self._tell_all(message)
+                self._broadcast(message)
             case wire.Ready():
                 self._ready = message
-                self._tell_all(message)
+                self._broadcast(message)
             case wire.Stage():
-                self._tell(message.name, message.seconds, message.note)
+                self._report_stage(message.name, message.seconds, message.note)
 
     def _spread(self, outputs: wire.Outputs) -> None:
         """To each process what is its."""
@@ -260,12 +260,12 @@ class ApiServers:
 
     def _lost(self, failure: wire.Failed, is_restarting: bool) -> None:
         """The engine has died."""
-        self._tell_all(self._pulse())
+        self._broadcast(self._pulse())
         self._ready, self._stats = None, EngineStats()
         for request_id in list(self._owners):
             self._forget(request_id)
         if is_restarting:
-            self._tell_all(link.Lost(failure, True))
+            self._broadcast(link.Lost(failure, True))
         else:
             self._give_up(failure)
 
@@ -305,6 +305,6 @@ class ApiServers:
             member.send(link.Open())
         elif all(m.is_serving for m in self._members) and self._ready is not None:
             self._has_told = True
-            self._tell_all(link.Open())
+            self._broadcast(link.Open())
             note = f"{len(self._members)} API processes; {describe(self._ready.capacity)}"
-            self._tell("ready", time.monotonic() - self._began, note)
+            self._report_stage("ready", time.monotonic() - self._began, note)

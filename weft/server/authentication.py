@@ -33,7 +33,7 @@ class AuthenticationMiddleware:
 
     Args:
         routes: paths that are counted by name; all others are counted together.
-        responded: told of path and status of each response.
+        responded: called with path and status of each response.
     """
 
     def __init__(

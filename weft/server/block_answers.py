@@ -65,13 +65,13 @@ class BlockAnswer(ABC):
         stream, content = self.chat.call.stream, b""
         async for deltas in stream:
             content = self.content(deltas)
-            if content and not stream.is_told:
+            if content and not stream.is_delivered:
                 yield content
         ends = (encoded for event in self.blocks.finish() for encoded in self.block_events(event))
         yield LastEvent(b"".join((content, *ends, *self.last_events())))
 
     def content(self, deltas: list[PromptDelta]) -> bytes:
-        """The events of some news, perhaps none."""
+        """The events of some deltas, perhaps none."""
         encoded: list[bytes] = []
         if not self._has_begun:
             self._has_begun = True

@@ -58,7 +58,7 @@ class Chat:
     stop_reason: int | str | None = None
     reasoning: str = ""
     _parser: AnswerParser | None = None
-    _untold: list[dict[str, Any]] = field(default_factory=list)
+    _unsent_logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def parser(self) -> AnswerParser:
         """A parser for one completion."""
@@ -67,7 +67,7 @@ class Chat:
         return AnswerParser(reasoning=reads, in_reasoning=opened, tools=self.tools.schemas)
 
     def parts(self, deltas: list[PromptDelta]) -> Iterator[Parts]:
-        """What the only completion's news are made of."""
+        """What the only completion's deltas are made of."""
         parser = self._parser = self._parser or self.parser()
         for _, delta in deltas:
             self.call.check_error(delta.finish_reason)
@@ -80,9 +80,9 @@ class Chat:
             if self.hides_reasoning:
                 parts.reasoning = ""
             if self.top_logprobs is not None:
-                self._untold += self.logprobs(delta.logprobs)["content"]
+                self._unsent_logprobs += self.logprobs(delta.logprobs)["content"]
                 if parts:
-                    parts.logprobs, self._untold = _of_content(self._untold, parts.content), []
+                    parts.logprobs, self._unsent_logprobs = _of_content(self._unsent_logprobs, parts.content), []
             yield parts
 
     def num_reasoning_tokens(self) -> int:
@@ -279,7 +279,7 @@ class ChatAnswer:
         stream, content = self._call.stream, b""
         async for deltas in stream:
             content = self.content(deltas)
-            if content and not stream.is_told:
+            if content and not stream.is_delivered:
                 yield content
         if self._usage_at_end:
             last = self._head("chat.completion.chunk") | {"choices": [], "usage": self._call.usage()}
@@ -287,7 +287,7 @@ class ChatAnswer:
         yield LastEvent(content + DONE)
 
     def content(self, deltas: list[PromptDelta]) -> bytes:
-        """The events of some news, perhaps none."""
+        """The events of some deltas, perhaps none."""
         content = b""
         for _, delta in deltas:
             content += self._event(delta)
@@ -305,12 +305,12 @@ class ChatAnswer:
         return self._chunks.event(choice, first | usage)
 
     def _is_text(self, delta: CompletionDelta) -> bool:
-        """More content, as it stands, is all that there is to tell."""
+        """More content, as it stands, is all that there is to send."""
         is_text = delta.text and delta.finish_reason is None and not delta.logprobs and not self._usage_always
         return bool(is_text) and self._has_begun[delta.index] and self._parsers[delta.index].is_plain
 
     def _delta_choice(self, delta: CompletionDelta) -> dict[str, Any] | None:
-        """A chunk's choice, or None if there is nothing to tell yet."""
+        """A chunk's choice, or None if there is nothing to send yet."""
         self._call.check_error(delta.finish_reason)
         parser = self._parsers[delta.index]
         num_calls = parser.num_calls

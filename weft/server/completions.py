@@ -178,7 +178,7 @@ class CompletionAnswer:
         stream, content = self._call.stream, b""
         async for deltas in stream:
             content = self.content(deltas)
-            if content and not stream.is_told:
+            if content and not stream.is_delivered:
                 yield content
         if self._usage_at_end:
             last = self._head("text_completion") | {"choices": [], "usage": self._usage()}
@@ -186,7 +186,7 @@ class CompletionAnswer:
         yield LastEvent(content + DONE)
 
     def content(self, deltas: list[PromptDelta]) -> bytes:
-        """The events of some news, perhaps none."""
+        """The events of some deltas, perhaps none."""
         choices = [choice for delta in deltas if (choice := self._delta_choice(delta)) is not None]
         return b"".join(map(self._chunk, choices))
 
@@ -195,7 +195,7 @@ class CompletionAnswer:
         return self._chunks.event(full, {"usage": self._usage()} if self._usage_always else {})
 
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
-        """A chunk's choice, or None if there is nothing to tell yet."""
+        """A chunk's choice, or None if there is nothing to send yet."""
         prompt_index, delta = prompt_delta
         self._call.check_error(delta.finish_reason)
         index = prompt_index * self._n + delta.index
@@ -214,5 +214,5 @@ class CompletionAnswer:
             if index not in self._has_begun:
                 choice["prompt_token_ids"] = self._call.prompts[prompt_index].token_ids
                 self._has_begun.add(index)
-        tells = text or delta.finish_reason is not None or "logprobs" in choice or "token_ids" in choice
-        return choice if tells or self._usage_always else None
+        has_content = text or delta.finish_reason is not None or "logprobs" in choice or "token_ids" in choice
+        return choice if has_content or self._usage_always else None

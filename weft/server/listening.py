@@ -54,7 +54,7 @@ def make_tracer(endpoint: str | None) -> Tracer | None:
 
 
 def listen(settings: ServerSettings) -> list[socket.socket]:
-    """The listening sockets, one for each API process, made before the model is loaded: a port in use is told at once.
+    """The listening sockets, one per API process, made before the model is loaded: a port in use is reported at once.
 
     With several the kernel spreads connections over them (SO_REUSEPORT). Raises ConfigError if the address cannot be
     had.
@@ -63,7 +63,7 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
     if settings.api_server_count == 1:
         first.listen(_BACKLOG)  # whoever connects now waits for the event loop and is not turned away
         return [first]
-    port = first.getsockname()[1]  # nobody else has it: a shared socket would not have told
+    port = first.getsockname()[1]  # nobody else has it: a shared socket would not have shown it
     first.close()
     sockets = [_bound(settings, port, is_shared=True) for _ in range(settings.api_server_count)]
     for one in sockets:

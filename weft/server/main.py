@@ -1,7 +1,7 @@
 """``weft serve``, without the command line: signals, start and end.
 
 Job: one process that keeps the engine and answers calls, or, with ``api_server_count``, one that keeps the engine
-before several that answer; tell the start stage by stage, drain on SIGTERM. Owns: the process's exit status. Does not
+before several that answer; report the start stage by stage, drain on SIGTERM. Owns: the process's exit status. Does not
 know: routes, flags.
 """
 
@@ -62,7 +62,7 @@ def serve(
 
 
 class StartReport:
-    """Tells the stages of the start. ``say``: takes one line, for stderr."""
+    """Reports the stages of the start. ``say``: takes one line, for stderr."""
 
     def __init__(self, say: Say) -> None:
         self.say = say

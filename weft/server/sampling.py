@@ -115,7 +115,7 @@ def names_ids(request: SamplingFields, settings: ServerSettings) -> bool:
 
 
 def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
-    """JSON has texts as keys. All that are no token ids are told, as far as there is room."""
+    """JSON has texts as keys. All that are no token ids are named in the error, as far as there is room."""
     wrong = [key for key in logit_bias if not (key.isascii() and key.isdigit() and len(key) < 12)]
     if wrong:
         keys = ", ".join(repr(key[:40]) for key in wrong[:5]) + (", …" if len(wrong) > 5 else "")

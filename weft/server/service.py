@@ -1,7 +1,7 @@
 """The served model: the engine process behind it, and whether it can take requests.
 
-Job: take up the engine when it is ready, tell its stages, drain. Owns: the tokenizer, the image processor and the state
-of the service.
+Job: take up the engine when it is ready, report its stages, drain. Owns: the tokenizer, the image processor and the
+state of the service.
 Does not know: routes, the shape of requests, who keeps the engine's process (an ``EngineClient``).
 
     starting ──▶ ready ──▶ draining ──▶ (exit 0)
@@ -38,12 +38,12 @@ from weft.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 FROZEN_AFTER_S = 3.0
-"""The engine beats four times a second; without a beat for so long it stands still."""
+"""The engine's heartbeat comes four times a second; without one for so long the engine stands still."""
 
 DRAINED_RETRY_S = 5
 """When a caller of a server that is leaving may expect another in its place."""
 
-Tell = Callable[[str, float, str], None]
+ReportStage = Callable[[str, float, str], None]
 """Reports a stage of the start: name, seconds, note."""
 
 
@@ -60,7 +60,7 @@ class Service:
     Args:
         settings: the server's.
         engine: the engine, in the hands of whoever keeps it.
-        tell: hears about stages of the start.
+        report_stage: called with stages of the start.
         peers: the other API processes.
         counts: the open completions of all of them.
         numbers: of its requests and looks into the engine; see ``InputProcessor``.
@@ -78,7 +78,7 @@ class Service:
         self,
         settings: ServerSettings,
         engine: EngineClient,
-        tell: Tell = lambda name, seconds, note: None,
+        report_stage: ReportStage = lambda name, seconds, note: None,
         *,
         peers: Peers | None = None,
         counts: OpenCounts | None = None,
@@ -98,7 +98,7 @@ class Service:
         self.peers = peers or NoPeers()
         engine.listen(self._hear, self._lost)
         self._grammars: GrammarChecker | None = None
-        self._tell = tell
+        self._report_stage = report_stage
         self._counts = counts or OpenCounts()
         self._numbers = numbers
         self._engine: AsyncEngine | None = None
@@ -208,7 +208,7 @@ class Service:
                 if self._readers is None:
                     self._readers = asyncio.create_task(self._load_readers(message.config))
             case wire.Stage():
-                self._tell(message.name, message.seconds, message.note)
+                self._report_stage(message.name, message.seconds, message.note)
             case wire.Ready():
                 asyncio.create_task(self._become_ready(message.capacity))  # noqa: RUF006 (short, and held by the loop)
 
@@ -218,11 +218,11 @@ class Service:
         if not config.skip_tokenizer_init:
             began = time.monotonic()
             tokenizer = await asyncio.to_thread(_load, config.tokenizer_path)
-            self._tell("tokenizer", time.monotonic() - began, f"{tokenizer.vocab_size:,} tokens")
+            self._report_stage("tokenizer", time.monotonic() - began, f"{tokenizer.vocab_size:,} tokens")
         began = time.monotonic()
         media = await asyncio.to_thread(load_processor, config)
         if media is not None:
-            self._tell("images", time.monotonic() - began, f"at most {media.max_tokens:,} tokens each")
+            self._report_stage("images", time.monotonic() - began, f"at most {media.max_tokens:,} tokens each")
         return tokenizer, media
 
     async def _become_ready(self, capacity: wire.Capacity) -> None:
@@ -245,7 +245,7 @@ class Service:
             return
         self.state = State.READY
         self.became_ready.set()
-        self._tell("ready", time.monotonic() - self._began, describe(capacity))
+        self._report_stage("ready", time.monotonic() - self._began, describe(capacity))
 
     def _lost(self, failure: wire.Failed, is_restarting: bool) -> None:
         """The engine has ended; another one is started, or the service is over."""

@@ -22,7 +22,7 @@ class ServerSettings:
     """How the server listens, whom it lets in, and how much it takes.
 
     Attributes:
-        host, port: where to listen. Port 0: any free one (it is told at the start).
+        host, port: where to listen. Port 0: any free one (it is logged at the start).
         api_server_count: processes that answer calls, before one engine.
         api_keys: callers must present one of them; empty: no keys.
         admin_key: a further key, which may also look into the engine.

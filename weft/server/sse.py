@@ -84,10 +84,10 @@ class StreamResponse(Response):
         events: encoded events; closed in any case.
         close: called once at the very end, whatever happened.
         timeout_s: longest life of the response.
-        error_events: how a failure after the start is told.
+        error_events: how a failure after the start is sent.
         headers: further headers.
-        pushed: a stream that ``events`` reads, and what makes events of its news: between the first event and the last
-            they are written as soon as a step has been received, without a turn of ``events``.
+        pushed: a stream that ``events`` reads, and what makes events of its deltas: between the first event and the
+            last they are written as soon as a step has been received, without a turn of ``events``.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _Sender:
         self._last, self._is_busy = self._loop.time(), False
 
     def push(self, render: Callable[[list[PromptDelta]], bytes], deltas: list[PromptDelta]) -> bool:
-        """Write what ``render`` makes of the news now; False, and nothing is rendered, if that would have to wait."""
+        """Write what ``render`` makes of the deltas now; False, and nothing is rendered, if that would have to wait."""
         if self._is_busy or not self.started or not self._chunks.is_free:
             return False
         if content := render(deltas):
@@ -285,7 +285,7 @@ class Watch:
         if left <= 0:
             self._is_late = True
             self._task.cancel()
-            left = _END_TIMEOUT_S  # for the error to be told
+            left = _END_TIMEOUT_S  # for the error to be sent
             self._deadline = self._loop.time() + left
         wait = left if self._look is None else min(left, self._look())
         self._timer = self._loop.call_later(wait, self._wake)

@@ -66,7 +66,7 @@ COUNTERS = {
 
 
 class Counts(msgspec.Struct):
-    """The numbers, as one process tells them to another.
+    """The numbers, as one process sends them to another.
 
     Attributes:
         counters: by name.

@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each call, with its queue, prefill and decode below it.
 
 Job: from a call that has ended to spans, under the semantic conventions for generative AI; the way to the collector.
-Owns: attribute names. Does not know: prompts or answers: neither is ever told.
+Owns: attribute names. Does not know: prompts or answers: neither is ever exported.
 
 Loaded only if ``--otlp-traces-endpoint`` is given; needs the extra ``weft[otel]``. The span of the caller's
 ``traceparent`` is the parent, and its decision to sample is followed; otherwise the environment decides
