@@ -1,4 +1,4 @@
-"""Weft: an inference engine for language models that weave paged softmax attention with recurrent layers.
+"""Weft: an inference engine for hybrid language models: paged softmax attention and recurrent layers.
 
 Job: the public names. Owns: nothing; each name is loaded from its module on first use, so that ``import weft`` takes
 milliseconds and loads no torch.

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way.
+"""When Python's garbage collector runs: not during a start, not during a capture.
 
 Job: scopes without collections, or with cheap ones. Owns: nothing. Does not know: what happens in them.
 

@@ -1,4 +1,4 @@
-"""The one ambient object of a forward pass: what the batch looks like and where each layer's cache lives.
+"""The forward context: the batch's metadata and each layer's cache, for one forward pass.
 
 Job: carry the metadata of the running batch, the caches and the layer table to the layers that need them without
 threading them through every ``forward``: token mixers read all three, a mixture of experts how many rows are real.

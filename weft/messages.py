@@ -1,4 +1,4 @@
-"""What crosses the boundary between deciding and running: the scheduler output of one step, and its model output.
+"""The messages between scheduler and runner: the scheduler output of one step, and its model output.
 
 Job: two frozen, complete, serialisable messages (msgspec), made of plain numbers, never of tensors or references.
 Owns: their fields. Does not know: how either side works.

@@ -1,4 +1,4 @@
-"""What a user gets back.
+"""Results as the user gets them: ``RequestOutput`` and ``CompletionOutput``.
 
 Job: the public result objects, under the names that scripts for vLLM already use. Owns: their fields.
 Does not know: how they are produced.

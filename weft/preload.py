@@ -1,4 +1,4 @@
-"""Loading torch, and creating the CUDA context, in less time.
+"""Loading torch and creating the CUDA context in parallel threads, for a shorter start.
 
 Job: do in threads what needs no Python, while the interpreter reads modules: loading torch's shared libraries is a
 third of importing it, and the CUDA driver takes as long for its first use. Owns: nothing. Does not know: what is

@@ -1,4 +1,4 @@
-"""What a measurement needs to be believed: device, versions, settings, command, date.
+"""The head of a measurement's JSON: device, versions, settings, command, date.
 
 Job: the common part of every JSON file of figures. Owns: its keys. Does not know: what was measured.
 """

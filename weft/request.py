@@ -1,4 +1,4 @@
-"""One completion on its way through the engine.
+"""A request inside the engine: its tokens, its progress, its end.
 
 Job: hold what a request is and how far it has come. Owns: progress counters and the tokens so far.
 Does not know: pages, slots, rows of the runner, text. A prompt with ``n > 1`` is ``n`` requests.

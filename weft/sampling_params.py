@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen: the sampling parameters, their limits, and their validation.
+"""``SamplingParams``: fields, limits, validation.
 
 Job: one validated value object. Owns: ranges and defaults. Does not know: tokenizers, vocabularies or tensors; what
 depends on those (stop strings, bad words, token ids in range) is checked where the request is accepted.

@@ -1,4 +1,4 @@
-"""What the engine counts: each gauge and counter once, from the cache's to the whole engine's.
+"""Engine statistics: each gauge and counter, defined once.
 
 Job: the values behind metrics, progress bars and the inspector page. Owns: their names. Does not know: who counts.
 Counters are since the start of the engine.

@@ -1,4 +1,4 @@
-"""Token ids of texts of any length, without keeping other threads waiting.
+"""Tokenization of long texts in pieces, so that other threads run in between.
 
 Job: cut a long text where that does not change its tokens, and encode it piece by piece, each in a call that releases
 the interpreter lock. Owns: the rule of where to cut, and the check whether a tokenizer keeps it.

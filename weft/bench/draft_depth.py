@@ -1,4 +1,4 @@
-"""How many drafts pay: milliseconds per new token for every batch size and number of drafts.
+"""How many drafts are worth it: milliseconds per new token by batch size and number of drafts.
 
 Job: one engine for each number of drafts, and the same batches through all of them. Owns: the method below. Does not
 know: files, what follows from the figures.

@@ -1,4 +1,4 @@
-"""Prefix reuse: how much of what could be reused is, and what that does to the time to the first token.
+"""Prefix reuse: the share of prompt tokens that is reused, and the time to the first token.
 
 Job: run a prefix workload on an engine, or replay it on caches alone. Owns: the methods below.
 Does not know: flags, files.

@@ -1,4 +1,4 @@
-"""Workloads for the prefix cache: which prompts come, and how they grow out of earlier ones.
+"""Workloads for the prefix cache: sequences of prompts, and which earlier one each continues.
 
 Job: name and generate request sequences with a fixed seed. Owns: their shapes. Does not know: engines, caches.
 """

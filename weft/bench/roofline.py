@@ -1,4 +1,4 @@
-"""How fast a step could be at best: the bytes it must move and the arithmetic it must do, over what the device can.
+"""The roofline of a step: bytes to move and FLOPs, over the device's ceilings.
 
 Job: bytes and FLOPs of a decode step and of a prefill from the model's geometry, and the time they take at the
 device's ceilings. Owns: the model of the work. Does not know: how Weft does it.

@@ -1,4 +1,4 @@
-"""Load on any server that speaks the OpenAI protocol, and what its users would have felt.
+"""Load on a server that speaks the OpenAI protocol: TTFT, TPOT, ITL, E2E, goodput.
 
 Job: make conversations, send them at a rate or at a concurrency, and time every chunk. Owns: the workloads and the
 figures. Does not know: Weft's server; nothing here is special to it.

@@ -1,4 +1,4 @@
-"""Making room: KV from the leaves upwards, and states anywhere, each by its own need.
+"""Eviction: KV pages from the leaves upwards, states anywhere in the tree.
 
 Job: find the least useful evictable KV tail or state quickly, and evict it. Owns: two lazy heaps and the counters.
 Does not know: who needs the room; how utilities are computed (``policy``); the shape of the tree beyond its leaves.

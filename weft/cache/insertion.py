@@ -1,4 +1,4 @@
-"""From a lease into the prefix tree: what a request computed becomes reusable.
+"""Inserting what a request computed into the prefix tree.
 
 Job: insert KV and states of a lease, and keep the lease's lock on what it still reads. Owns: nothing of its own.
 Does not know: requests, when a step is done, eviction.

@@ -1,4 +1,4 @@
-"""What one running request holds of the cache, and the cache's figures.
+"""The lease: the pages and slots that one running request holds.
 
 Job: the records that ``Manager`` hands out. Owns: their fields. Does not know: pools, the tree, or when they change.
 """

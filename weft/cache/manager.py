@@ -1,4 +1,4 @@
-"""Who holds which pages and slots: the cache as the scheduler sees it.
+"""The cache manager: which request or tree node owns each page and state slot.
 
 Job: match a sequence against what is cached, lease pages and a state slot to a request, grow the lease, insert what it
 computed into the tree, take it back. Owns: the pools, the prefix tree and every live lease.

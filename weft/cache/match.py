@@ -1,4 +1,4 @@
-"""What a lookup found, and the reason where it found less than hoped.
+"""The result of a prefix lookup, and the reason why it found no more.
 
 Job: the value that ``Manager.match`` hands out, and its report. Owns: the fields of a match, the sentences of a report.
 Does not know: how a prefix is found or what is done with it.

@@ -1,4 +1,4 @@
-"""What the prefix tree is made of: spans of tokens with pages and states, and the longest stored prefix of a sequence.
+"""Nodes of the prefix tree: spans of tokens with pages and states, and the longest stored prefix of a sequence.
 
 Does not know: how nodes come and go (``radix_tree``).
 """

@@ -1,4 +1,4 @@
-"""The pool of KV pages: which are free, who keeps each of the others, and which of those running requests need.
+"""The pool of KV pages: the free list, reference counts, and pins by running requests.
 
 Job: hand out page ids, count references and pins, take pages back. Owns: the free list and the counts.
 Does not know: what is in a page, who uses it, or any tensor. Page 0 is reserved for padding and never handed out.

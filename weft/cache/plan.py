@@ -1,4 +1,4 @@
-"""How many pages and slots a budget buys, and what must be clamped so that the rest fits.
+"""Pool sizes: how many pages and slots a memory budget holds, and which limits shrink so that the rest fits.
 
 Job: turn a byte budget and a cache geometry into pool sizes, as returned values with reasons.
 Owns: the arithmetic of sharing a budget between pages and slots. Does not know: where the budget came from, tensors,

@@ -1,4 +1,4 @@
-"""The prefix tree: which token sequences have their KV and recurrent states in the cache.
+"""The prefix tree (a radix tree): token sequences whose KV and recurrent states are cached.
 
 Job: find the longest stored prefix, insert spans and states, split, lock, cut. Owns: the nodes, one reference to
 every page that a node lists, and the slots of the checkpoints. Does not know: requests, tensors, or what is

@@ -1,4 +1,4 @@
-"""A cache without a model: replay requests to see what a setting would have reused.
+"""Replaying a log of requests against the cache alone, to see what a setting would have reused.
 
 Job: run whole requests through a ``Manager`` and count what they would have computed. Owns: nothing that outlives a
 replay. Does not know: tensors, time, concurrency (requests run one after another).

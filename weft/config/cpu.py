@@ -1,4 +1,4 @@
-"""What processor this is.
+"""The processor's name.
 
 Job: its name, for figures that were measured on it. Owns: nothing. Does not know: what is measured.
 """

@@ -1,4 +1,4 @@
-"""What drafts mean for other settings, and how many of them a step verifies."""
+"""How speculative decoding affects other settings, and the number of drafts by batch size."""
 
 from __future__ import annotations
 

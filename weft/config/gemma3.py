@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786): what its ``config.json`` says in a way of its own."""
+"""Gemma 3 (arXiv 2503.19786): keys of its ``config.json`` that no other family has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two kinds of layers of Kimi-Linear (arXiv 2510.26692): Kimi Delta Attention, and unrotated latent attention.
+"""Kimi-Linear (arXiv 2510.26692): geometries of Kimi Delta Attention and of latent attention.
 
 Geometry, how ``config.json`` names it, what each keeps. Latent attention (MLA, arXiv 2405.04434) keeps one vector per
 token for all heads.

@@ -1,4 +1,4 @@
-"""What a layer keeps of every sequence: the contract between kinds of layers and everything that handles caches.
+"""``LayerSpec``: the cache tensors that a layer keeps per sequence, and their costs.
 
 Job: ``LayerSpec``, which a kind of layer (attention, Gated DeltaNet, ...) derives from its geometry, and from which
 pool sizes, cache tensors, copies, checkpoints, chunk tables and eviction costs follow. Owns: the vocabulary of caches.

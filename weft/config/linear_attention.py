@@ -1,4 +1,4 @@
-"""What kinds of layers share whose state decays by one number per head and token (Mamba-2, lightning attention)."""
+"""Linear attention with one decay per head and token (Mamba-2, lightning attention): its chunk length."""
 
 CHUNK_SIZE = 64
 """Longest chunk of the chunked form, in tokens."""

@@ -1,4 +1,4 @@
-"""From what the user gave to an ``EngineConfig``, once.
+"""Resolving settings once: user input, checkpoint and device to an ``EngineConfig``, with reasons.
 
 Job: validate the user's settings, read the checkpoint's config, choose what was left open, and say why.
 Owns: the rules of automatic choices. Does not know: flags, memory (pool sizes are planned later, from measurements).

@@ -1,4 +1,4 @@
-"""Is a value one that a setting accepts?
+"""Validation of one setting's value.
 
 Job: check kind, range and choice of one user value, and refuse by name what waits for a later version.
 Owns: the wording of those errors. Does not know: where values come from, how automatic ones are found.

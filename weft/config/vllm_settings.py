@@ -1,4 +1,4 @@
-"""Settings of vLLM's ``LLM`` that Weft has not, so that scripts for it run or are told what to write instead.
+"""Arguments of vLLM's ``LLM`` that Weft lacks: values that change nothing are accepted, others refused.
 
 Job: one table: what each would have to say to change nothing here, and what to do where it says something else. Owns:
 the table. Does not know: Weft's own settings.

@@ -1,4 +1,4 @@
-"""From a conversation to a prompt: rendered once, encoded once, and what did not change is not encoded again.
+"""Prompts of conversations: rendered once, and only what is new since the last turn is encoded.
 
 Job: the text of a conversation, its token ids, and its turn boundaries: the token positions at which later prompts are
 likely to leave this one, where a recurrent state is worth keeping. Owns: the encodings of earlier conversations' parts,

@@ -1,4 +1,4 @@
-"""What another machine's clock shows, from questions that it answers.
+"""The offset of another machine's clock, estimated from round trips.
 
 Job: the difference between two monotonic clocks. Owns: the bounds known so far. Does not know: who asks.
 """

@@ -1,4 +1,4 @@
-"""Requests that end because something broke.
+"""Ending requests whose step failed.
 
 Job: end the requests of a step that raised, all of them if the executor is dead, and keep what ended outside a step
 until the loop returns it. Owns: the ended requests that have not been reported yet. Does not know: what went wrong.

@@ -1,4 +1,4 @@
-"""Who waits behind whom when callers send more than the engine can take: self-clocked fair queueing.
+"""Fair queueing of callers (self-clocked) when more requests arrive than the engine can take.
 
 Job: give each request its place, so that callers get equal shares of the engine and a short call does not wait for all
 the long ones that came before it. Owns: the clock, and each caller's last place. Does not know: why a caller is one.

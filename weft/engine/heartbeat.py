@@ -1,4 +1,4 @@
-"""Is the engine process alive? A few bytes that it keeps fresh, outside of any queue.
+"""The engine process's heartbeat, in a file that both processes map.
 
 Job: a small file, mapped by both processes: the engine's beat, its steps, and when the running step began.
 Owns: the layout of the file. Does not know: requests, sockets.

@@ -1,4 +1,4 @@
-"""From what a user asks for to requests that the scheduler can run.
+"""The input processor: prompts and parameters of a user to requests for the scheduler.
 
 Job: tokenize, validate, resolve sampling defaults, one ``Request`` per completion.
 Owns: the checks of a request against this model (vocabulary, context length, tokenizer). Does not know: scheduling.

@@ -1,4 +1,4 @@
-"""Looks into the engine, for the inspector page.
+"""Snapshots of the engine for the inspector page.
 
 Job: remember the latest steps and requests, and put them, the prefix tree and the pools into one ``Snapshot``.
 Owns: the two logs. Does not know: how a step runs, who looks.

@@ -1,4 +1,4 @@
-"""The engine of a server over its whole life: one process or a set of replicas, started again when it dies.
+"""Supervision of a server's engine: one process or a set of replicas, restarted when it dies.
 
 Job: start the engine, notice its end, start another or give up. Owns: the processes and the restart policy. Does not
 know: requests, tokenizers, HTTP.

@@ -1,4 +1,4 @@
-"""Starts the engine process and notices its end.
+"""Starting the engine process and watching for its end.
 
 Job: spawn, hand over the settings, pass messages on, report when the process has ended, stop it.
 Owns: the child process, its private directory and the server's side of its sockets; and what every engine that runs

@@ -1,4 +1,4 @@
-"""From tokens to what the user sees.
+"""The output processor: tokens to text, deltas and ``RequestOutput``.
 
 Job: detokenize as tokens arrive, find stop strings, assemble ``RequestOutput`` objects.
 Owns: the text of every live request. Does not know: scheduling, models, HTTP.

@@ -1,4 +1,4 @@
-"""Prefixes of token sequences as numbers: how a router knows what a replica has cached.
+"""Hashes of token prefixes, by which the router knows what a replica has cached.
 
 Job: hash the prefixes of a prompt, and those that a tree can reuse. Owns: the hash. Does not know: replicas.
 

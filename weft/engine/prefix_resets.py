@@ -1,4 +1,4 @@
-"""Questions to several replicas whether they have forgotten their cached prefixes, answered as one."""
+"""Resetting the prefix cache of several replicas: one answer from all of theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Question:
+class _PendingReset:
     """``waiting``: replicas that have not answered."""
 
     waiting: set[int]
@@ -24,11 +24,11 @@ class PrefixResets:
 
     def __init__(self, answer: Callable[[bool], None]) -> None:
         self._answer = answer
-        self._questions: deque[_Question] = deque()
+        self._questions: deque[_PendingReset] = deque()
 
     def ask(self, replicas: Iterable[int], done: bool = True) -> None:
         """These replicas have been asked. ``done`` False: nobody was, since it cannot be done now."""
-        self._questions.append(_Question(set(replicas), done))
+        self._questions.append(_PendingReset(set(replicas), done))
         self._notify()
 
     def answered(self, replica: int, done: bool) -> None:

@@ -1,4 +1,4 @@
-"""An engine on another machine, as seen there: the parent of its process.
+"""The Ray actor that starts an engine process on another machine and watches it.
 
 Job: what a Ray actor runs: start the engine process, report its state, wait for its end. Owns: the process and its
 heartbeat. Does not know: Ray, requests; messages go between server and engine directly.

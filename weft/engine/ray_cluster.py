@@ -1,4 +1,4 @@
-"""What Weft asks of Ray: a connection, room for an engine on one machine, an actor in it.
+"""The connection to a Ray cluster: placement groups and actors.
 
 Job: every call of Ray's interface. Owns: nothing; actors and placement groups belong to those who asked for them.
 Does not know: what an actor's engine does.

@@ -1,4 +1,4 @@
-"""Several engines behind one: data parallelism, on one machine or on those of a Ray cluster.
+"""Data parallelism: several engines with the interface of one, on one machine or on a Ray cluster.
 
 Job: start the replicas, route requests, survive the death of one. Owns: the engines, and which request is where.
 Does not know: text, HTTP; to the server it looks like one ``EngineProcess``.

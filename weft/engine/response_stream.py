@@ -1,4 +1,4 @@
-"""The stream of one call: what its completions got, for one reader.
+"""The stream of one call's results, for one reader.
 
 Job: turn new tokens into deltas when the reader asks, wake it, or push the deltas past it. Does not know: how tokens
 come.

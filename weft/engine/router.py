@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one where least is left to do.
+"""The router of replicas: a request goes where the fewest tokens are left to compute.
 
 Job: estimate what each replica would have to compute, from what it has cached and what it already works on.
 Owns: what is known of the replicas. Does not know: processes, text.

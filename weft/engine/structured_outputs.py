@@ -1,4 +1,4 @@
-"""What constrains an output, as one grammar in llguidance's format.
+"""Structured outputs: parameters of a request to one grammar in llguidance's format.
 
 Job: JSON schemas, regular expressions, choices and grammars as ``Constraint`` objects, for the offline interface and
 the server alike. Owns: that format. Does not know: how grammars are compiled, HTTP.

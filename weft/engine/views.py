@@ -1,4 +1,4 @@
-"""What the engine shows of itself, as plain values.
+"""Snapshots of the engine as plain values.
 
 Job: the messages behind the inspector page: prefix tree, steps, requests, pools. Owns: their fields and their bounds.
 Does not know: how they are gathered (``inspection.py``), who looks.

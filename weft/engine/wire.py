@@ -1,4 +1,4 @@
-"""What the server process and the engine process say to each other.
+"""The messages between server process and engine process.
 
 Job: the messages between the two, as msgspec structs, and their bytes (msgpack with a type tag, never pickle).
 Owns: their fields. Does not know: sockets (``channel.py``), who reads them.

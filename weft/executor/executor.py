@@ -1,4 +1,4 @@
-"""What the engine core knows of the ranks: steps go out, results come back in the same order.
+"""The interface of executors: steps go out, results come back in the same order.
 
 Job: the interface that every executor implements. Owns: nothing. Does not know: processes, devices, requests.
 """

@@ -1,4 +1,4 @@
-"""What the kernel knows of a process: does it still move?
+"""Whether a process makes progress, by what the operating system counts of it.
 
 Job: read processor time and thread states from ``/proc``. Owns: nothing. Does not know: what the process does.
 """

@@ -1,5 +1,5 @@
-"""Several ranks on this machine: rank 0 in this process, each of the others in one of its own, which this one has
-started, or torchrun.
+"""The executor of several ranks on this machine: rank 0 in this process, the others in processes that this
+one or torchrun has started.
 
 Job: send every step to all ranks, read the results of rank 0, end together. Owns: rank 0, the ring and the processes of
 the other ranks. Does not know: what a step means, or how ranks talk during it.

@@ -1,4 +1,4 @@
-"""One rank other than 0, as rank 0 sees its process.
+"""The process of one rank other than 0, started and watched by rank 0.
 
 Job: two kinds: a process that this one starts, and one that somebody else has started beside it. Owns: the process it
 started, and the threads that listen to it. Does not know: steps, other ranks.

@@ -1,4 +1,4 @@
-"""One writer, several readers, in shared memory: how a step's scheduler output reaches the other ranks.
+"""A ring buffer in shared memory, one writer and several readers, that carries scheduler outputs to the ranks.
 
 Job: broadcast messages in order with little delay. Owns: the memory, its layout, and the pipes that wake readers.
 Does not know: what messages mean, who the processes are.

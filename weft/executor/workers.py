@@ -1,4 +1,4 @@
-"""The processes of the ranks other than 0, as rank 0 sees them together.
+"""The processes of all ranks other than 0: start, heartbeats, end.
 
 Job: notice that one has died or hangs, say which and what it said last, end them all. Owns: the processes, and the
 thread that watches them. Does not know: steps, who started them.

@@ -1,4 +1,4 @@
-"""What is inside captured graphs: their operations as readable code, and the time of each replay.
+"""A listing of captured graphs: operations as readable code, and the time of each replay.
 
 Job: a graph pool around another one that notes every operation while it is recorded, and every replay while a stopwatch
 is on. Owns: the notes. Does not know: models, layers, why something is captured.

@@ -1,4 +1,4 @@
-"""From measured milliseconds to the mode of each batch.
+"""The table of graph modes by measured milliseconds.
 
 Job: one table per kind of batch that says up to how many tokens which mode is the fastest. Owns: the rule between two
 measured sizes. Does not know: how the figures were measured, where they are kept, which sizes are captured.

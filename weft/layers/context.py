@@ -1,4 +1,4 @@
-"""What a layer needs to know about its surroundings when it is built.
+"""``ModelContext``: what a layer's constructor gets of dtype, device, ranks and backend.
 
 Job: one frozen value through every constructor. Owns: nothing. Does not know: the model's geometry (``ModelConfig``)
 or a running batch (``forward_context``).

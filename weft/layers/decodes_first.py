@@ -1,4 +1,4 @@
-"""How recurrent layers take a batch: its decodes stand first and advance by one token, the rest are prefills."""
+"""Batches in recurrent layers: decodes come first and advance by one token, the rest are prefills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the weights of a linear layer, or of the experts, are stored and multiplied, as the layers see it.
+"""The interface of quantisation methods: how a layer's weights are stored and multiplied.
 
 Job: the contract between layers and ``weft/quantization``, which implements it. A method is chosen once per layer, when
 the model has been built and every layer has a name; until then a layer has no weights.

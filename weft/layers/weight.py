@@ -1,4 +1,4 @@
-"""How a parameter is filled: which checkpoint tensors feed it, and which of their rows.
+"""Weight loading per parameter: which checkpoint tensors, and which of their rows, fill it.
 
 Job: the contract between layers (which own parameters and know their sharding), models (which own a table of names)
 and the loader (which owns files). Owns: ``WeightPiece``, ``WeightModule``, ``WeightTable``.

@@ -1,4 +1,4 @@
-"""What torch references of chunked recurrences share: the order of the chunks, their tokens, and checkpoint stores."""
+"""Helpers of the torch references of chunked recurrences: order of chunks, their tokens, checkpoint stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References that stand for kernels which find sizes on the device, as one recorded operation each.
+"""Torch references of operations that read sizes on the device: one recorded operation each.
 
 Job: let a torch reference that reads lengths on the host take part in a captured step of any mixture of sequences, in
 which host integers are those of the capture. Owns: the operation ``weft::device_work``. Does not know: what the

@@ -1,4 +1,4 @@
-"""What the operations around verifications take and give (``ops/drafts.py``), for references and kernels alike."""
+"""Types and constants of the operations of draft verification (``ops/drafts.py``), for references and kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around the forward pass of a step that verifies drafts, each in one launch.
+"""Operations before and after the forward pass of a step that verifies drafts, one launch each.
 
 Job: move a step back by the drafts that the one before it rejected (``follow_step``), accept the drafts that are what
 was sampled (``accept_drafts``), and lay out the passes in which the model's own head drafts further tokens

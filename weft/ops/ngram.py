@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed a sequence's latest tokens the last time that they stood in it.
+"""N-gram drafts (prompt lookup) on the device.
 
 Job: keep the tokens of every row on the device, find the latest earlier occurrence of the longest suffix of what a row
 holds, and draft what came after it (prompt lookup; A. Saxena, "Prompt Lookup Decoding"). Owns: the rule. Does not know:

@@ -1,4 +1,4 @@
-"""The memory through which ranks exchange rows: what stands where.
+"""Layout of the memory through which ranks exchange rows.
 
 Job: the layout that the kernel and those who allocate agree on. Owns: sizes. Does not know: who allocates.
 """

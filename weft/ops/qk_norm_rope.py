@@ -1,4 +1,4 @@
-"""Everything between the QKV projection and attention: head norms, rotary embedding, and the write to the KV cache.
+"""Between QKV projection and attention: head norms, rotary embedding, and the write to the KV cache.
 
 Job: one operation for the steps that touch each query, key and value once, so that the GPU does them in one launch.
 Owns: the layout of the merged projection's output (queries, gate, keys, values). Does not know: the projection, or

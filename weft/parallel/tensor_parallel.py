@@ -1,4 +1,4 @@
-"""The tensor-parallel group as layers see it: who am I, how many are we, and the collectives.
+"""The tensor-parallel group as layers see it: rank, size, collectives.
 
 Job: the interface that layers and the runner are written against, and the group of one. Owns: nothing but rank and
 size. Does not know: process launching, devices, or which layers are sharded.

@@ -1,4 +1,4 @@
-"""What stands beside an FP8 weight, in memory and in a checkpoint.
+"""Scales and other tensors that go with an FP8 weight, in memory and in a checkpoint.
 
 Job: shapes and checkpoint names of weights and scales, and which scales belong to which rows of a merged or sharded
 matrix. Owns: the errors about widths that blocks do not divide. Does not know: layers, kernels.

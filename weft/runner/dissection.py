@@ -1,4 +1,4 @@
-"""A prefill pass in pieces, taken apart: what each piece does, what stands between them, and what both cost.
+"""Profiling a prefill pass in pieces: each piece, each split op, and their cost.
 
 Job: capture one pass with a listing pool, run it, put names, operations and times together. Owns: the parts.
 Does not know: how they are shown.

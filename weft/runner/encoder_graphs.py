@@ -1,4 +1,4 @@
-"""The vision tower as captured graphs, by padded number of patches: few patches take a GPU less time than the host.
+"""CUDA graphs of the vision tower, by padded number of patches.
 
 Job: the static inputs of these graphs, and how a batch of images gets into them. Owns: that memory. Does not know:
 where embeddings are kept, which sizes are captured (``config/vision_settings.py``).

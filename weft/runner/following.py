@@ -1,4 +1,4 @@
-"""Steps that verify drafts and were laid out before it was known how many drafts of the step before were accepted.
+"""Launching a verification step before the acceptance of the one before is known on the host.
 
 Job: from a layout that takes all of them for accepted to the step as it is, with what the rows hold on the device.
 Does not know: who follows, graphs.

@@ -1,4 +1,4 @@
-"""Where the requests of a step lie on its flat token axis."""
+"""Offsets of requests on a step's flat token axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images on the device: what is encoded is kept, and what a step needs is put where its graphs look for it.
+"""Images on the device: the encoder cache, and the embeddings that a step reads from it.
 
 Job: run the vision tower, outside of the decoder's graphs; keep its embeddings in the encoder cache; fill the rows of
 embeddings, features and rotary angles of a step's image tokens. Owns: the encoder cache. Does not know: which images

@@ -1,4 +1,4 @@
-"""The memory of the caches: what a GPU has left for them, and their tensors.
+"""Memory for the caches: the budget of a GPU, and the cache tensors.
 
 Job: find the budget of a GPU, allocate the tensors of a plan, explain a device that is out of memory.
 Owns: the shapes of the tensors. Does not know: requests, or how the budget is shared (``cache/plan.py``).

@@ -1,4 +1,4 @@
-"""One rank from its weights to its steps.
+"""The model runner of one rank: weights, kernels, caches, graphs, steps.
 
 Job: load the model, compile its kernels, size the caches, capture graphs; then run steps (``step_runner.py``). Owns:
 every tensor of one rank. Does not know: requests, why something is scheduled, whose a page is.

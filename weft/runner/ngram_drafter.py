@@ -1,4 +1,4 @@
-"""Drafts without a model, after every step: what followed a row's latest tokens the last time that they stood there.
+"""The n-gram drafter: drafts by prompt lookup, on the device.
 
 Job: keep the tokens of every row on the device, those of a step as soon as they are sampled, and draft from them. Owns:
 these tokens. Does not know: how a match is found (``ops/ngram.py``), which requests get drafts.

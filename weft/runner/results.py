@@ -1,4 +1,4 @@
-"""A step's results on their way to the host.
+"""Copying a step's results to the host.
 
 Job: start copies without waiting, and turn them into a ``ModelOutput`` when asked. Owns: the host copies and the event
 that says when they are complete. Does not know: how tokens were chosen.

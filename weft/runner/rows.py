@@ -1,4 +1,4 @@
-"""What the runner remembers of each running request: its row.
+"""The row table: per-request state on the device (page table, last token, sampling parameters).
 
 Job: hold per-row tokens, page table and sampling parameters between steps. Owns: the row tables, on host and device.
 Does not know: why a row is filled or emptied, how a batch is laid out, how a token is chosen.

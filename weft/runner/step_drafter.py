@@ -1,4 +1,4 @@
-"""The drafts that follow a step: what the model's own head makes of it.
+"""The MTP drafter, run after a step: drafts for the next one.
 
 Job: hand a step's hidden states, the token after each position, and the last accepted positions to the head; all tokens
 of the step go through it, so that the head's cache is complete wherever drafts begin. Owns: the token after each

@@ -1,4 +1,4 @@
-"""Runs steps over the caches of a plan: scheduler output in, launched device work out.
+"""The step runner: a scheduler output in, launched device work out.
 
 Job: fill rows, copy inside the caches, build the batch, run the forward pass (as a graph where one fits), sample.
 Owns: rows, step buffers, caches and graphs. Does not know: requests, why something is scheduled, whose a page is; how

@@ -1,4 +1,4 @@
-"""A step's sizes and its tensors on the device: values that the builder of batches makes and everybody else reads."""
+"""A step's sizes (``StepShape``) and its input tensors (``StepInputs``)."""
 
 from __future__ import annotations
 

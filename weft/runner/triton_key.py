@@ -1,4 +1,4 @@
-"""Triton's first use, and its key of itself, remembered between starts.
+"""Triton's key of its own version, kept between starts because it takes long to compute.
 
 Job: spare a start the hash of Triton's own files, and do what is left in a thread. Owns: a small file beside the
 compiled kernels. Does not know: kernels.

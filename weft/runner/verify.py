@@ -1,4 +1,4 @@
-"""Graphs against eager steps: the same batch both ways, for every captured size of every kind of graph.
+"""Graphs against eager steps: the same batch both ways, for every captured size.
 
 Job: make batches, run each of them twice from the same states, compare what comes out. Owns: the batches and the
 tolerances. Does not know: how graphs are made, what the model computes.

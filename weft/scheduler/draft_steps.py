@@ -1,4 +1,4 @@
-"""Steps that verify drafts, as the scheduler sees them.
+"""Scheduling of steps that verify drafts.
 
 Job: put drafts into a plan; say whether the next step has to wait for the results of the one in flight, or follows it
 without knowing how many drafts are accepted there; take in what became of drafts. Owns: nothing of its own.

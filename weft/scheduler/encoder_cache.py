@@ -1,4 +1,4 @@
-"""Which images' embeddings are on the device, and which are encoded in the next step.
+"""The encoder cache: which images' embeddings are on the device, and which are encoded next.
 
 Job: give every image a stretch of rows in the encoder cache, by its content hash, and have it encoded once; say how far
 a request can run with what is there. Owns: the rows, and the budget of the vision tower per step. Does not know:

@@ -1,4 +1,4 @@
-"""Does the engine get any further? The alarm for preemptions that go round in circles."""
+"""Detection of preemption loops, in which no new token is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of running requests, and of its plans and launched steps: records only."""
+"""Records of the scheduler: running requests, plans, launched steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in the next step.
+"""The scheduler: continuous batching with chunked prefill and preemption.
 
 Job: continuous batching under a token budget: admission, chunked prefill, growth, preemption, and taking in results.
 Owns: the waiting queue, the running requests with their rows and leases, and the life of each request.

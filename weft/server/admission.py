@@ -1,4 +1,4 @@
-"""How much the server takes on.
+"""Admission control: how many completions the server accepts at a time.
 
 Job: count completions from the moment a call is accepted until its response has ended, and refuse what is too much.
 Owns: the count. Does not know: what the engine does with them.

@@ -1,4 +1,4 @@
-"""What an answer is made of: reasoning, content and tool calls, told apart while the text grows.
+"""Parsing an answer as it grows: reasoning, content, tool calls.
 
 Job: a state machine over the text of one completion. Owns: the markup of Qwen models (``<think>``, ``<tool_call>`` with
 JSON inside, as Hermes writes it, or with XML inside, as Qwen3-Coder writes it). Does not know: HTTP, tokens.

@@ -1,4 +1,4 @@
-"""Answers in blocks, as the responses and the messages API write them: whole, or streamed.
+"""Responses in content blocks, for the responses and the messages API, streamed or whole.
 
 Job: read a call's stream, and have a protocol write what becomes of the blocks. Does not know: the shape of events.
 """

@@ -1,4 +1,4 @@
-"""An answer as a row of blocks: reasoning, text, tool calls.
+"""Content blocks of an answer: reasoning, text, tool calls.
 
 Job: from parts, as they come, to blocks that open, grow and close. Owns: their order and numbers. Does not know: how
 the messages and the responses API write them.

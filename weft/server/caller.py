@@ -1,4 +1,4 @@
-"""Who calls: what the authentication middleware found out about a request, for those behind it.
+"""The caller of a request, as the authentication middleware identified it.
 
 Job: one value per request. Owns: how callers are kept apart in the prefix cache. Does not know: keys themselves.
 """

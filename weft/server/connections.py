@@ -1,4 +1,4 @@
-"""Connections, and what they may cost before anybody knows whose they are.
+"""HTTP connections and their limits before authentication.
 
 Job: uvicorn's HTTP protocol with limits on the head of a request, on the time it takes to come, and on how many
 connections there are; the process's limit on descriptors. Owns: these limits. Does not know: paths' meanings, keys.

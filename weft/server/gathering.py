@@ -1,4 +1,4 @@
-"""Reports of all API processes, brought together for the one that asks.
+"""Gathering metrics and reports of all API processes.
 
 Job: ask each, wait for what they say but not for ever, remember what those said that have died. Owns: the reports on
 their way. Does not know: what is in them, how they travel.

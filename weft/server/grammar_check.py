@@ -1,4 +1,4 @@
-"""Is a grammar safe to compile? Answered by a process that can be killed.
+"""Trial compilation of grammars in a process that can be killed.
 
 Job: keep one worker process, give it a grammar, wait a limited time, remember the answer.
 Owns: the worker. Does not know: what grammars are for.

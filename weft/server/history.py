@@ -1,4 +1,4 @@
-"""What the server did over the last hour: token rates, latencies, responses.
+"""One hour of server metrics: token rates, latencies, responses.
 
 Job: add up events in intervals of 1 s (two minutes of them) and of 10 s (an hour), and give them with percentiles.
 Owns: the intervals. Does not know: who reports an event, how it is drawn.

@@ -1,4 +1,4 @@
-"""``/inspect``: what the page's second half shows.
+"""``/inspect``: data for the inspector page.
 
 Job: fetch snapshots of the engine at a bounded rate, and take out of them what a caller may not see.
 Owns: the latest snapshot, and the rule: texts, and ids of requests that the caller does not name, need the admin key.

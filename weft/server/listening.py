@@ -1,4 +1,4 @@
-"""What every process that answers calls does: its socket, its HTTP server, its tuning of the interpreter.
+"""What every API process does: its socket, its HTTP server, its settings of the interpreter.
 
 Job: listen, and run the application and the service in one event loop until the service is over. Owns: the HTTP server.
 Does not know: who keeps the engine, signals, how many such processes there are.

@@ -1,4 +1,4 @@
-"""The other API processes before the same engine, as one of them sees them.
+"""The other API processes of the same engine, as one of them sees them.
 
 Job: the interface by which their counts come together. Owns: it. Does not know: what is counted, how processes talk.
 """

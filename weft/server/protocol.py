@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API as Weft reads them, and how a body becomes one.
+"""Request bodies of the OpenAI API: fields, decoding, validation.
 
 Job: the fields of each request with their types, and their validation (msgspec).
 Owns: names and types, including the fields of vLLM's API that go beyond OpenAI's. Does not know: the engine; what

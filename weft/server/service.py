@@ -1,4 +1,4 @@
-"""The served model: the engine process behind it, and whether it can take requests.
+"""The served model: its engine client, and whether it accepts requests.
 
 Job: take up the engine when it is ready, report its stages, drain. Owns: the tokenizer, the image processor and the
 state of the service.

@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that end when their caller leaves.
+"""Server-sent events, and responses that end when the client disconnects.
 
 Job: two kinds of response: a stream of events and a single body, both with a deadline and both ended at once when the
 caller disconnects. Owns: the framing of events. Does not know: what is in them.

@@ -1,4 +1,4 @@
-"""What constrains an output: from the fields of a request to one grammar.
+"""Structured outputs of the API: request fields to one grammar.
 
 Job: ``response_format``, ``structured_outputs``, the older ``guided_*`` fields and forced tool calls, each as a
 ``Constraint``. Owns: the rule of one constraint per request, and sizes. Does not know: how grammars are compiled.

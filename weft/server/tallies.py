@@ -1,4 +1,4 @@
-"""What one server process counts of its calls: plain numbers that several processes can add up.
+"""Counters of one server process, as plain numbers that add up over processes.
 
 Job: count calls, requests and steps as they end. Owns: names, bounds and meanings of these counters and histograms.
 Does not know: Prometheus' format (``metrics.py``), routes.

@@ -1,4 +1,4 @@
-"""Which tools a call may use: what the template is shown, what is read from the answer, what is forced.
+"""Tool use: which tools the template shows, how calls are parsed, ``tool_choice``.
 
 Job: ``tools`` and ``tool_choice`` of a request. Does not know: how calls are written or read.
 """

@@ -1,4 +1,4 @@
-"""Early launch: a kernel's programs start while the kernel before it still ends.
+"""Programmatic dependent launch: a kernel's programs start while the kernel before still ends.
 
 Job: programmatic dependent launch (CUDA, compute capability 9.0 and later) for every kernel of the package. Owns: the
 rule that makes it safe. Does not know: kernels.

@@ -1,4 +1,4 @@
-"""Launches that cost the host little: what a call site did before, it does again without asking Triton.
+"""Cheaper kernel launches: each call site caches what Triton would work out again.
 
 Job: the decorator ``jit`` of every kernel that the host launches. Owns: per kernel, what was compiled for which
 arguments. Does not know: any kernel.

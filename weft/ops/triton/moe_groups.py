@@ -1,4 +1,4 @@
-"""Which (token, expert) pairs belong together: those of one expert at consecutive places, in blocks of equal length.
+"""Grouping of (token, expert) pairs by expert, in blocks of equal length.
 
 Job: the grouping that all expert kernels share. Owns: the order of pairs and the table of blocks. Does not know:
 weights, products. Inputs of FP8 products are quantised by further programs of the first launch.
