@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.small_tokenizers import BYTE_LEVEL, SENTENCEPIECE
@@ -131,8 +132,13 @@ def test_the_space_between_prompt_and_text() -> None:
     assert continued(SENTENCEPIECE, [the, SENTENCEPIECE.encode("</s>")[-1]], [cat]) == " cat"
 
 
+def ids_of(content: Iterable[int]) -> list[int]:
+    """The id of each byte."""
+    return [BYTE_LEVEL._backend.token_to_id(BYTE_CHARS[b]) for b in content]
+
+
 def byte_ids(text: str) -> list[int]:
-    return [BYTE_LEVEL._backend.token_to_id(BYTE_CHARS[b]) for b in text.encode()]
+    return ids_of(text.encode())
 
 
 @given(
@@ -163,6 +169,20 @@ def test_a_replacement_character_in_the_prompt_is_not_repeated(prompt: str, ids:
 def test_a_character_that_the_prompt_began_and_nothing_completes(make: Maker) -> None:
     assert continued(BYTE_LEVEL, byte_ids("a👍")[:3], byte_ids("b"), make) == "b"
     assert continued(BYTE_LEVEL, byte_ids("a👍")[:3], [], make) == ""
+
+
+BROKEN = st.lists(st.sampled_from([*b"ab\xe2\x82\xac\xed\xa7\xf0\x9f\x91\x8d\xff"]), max_size=7)
+"""Bytes of characters, cut anywhere; ED A7 would begin a surrogate, which UTF-8 has not."""
+
+
+@given(BROKEN, BROKEN)
+@example([*b"E\xed\xa7"], [*b"f"])
+@settings(max_examples=300, deadline=None)
+def test_text_behind_any_bytes(prompt: list[int], new: list[int]) -> None:
+    """What the prompt left broken stays the prompt's; a character that is completed is the text's."""
+    before, both = (bytes(b).decode(errors="replace") for b in (prompt, prompt + new))
+    common = before if both.startswith(before) else os.path.commonprefix([before, both])
+    assert continued(BYTE_LEVEL, ids_of(prompt), ids_of(new)) == both[len(common) :]
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------

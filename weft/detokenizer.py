@@ -50,13 +50,14 @@ class ByteLevelDetokenizer:
         self._table = table
         self._rest = b""  # of a character that is not whole
         self._decode(b"".join([table[i] for i in prompt_token_ids[-self._CONTEXT :]]))
-        self._is_within = bool(self._rest)  # a character that the prompt began
+        # A character that the prompt began, as it reads if nothing completes it: two U+FFFD for a surrogate's beginning.
+        self._begun = codecs.utf_8_decode(self._rest, "replace", True)[0]
 
     def extend(self, token_ids: Sequence[int]) -> str:
         table = self._table
         one = len(token_ids) == 1
         text = self._decode(table[token_ids[0]] if one else b"".join([table[i] for i in token_ids]))
-        return self._told(text) if self._is_within else text
+        return self._told(text) if self._begun else text
 
     def finish(self) -> str:
         return self._told(self._decode(b"", is_end=True))
@@ -69,9 +70,9 @@ class ByteLevelDetokenizer:
 
     def _told(self, text: str) -> str:
         """Without what a character of the prompt came to that was never completed."""
-        if self._is_within and text:
-            self._is_within = False
-            return text.removeprefix(REPLACEMENT)
+        if self._begun and text:
+            begun, self._begun = self._begun, ""
+            return text.removeprefix(begun)
         return text
 
 
