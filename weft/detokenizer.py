@@ -50,7 +50,7 @@ class ByteLevelDetokenizer:
         self._table = table
         self._rest = b""  # of a character that is not whole
         self._decode(b"".join([table[i] for i in prompt_token_ids[-self._CONTEXT :]]))
-        # A character that the prompt began, as it reads if nothing completes it: two U+FFFD for a surrogate's beginning.
+        # A character that the prompt began, as it reads if nothing completes it (two U+FFFD for half a surrogate).
         self._begun = codecs.utf_8_decode(self._rest, "replace", True)[0]
 
     def extend(self, token_ids: Sequence[int]) -> str:
