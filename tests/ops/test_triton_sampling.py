@@ -69,8 +69,11 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
     logits = torch.randn(num_rows, vocab, device=DEVICE) * 3
     logits[0, ::2] = -torch.inf
     logits[1, : vocab // 2] = logits[1, 0]  # ties
-    given = arguments(num_rows, vocab, **MIXTURES[mixture])
-    flags = {"all_greedy": mixture == "greedy", "candidates": vocab, "uses_min_p": True}
+    logits[2, [vocab // 3, vocab - 1]] = 50.0  # in different blocks
+    values = MIXTURES[mixture]
+    given = arguments(num_rows, vocab, **values)
+    candidates = vocab if values.keys() & {"top_k", "top_p"} else 0
+    flags = {"all_greedy": mixture == "greedy", "candidates": candidates, "uses_min_p": "min_p" in values}
     out = kernels.sample_triton(logits, **given, **flags)
     want = sample_reference(logits, **given, **flags)
     assert torch.equal(out[0], want[0]) and torch.equal(out[1], want[1])
@@ -117,6 +120,19 @@ def test_flat_rows_are_searched_as_a_whole(filters: dict[str, list[float]]) -> N
     mass = (probabilities * keep).sum(1)
     last = probabilities.masked_fill(~keep, 2.0).amin(1)
     assert (mass >= 0.9 - 1e-5).all() and (mass - last < 0.9 + 1e-5).all()
+
+
+def test_flat_rows_are_sampled_as_a_whole() -> None:
+    """Of what a low threshold keeps, tokens outside of the groups that are looked at first are sampled too."""
+    logits = torch.randn(1, 10_000, device=DEVICE) * 0.1
+    logits[:, :1800] -= 0.3
+    many = arguments(200, 10_000, top_k=[9500])
+    flags = {"all_greedy": False, "candidates": 10_000, "uses_min_p": False}
+    want, _ = sample_reference(logits.expand(200, -1), **many, **flags)
+    rare = (want < 1800).nonzero()[:2, 0]
+    assert len(rare) == 2
+    given = {name: values[rare] for name, values in many.items()}
+    assert torch.equal(kernels.sample_triton(logits.expand(2, -1), **given, **flags)[0], want[rare])
 
 
 def test_ties_at_the_threshold_all_stay() -> None:

@@ -15,6 +15,7 @@ from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.graph.dispatcher import Choice
+from weft.layers import moe
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import DecoderLayer
 from weft.runner.model_runner import ModelRunner
@@ -146,3 +147,28 @@ def test_a_row_that_is_padding_is_no_sequence_s_last(tmp_path: Path) -> None:
         indices = builder._host["logits_indices"][:6].tolist()
         assert indices[: len(counts)] == [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
         assert set(indices[len(counts) :]) == {spare} and spare not in indices[: len(counts)]
+
+
+def test_rows_of_no_sequence_are_sent_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last layer of a graph, which computes a row for each sequence that there may be."""
+    folder = make_checkpoint("Qwen3MoeForCausalLM", tmp_path)
+    settings = SIZES | {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1], "piecewise_cuda_graph_tokens": [16]}
+    steps = ModelRunner(resolve(model=str(folder), **settings)).steps
+    new = [NewRequest(row, [1] * 4, 4, RowSampling()) for row in range(2)]
+    requests = [ScheduledRequest(row, 0, 4, [1 + row], 0, True) for row in range(2)]
+    steps.prepare(SchedulerOutput(0, requests, new))
+    steps.builder.pad_mixture(steps.builder.fill(SchedulerOutput(0, requests)), 16)
+    steps.builder.send()
+    chosen: list[Tensor] = []
+    route = moe.topk_router
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        weights, ids = route(*args, **kwargs)
+        chosen.append(ids)
+        return weights, ids
+
+    monkeypatch.setattr(moe, "topk_router", noted)
+    with torch.inference_mode():
+        steps.functions.forward(16)
+    *_, first, last = chosen
+    assert [(ids >= 0).all(1).tolist() for ids in (first, last)] == [[True] * 8 + [False] * 8, [True] * 2 + [False] * 4]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +92,18 @@ def test_sizes_run_twice_before_their_capture(every: bool, runs: list[int]) -> N
     assert found == runs and graphs.sizes == [1, 2, 4, 5]
     x.fill_(3)
     assert graphs.replay(2, 1).tolist() == [4, 4] and found == runs
+
+
+@pytest.mark.parametrize("keep_gc", [False, True])
+def test_nothing_is_collected_during_captures_unless_it_is_asked_for(keep_gc: bool) -> None:
+    found: list[bool] = []
+
+    def function(size: int) -> torch.Tensor:
+        found.append(gc.isenabled())
+        return torch.zeros(size)
+
+    GraphSet("graphs", FunctionRecorder(function, EmulatedGraphPool()), [1, 2], replace(QUIET, keep_gc=keep_gc))
+    assert set(found) == {keep_gc} and gc.isenabled()
 
 
 def test_replay_repeats_device_work_and_no_python() -> None:

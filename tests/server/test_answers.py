@@ -91,7 +91,11 @@ def test_tool_markup_never_leaks(text: str) -> None:
         assert "tool_call>" not in content
 
 
-@pytest.mark.parametrize("body", ["", "{", "[]", '{"name": 5}', "<function=>", '{"name": "f", "arguments": "{"}'])
+@pytest.mark.parametrize(
+    "body",
+    ["", "{", "[]", '{"name": 5}', "<function=>", '{"name": "f", "arguments": "{"}',
+     '{"name": "f", "arguments": [NaN]}', '{"name": "f", "arguments": {"a": 1e999}}'],
+)  # fmt: skip
 def test_what_is_no_call(body: str) -> None:
     assert parse_call(body, TOOLS) is None
 
@@ -99,3 +103,20 @@ def test_what_is_no_call(body: str) -> None:
 def test_arguments_as_a_json_text() -> None:
     call = parse_call(json.dumps({"name": "add", "arguments": '{"a": 2}'}), TOOLS)
     assert call is not None and call.arguments == '{"a": 2}' and call.id.startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        (r'{"name": "add", "arguments": {"note": "a\ud83d"}}', {"note": "a\ufffd"}),
+        (r'{"name": "add", "arguments": {"note": "\ud83d\ude00"}}', {"note": "\U0001f600"}),
+        ("<function=add><parameter=a>NaN</parameter></function>", {"a": "NaN"}),
+        ('<function=add><parameter=a>"\\ude00"</parameter></function>', {"a": "\ufffd"}),
+    ],
+)
+def test_arguments_can_be_sent(body: str, arguments: object) -> None:
+    """A model may escape half a character, or write NaN; the answer is JSON in UTF-8."""
+    call = parse_call(body, TOOLS)
+    assert call is not None and json.loads(call.arguments.encode(), parse_constant=pytest.fail) == arguments
+    halves = parse_call(r'{"name": "\ud83d"}', TOOLS)
+    assert halves is not None and halves.name == "\ufffd"

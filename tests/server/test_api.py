@@ -230,13 +230,16 @@ def test_batched_prompts_and_token_ids(server: RunningServer) -> None:
 
 
 def test_echo_with_logprobs_and_no_new_tokens(server: RunningServer) -> None:
-    body = {"prompt": "abc def", "echo": True, "logprobs": 1, "max_tokens": 0}
+    body = {"prompt": "abc def", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
     answer = server.client.post("/v1/completions", json=body).json()
     choice, logprobs = answer["choices"][0], answer["choices"][0]["logprobs"]
     assert choice["text"] == "abc def" and "".join(logprobs["tokens"]) == "abc def"
     assert logprobs["token_logprobs"][0] is None and set(logprobs["token_logprobs"][1:]) == {-1.0}
     assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:i])) for i in range(len(logprobs["tokens"]))]
-    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["completion_tokens"] == 0 and choice["token_ids"] == []
+    with server.client.stream("POST", "/v1/completions", json=body | {"logprobs": None, "stream": True}) as response:
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert not any(choice.get("token_ids") for chunk in chunks for choice in chunk["choices"])
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

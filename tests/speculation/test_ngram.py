@@ -116,12 +116,44 @@ def test_a_stop_string_is_found_late(engines: tuple[LLM, LLM, Steps]) -> None:
     assert steps.followed > followed
 
 
+def drafter_of(num_drafts: int, low: int, high: int) -> tuple[RowTable, NgramDrafter]:
+    rows = RowTable(3, 8, torch.device("cpu"), num_drafts=4)
+    builder: Any = SimpleNamespace(num_drafts=4, num_drafts_at=lambda num_seqs: num_drafts)
+    return rows, NgramDrafter(SpeculativeConfig("ngram", 4, low, high), builder, rows, 32, Backend.TORCH)
+
+
+@pytest.mark.parametrize(("low", "high", "follows"), [(2, 3, 9), (2, 2, 8), (4, 4, NO_DRAFT)])
+def test_the_longest_suffix_that_counts_is_looked_up(low: int, high: int, follows: int) -> None:
+    """Of the prompt and what was sampled."""
+    rows, drafter = drafter_of(1, low, high)
+    new = NewRequest(0, [1, 2, 3, 9, 4, 2, 3, 8, 1, 2], 10, RowSampling())
+    rows.fill(new)
+    drafter.fill(new)
+    nothing: Any = None
+    requests = [ScheduledRequest(0, 8, 2, [], 0, True)]
+    assert drafter(requests, nothing, nothing, torch.tensor([3]), None).tolist() == [[follows]]
+
+
+def test_prompts_are_looked_up(engines: tuple[LLM, LLM, Steps]) -> None:
+    """A new row has its prompt on the device, and then what is sampled."""
+    _, drafting, _ = engines
+    prompt, seen = list(range(20, 50)), 0
+    drafting.add_request({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=4), "seen")
+    while not drafting.is_finished():
+        drafting.step()
+        for running in drafting._core.scheduler._running:
+            history = drafting._core._executor._runner.steps._draft.history  # type: ignore[attr-defined]
+            known = running.request.known_token_ids
+            if len(known) > len(prompt):  # before that, its first step may not have run
+                assert history[running.row, : len(known)].tolist() == known
+                seen += 1
+    assert seen
+
+
 def test_rows_remember_what_the_drafts_of_their_step_came_to() -> None:
     """Drafts that a batch of this size does not get were not rejected: a step that follows begins where its row ends.
     Here outside a graph, as after a step with a request whose logits are edited."""
-    rows = RowTable(3, 8, torch.device("cpu"), num_drafts=4)
-    builder: Any = SimpleNamespace(num_drafts=4, num_drafts_at=lambda num_seqs: 2)
-    drafter = NgramDrafter(SpeculativeConfig("ngram", 4, 2, 3), builder, rows, 32, Backend.TORCH)
+    rows, drafter = drafter_of(2, 2, 3)
     for row in (0, 1):
         new = NewRequest(row, [5, 6, 7, 8, 5], 5, RowSampling())
         rows.fill(new)

@@ -45,3 +45,15 @@ def test_a_step_that_follows_a_decode_is_within_the_budget() -> None:
     assert rig.runner.num_followed > 0, "one request alone has room for its drafts"
     for request in requests:
         assert request.output_token_ids == oracle(request.prompt_token_ids, request.max_tokens)
+
+
+def test_no_step_follows_one_that_may_be_the_last() -> None:
+    """With drafts that are all right, no token is computed that the answer does not need."""
+    rig = Rig(pages=20, seqs=1, budget=16, slots=8)
+    rig.scheduler.drafts = DraftPlanner(DeviceDrafts(), rig.manager, 2, lambda num_seqs: 2, 60, on_device=True)
+    rig.runner.drafter = lambda tokens: oracle(tokens, 2)
+    request = make_request("r", [1, 2, 3, 4], 10)
+    rig.scheduler.add(request)
+    rig.run(depth=1)
+    assert request.output_token_ids == oracle([1, 2, 3, 4], 10)
+    assert rig.runner.num_tokens_run == 4 + 3 * 3 and rig.runner.num_followed == 2

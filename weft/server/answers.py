@@ -10,6 +10,7 @@ Whitespace next to markup belongs to the markup. A tool call is reported once it
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -194,16 +195,32 @@ def parse_call(body: str, tools: Mapping[str, Any]) -> ToolCall | None:
     if parsed is None:
         return None
     name, arguments = parsed
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False), new_call_id())
+    return ToolCall(_whole(name), _whole(json.dumps(arguments, ensure_ascii=False)), new_call_id())
+
+
+def _whole(text: str) -> str:
+    """Without halves of a character, which an escape in JSON can name but no answer can hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
+def _loads(text: str, *, strict: bool = True) -> Any:
+    """What a JSON text says. Raises ValueError for NaN and infinity, which JSON does not have, and RecursionError."""
+    return json.loads(text, strict=strict, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    raise ValueError(f"{text} is not finite")
+
+
 def _parse_json(text: str) -> tuple[str, Any] | None:
     try:
-        call = json.loads(text, strict=False)
+        call = _loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -211,7 +228,7 @@ def _parse_json(text: str) -> tuple[str, Any] | None:
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as a JSON text
         try:
-            arguments = json.loads(arguments)
+            arguments = _loads(arguments)
         except (ValueError, RecursionError):
             return None
     return call["name"], arguments
@@ -246,6 +263,6 @@ def _typed(value: str, schema: Any) -> Any:
     if kind in (None, "string"):
         return value
     try:
-        return json.loads(value)
+        return _loads(value)
     except (ValueError, RecursionError):
         return {"true": True, "false": False, "none": None}.get(value.strip().lower(), value)

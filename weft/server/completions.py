@@ -140,10 +140,13 @@ class CompletionAnswer:
             "stop_reason": completion.stop_reason,
         }
         shows_ids = self._request.return_token_ids
-        choice["token_ids"] = completion.token_ids if shows_ids else None
+        choice["token_ids"] = self._shown_ids(completion.token_ids) if shows_ids else None
         choice["prompt_token_ids"] = output.prompt_token_ids if shows_ids else None
         choice["prompt_logprobs"] = prompt_logprobs(output) if self._request.prompt_logprobs is not None else None
         return choice
+
+    def _shown_ids(self, token_ids: list[int]) -> list[int]:
+        return [] if self._hides_output else token_ids
 
     def _prompt_text(self, index: int) -> str:
         """The prompt as text, decoded if it came as token ids."""
@@ -210,7 +213,7 @@ class CompletionAnswer:
             self._offsets[index] = offset
             choice["logprobs"] = shown
         if self._request.return_token_ids:
-            choice["token_ids"] = delta.token_ids
+            choice["token_ids"] = self._shown_ids(delta.token_ids)
             if index not in self._has_begun:
                 choice["prompt_token_ids"] = self._call.prompts[prompt_index].token_ids
                 self._has_begun.add(index)
