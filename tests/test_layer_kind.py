@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests import test_x_matrix as matrix
+from tests import x_matrix as matrix
 from tests.harness import Harness
 from tests.tiny import make_model
 from weft.cache.spec import CacheSpec

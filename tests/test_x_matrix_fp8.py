@@ -18,8 +18,8 @@ import torch
 from tests import fp8_checkpoints
 from tests.fp8_checkpoints import RoundedKeysAndValues, make_fp8_checkpoint
 from tests.ranks import fork_ranks
-from tests.test_x_matrix import Poisoned, Reference, check, open_engine
 from tests.tiny import make_model
+from tests.x_matrix import Poisoned, Reference, check, open_engine
 
 NAMES = {"weights": "Qwen3NextForCausalLM", "kv": "Qwen3NextForCausalLM", "kv, no states": "Qwen3ForCausalLM"}
 COLUMNS = [

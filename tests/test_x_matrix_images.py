@@ -20,8 +20,8 @@ import torch
 from tests.drafters import ByModel, install
 from tests.media import END, HYBRID, HYBRID_MOE, IMAGE, MERGE, START, VL, VL_MOE, item, overrides, reference_logits
 from tests.ranks import fork_ranks
-from tests.test_x_matrix import Poisoned, Reference, check, check_drafts, open_engine, prompt_of, runner_of
 from tests.tiny import make_checkpoint, make_model
+from tests.x_matrix import Poisoned, Reference, check, check_drafts, open_engine, prompt_of, runner_of
 from weft.engine.prompts import PreparedPrompt
 from weft.multimodal.items import MediaItem
 from weft.request import Request

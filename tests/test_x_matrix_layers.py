@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_x_matrix import BUDGET, PATHS, PHASES, Poisoned, Reference, check, make_reference, open_engine
+from tests.x_matrix import BUDGET, PATHS, PHASES, Poisoned, Reference, check, make_reference, open_engine
 
 COLUMNS = [("Lfm2ForCausalLM", mode) for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL")]
 COLUMNS += [("BambaForCausalLM", "FULL_AND_PIECEWISE"), ("GptOssForCausalLM", "FULL_AND_PIECEWISE")]

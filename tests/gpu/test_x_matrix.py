@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.test_churn import Churn
-from tests.test_x_matrix import (
+from tests.x_matrix import (
     PATHS,
     PHASES,
     WITH_HEAD,

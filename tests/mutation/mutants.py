@@ -217,7 +217,7 @@ MUTANTS = (
     _mutant(
         "prefill-nan-unseen", "a prefill chunk that computed NaN fails", "weft/runner/results.py",
         ".isfinite().all(-1).logical_not()", ".isinf().any(-1)",
-        "tests/engine/test_llm.py::test_what_a_failing_step_stored_is_matched_by_nobody",
+        "tests/engine/test_nan.py::test_what_a_failing_step_stored_is_matched_by_nobody",
     ),
     _mutant(
         "alternatives-of-others", "a request gets as many alternatives as it asked for", "weft/runner/results.py",

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.conftest import assert_idle
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.speculation.conftest import Case
-from tests.test_x_matrix import runner_of
+from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.config.speculation import SpeculativeConfig
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.models.mtp_reference import make_mtp_checkpoint
-from tests.test_x_matrix import runner_of
+from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.step_drafter import StepDrafter

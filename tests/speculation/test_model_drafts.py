@@ -18,7 +18,7 @@ from tests.late_device import LateDevice
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
 from tests.speculation.conftest import Case
 from tests.speculation.test_ngram import Steps
-from tests.test_x_matrix import runner_of
+from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.request import Request
 

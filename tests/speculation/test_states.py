@@ -15,7 +15,7 @@ import torch
 from tests.drafters import FromOutputs, install
 from tests.engine.conftest import assert_idle
 from tests.speculation.conftest import CONFIG, MAX_DRAFTS
-from tests.test_x_matrix import runner_of
+from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.cache.nodes import as_tokens
 

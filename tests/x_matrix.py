@@ -1,0 +1,334 @@
+"""The machinery of ``tests/test_x_matrix.py``: engines with poisoned memory, paths, phases, and the check of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.drafters import ByModel, install
+from tests.engine.simulator import greedy
+from tests.late_device import LateDevice
+from tests.speculation.conftest import make_repeating_checkpoint
+from tests.tiny import make_model
+from weft import LLM, SamplingParams
+from weft.executor.multi_process import MultiProcessExecutor
+from weft.messages import SchedulerOutput
+from weft.ops.e4m3 import E4M3
+from weft.request import Request, RequestStatus
+from weft.runner.model_runner import ModelRunner
+
+ARCHITECTURES = ["Qwen3NextForCausalLM", "Qwen3ForCausalLM"]
+MODES = ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
+OVERLAP = ["in turn", "overlap"]
+WITH_HEAD = "with a head"
+"""Stands for a Qwen3-Next whose own head drafts, and is often right."""
+PATHS = ["cold", "hit", "branch hit", "preempted"]
+PHASES = ["prefill", "mixed", "decode"]
+LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
+
+PAGE_SIZE = 4
+BUDGET = 512
+"""Tokens per step: the longest prompt runs in two chunks."""
+NUM_TOKENS = 5
+COMPANION_TOKENS = 10
+
+COMPANIONS = [[7, 90, 31], [5] * 18]
+
+
+class Reference:
+    """Greedy tokens of a transformers model, each prompt once; ``folder`` holds its checkpoint."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.folder = folder
+        self._model = model
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompt: list[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if len(self._known.get(key, [])) < count:
+            self._known[key] = greedy(self._model, prompt, count)
+        return self._known[key][:count]
+
+    def check(self, prompt: list[int], output: list[int]) -> None:
+        assert output == self(prompt, len(output))
+
+
+def fill_with_nan(cache: torch.Tensor, places: torch.Tensor) -> None:
+    if cache.dtype is E4M3:  # torch cannot fill it
+        cache.view(torch.uint8).index_fill_(0, places, 0x7F)
+    else:
+        cache.index_fill_(0, places, float("nan"))
+
+
+@dataclass
+class Poisoned:
+    """An engine whose unowned memory is NaN whenever a step starts; ``steps`` are the orders since the last case."""
+
+    llm: LLM
+    reference: Reference
+    is_late: bool = False
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    hog: list[int] = field(default_factory=list)
+    num_cases: int = 0
+    policy: str = "exact"
+
+    def __post_init__(self) -> None:
+        if self.is_late:
+            LateDevice(self.llm, before=lambda step: self.poison())
+        executor = self.llm._core._executor
+        launch = executor.launch
+
+        def poisoned(orders: SchedulerOutput, *processors: Any) -> Any:
+            if not self.is_late:
+                self.poison()
+            self.steps.append(orders)
+            return launch(orders, *processors)
+
+        executor.launch = poisoned  # type: ignore[method-assign]
+
+    def prompt_of(self, length: int) -> list[int]:
+        return prompt_of(length)
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        manager = self.llm._core.manager
+        runner = runner_of(self.llm)
+        pages = torch.tensor([0, *manager.pages._free], device=runner.device)
+        slots = torch.tensor([0, *manager.slots._free], device=runner.device)
+        for name, spec in runner.spec.layers.items():
+            for tensors, unowned in ((spec.paged, pages), (spec.states, slots)):
+                for tensor in tensors:
+                    fill_with_nan(runner.caches[name][tensor.name], unowned)
+
+    def begin(self) -> str:
+        """A new case. Returns its salt: nothing that other cases left can be hit."""
+        manager = self.llm._core.manager
+        for request_id in list(self.llm._streams):
+            self.llm.abort(request_id)  # of a case that failed
+        while self.llm._core.has_work:
+            self.llm._core.step()
+        self.give_memory_back()
+        self.steps.clear()
+        self.num_cases += 1
+        rng = random.Random(self.num_cases)
+        rng.shuffle(manager.pages._free)
+        rng.shuffle(manager.slots._free)
+        return str(self.num_cases)
+
+    def add(self, prompt: list[int], count: int, salt: str) -> Request:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        request_id = self.llm.add_request({"prompt_token_ids": prompt, "cache_salt": salt}, params)
+        return self.llm._streams[request_id].requests[0]
+
+    def finish(self) -> None:
+        while not self.llm.is_finished():
+            self.llm.step()
+
+    def decode_three(self) -> None:
+        """Three sequences decode together, in a graph of four."""
+        salt, prompts = self.begin(), [self.prompt_of(length) for length in (3, 5, 9)]
+        requests = [self.add(prompt, 4, salt) for prompt in prompts]
+        self.finish()
+        for prompt, request in zip(prompts, requests, strict=True):
+            self.reference.check(prompt, request.output_token_ids)
+
+    def step_until(self, condition: Callable[[], bool], before: Callable[[], None] = lambda: None) -> None:
+        for _ in range(20):
+            if condition():
+                return
+            before()
+            self.llm.step()
+        raise AssertionError("what was waited for did not come about")
+
+    def run(self, prompt: list[int], count: int, salt: str) -> Request:
+        request = self.add(prompt, count, salt)
+        self.finish()
+        return request
+
+    def take_free_memory(self) -> None:
+        """Empty the cache and hold every page that no request uses."""
+        manager = self.llm._core.manager
+        count = manager.pages.num_free + manager.pages.num_evictable
+        assert manager.evictor.make_room(count)
+        pages = manager.pages.allocate(count)
+        assert pages is not None
+        manager.pages.pin(pages)
+        self.hog += pages
+
+    def give_memory_back(self) -> None:
+        self.llm._core.manager.pages.unpin(self.hog)
+        self.llm._core.manager.pages.release(self.hog)
+        self.hog = []
+
+
+def make_reference(arch: str, folder: Path) -> Reference:
+    if arch == WITH_HEAD:
+        folder = make_repeating_checkpoint(HYBRID, folder, head=True, max_position_embeddings=1100)
+        return Reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), folder)
+    model = make_model(arch, max_position_embeddings=1100)
+    model.save_pretrained(folder)
+    return Reference(model, folder)
+
+
+HYBRID, DENSE = ARCHITECTURES
+
+
+def drafts_of(arch: str) -> dict[str, Any]:
+    """The setting by which a model drafts."""
+    return {"method": "mtp" if arch == WITH_HEAD else "ngram", "num_speculative_tokens": 3}
+
+
+def install_drafter(engine: Poisoned, arch: str) -> None:
+    if arch != WITH_HEAD:
+        install(engine.llm, ByModel(lambda tokens: engine.reference(tokens, 1)[0], random.Random(0)))
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    executor = llm._core._executor
+    return executor._rank.runner if isinstance(executor, MultiProcessExecutor) else executor._runner
+
+
+@contextmanager
+def open_engine(
+    arch: str, mode: str, overlap: str, source: str, references: dict[str, Reference],
+    kind: type[Poisoned] = Poisoned, **more: Any,
+) -> Iterator[Poisoned]:  # fmt: skip
+    reference = references[arch]
+    settings: dict[str, Any] = {"cuda_graph_mode": mode, "enable_overlap": overlap == "overlap"}
+    if mode not in ("NONE", "PIECEWISE"):
+        settings["cuda_graph_bs"] = [1, 2, 4]
+    if source != "capture":
+        settings["piecewise_cuda_graph_compiler"] = source
+    settings |= more
+    with LLM(
+        str(reference.folder),
+        skip_tokenizer_init=True,
+        page_size=PAGE_SIZE,
+        num_kv_pages=420,
+        max_num_seqs=5,
+        max_num_batched_tokens=BUDGET,
+        **settings,
+    ) as llm:
+        on_cpu = llm.config.device == "cpu"  # a GPU is late by itself
+        is_late = on_cpu and overlap == "overlap" and not isinstance(llm._core._executor, MultiProcessExecutor)
+        engine = kind(llm, reference, is_late)
+        yield engine
+        runner = runner_of(llm)
+        graphs, mixed, pieces = runner.graphs.decode, runner.graphs.forward, runner.graphs.pieces
+        assert (graphs is not None) == ("cuda_graph_bs" in settings) and (mixed is not None) == (mode == "FULL")
+        assert (pieces is not None) == ("PIECEWISE" in mode)
+        if graphs is not None and kind is Poisoned and "speculative_config" not in settings:
+            engine.decode_three()  # the cases of one of several processes may have no padded decode
+            assert graphs.counters.replays and graphs.counters.padding_rows
+        if mixed is not None and engine.num_cases:
+            assert mixed.counters.replays and mixed.counters.padding_rows and not mixed.counters.missed
+        if pieces is not None and engine.num_cases:
+            assert pieces.counters.replays
+
+
+def prompt_of(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(200) for _ in range(length)]
+
+
+def prime(engine: Poisoned, path: str, prompt: list[int], salt: str) -> int:
+    """Bring the cache into the state that ``path`` needs. Returns the tokens that it then holds of ``prompt``."""
+    if path == "hit":
+        engine.run(prompt, 2, salt)
+        return len(prompt) - 1
+    if path == "branch hit":
+        at = len(prompt) * 2 // 3
+        for other in (201, 202):  # the second one leaves the first and so stores the state there
+            engine.run([*prompt[:at], other, *prompt[:9]], 2, salt)
+        return at
+    return 0
+
+
+def run_alone(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
+    return engine.run(prompt, 1, salt), []
+
+
+def run_mixed(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
+    """The prompt arrives while another request decodes."""
+    companion = start_companion(engine)
+    request = engine.add(prompt, 2, salt)
+    engine.finish()
+    assert any(len(orders.requests) == 2 and orders.new_requests for orders in engine.steps), "nothing was mixed"
+    return request, [companion]
+
+
+def run_decode(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, list[Request]]:
+    """Three requests decode together, in a graph of four."""
+    companions = [engine.add(tokens, NUM_TOKENS, "companions") for tokens in COMPANIONS]
+    request = engine.add(prompt, NUM_TOKENS, salt)
+    engine.finish()
+    assert any(len(o.requests) == 3 and all(r.num_tokens == 1 for r in o.requests) for o in engine.steps)
+    return request, companions
+
+
+RUNS: dict[str, Callable[[Poisoned, list[int], str], tuple[Request, list[Request]]]] = {
+    "prefill": run_alone,
+    "mixed": run_mixed,
+    "decode": run_decode,
+}
+
+
+def start_companion(engine: Poisoned) -> Request:
+    companion = engine.add(COMPANIONS[0], COMPANION_TOKENS, "companions")
+    engine.step_until(lambda: bool(companion.output_token_ids))
+    return companion
+
+
+def run_preempted(engine: Poisoned, prompt: list[int], salt: str, phase: str) -> tuple[Request, list[Request]]:
+    """An older request finds no page, so this one is preempted; it resumes alone, beside it, or beside two others."""
+    companions = [start_companion(engine)]
+    request = engine.add(prompt, NUM_TOKENS, salt)
+    engine.step_until(lambda: request.status is not RequestStatus.WAITING)
+    engine.step_until(lambda: bool(request.num_preemptions), before=engine.take_free_memory)
+    if phase == "prefill":
+        (stream,) = (s for s in engine.llm._streams.values() if companions[0] in s.requests)
+        engine.llm.abort(stream.request_id)
+    elif phase == "decode":
+        companions.append(engine.add(COMPANIONS[1], NUM_TOKENS, "companions"))
+    engine.give_memory_back()
+    engine.finish()
+    return request, companions
+
+
+def check_drafts(engine: Poisoned, path: str, length: int) -> None:
+    """Prefill chunks, decodes and drafts share steps; nothing that a rejected draft wrote is ever read."""
+    prompt, salt = engine.prompt_of(length), engine.begin()
+    num_cached = prime(engine, path, prompt, salt)
+    companions = [start_companion(engine), engine.add(COMPANIONS[1], 2 * NUM_TOKENS, "companions")]
+    request = engine.add(prompt, 2 * NUM_TOKENS, salt)
+    engine.finish()
+    assert request.num_cached_tokens == num_cached
+    for each in (request, *companions):
+        assert each.output_token_ids == engine.reference(each.prompt_token_ids, len(each.output_token_ids))
+    engine.llm._core.scheduler.check()
+
+
+def check(engine: Poisoned, path: str, phase: str, length: int) -> None:
+    prompt, salt = engine.prompt_of(length), engine.begin()
+    if path == "preempted":
+        request, companions = run_preempted(engine, prompt, salt, phase)
+        assert request.num_preemptions and request.finish_reason == "length"
+    else:
+        num_cached = prime(engine, path, prompt, salt)
+        engine.steps.clear()
+        request, companions = RUNS[phase](engine, prompt, salt)
+        if engine.policy == "exact":
+            assert request.num_cached_tokens == num_cached
+        else:
+            assert request.num_cached_tokens <= num_cached
+    for each in (request, *companions):
+        engine.reference.check(each.prompt_token_ids, each.output_token_ids)
+        assert each.finish_reason == "length" or (path, phase, each) == ("preempted", "prefill", companions[0])
+    engine.llm._core.scheduler.check()
