@@ -189,7 +189,7 @@ class InputProcessor:
         if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
             raise RequestError(f"{name} is a {type(ids).__name__}; it must be a list of integers", name)
         ids = list(ids)
-        if not set(map(type, ids)) <= {int}:
+        if [*map(type, ids)].count(int) < len(ids):
             wrong = next(token for token in ids if type(token) is not int)
             raise RequestError(f"{name} holds {wrong!r}; every entry must be an integer", name)
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:

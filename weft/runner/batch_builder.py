@@ -96,6 +96,9 @@ class BatchBuilder:
         # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
         arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * rows.max_pages)
         self._buffers = StepBuffers(arrays, device)
+        updates = self._buffers.device("page_updates", arrays["page_updates"][1]).view(-1, 2)
+        self._updated_index, self._updated_page = updates[:, 0], updates.view(torch.int32)[:, 2]  # its lower half
+        self._flat_page_table = rows.device_page_table.view(-1)
         self.one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._host: dict[str, np.ndarray] = {}
         self._num_updates = 0
@@ -172,8 +175,7 @@ class BatchBuilder:
 
     def _apply_page_updates(self, count: int) -> None:
         if count:
-            index, page = self._buffers.device("page_updates", 2 * count).view(count, 2).unbind(1)
-            self._rows.device_page_table.view(-1).index_copy_(0, index, page.to(torch.int32))
+            self._flat_page_table.index_copy_(0, self._updated_index[:count], self._updated_page[:count])
 
     def _fill_tokens(self, requests: list[ScheduledRequest], layout: Layout) -> None:
         """Token ids, rows, positions and cache slots on the flat axis."""
