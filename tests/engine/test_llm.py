@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from pathlib import Path
@@ -71,6 +72,13 @@ def test_samples_that_end_at_different_times(llm: LLM) -> None:
     assert [c.index for c in last.outputs] == [0, 1, 2] and last.finished
     assert last.outputs[1].token_ids[-1] == stop == last.outputs[1].stop_reason
     assert last.outputs[2].token_ids == free[2].token_ids
+
+
+def test_a_collection_meanwhile_looks_at_no_older_object(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, step = [], llm._core.step
+    monkeypatch.setattr(llm._core, "step", lambda: (frozen.append(gc.get_freeze_count()), step())[1])
+    llm.generate(TEXT, SHORT, use_tqdm=False)
+    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
 
 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
