@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from weft.cache.nodes import Node
 from weft.cache.radix_tree import RadixTree
 
+MAX_NODES = 1000
 
-def dump_tree(tree: RadixTree, max_nodes: int = 1000) -> str:
+
+def dump_tree(tree: RadixTree) -> str:
     """The tree: spans, pages, leases, states (with lost ones as tombstones) and ticks since the last use.
 
     ::
@@ -22,12 +24,12 @@ def dump_tree(tree: RadixTree, max_nodes: int = 1000) -> str:
     """
     lines: list[str] = []
     stack = [(root, 0) for _, root in sorted(tree.salts().items(), key=lambda item: item[0] or "", reverse=True)]
-    while stack and len(lines) < max_nodes:
+    while stack and len(lines) < MAX_NODES:
         node, depth = stack.pop()
         lines.append("  " * depth + _describe(node, tree.clock))
         stack.extend((child, depth + 1) for child in reversed(node.children.values()))
     if stack:
-        lines.append(f"(only {max_nodes} nodes are shown)")
+        lines.append(f"(only {MAX_NODES} nodes are shown)")
     return "\n".join(lines) if lines else "the cache is empty"
 
 

@@ -46,10 +46,9 @@ class WholeGrammar:
         return self.rules
 
 
-def constraint_of_params(
-    given: StructuredOutputsParams, param: str = "structured_outputs"
-) -> Constraint | WholeGrammar:
+def constraint_of_params(given: StructuredOutputsParams) -> Constraint | WholeGrammar:
     """Raises RequestError for content that no grammar can be made of."""
+    param = "structured_outputs"
     if given.json is not None:
         return json_schema(given.json, param)
     if given.regex is not None:

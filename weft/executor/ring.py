@@ -32,7 +32,6 @@ import msgspec
 NUM_SLOTS, SLOT_BYTES = 64, 64 * 1024
 """4 MiB: many steps of decoding; the tokens of a long prompt take several slots."""
 
-_LINE = struct.Struct("@QdQQ")
 _LINE_BYTES = 64
 _TAKEN, _BEAT, _SLEEPS, _PID = 0, 1, 2, 3
 _SLOT = struct.Struct("@QII")

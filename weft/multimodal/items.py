@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Modality = Literal["image", "video"]
-MODALITIES: tuple[Modality, ...] = ("image", "video")
 
 
 class MediaItem(msgspec.Struct, frozen=True):

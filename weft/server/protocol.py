@@ -87,66 +87,56 @@ class ResponseFormat(msgspec.Struct):
     json_schema: dict[str, Any] | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share; see ``weft.sampling_params.SamplingParams``."""
+class CommonFields(msgspec.Struct, kw_only=True):
+    """Fields of completions, chat completions and responses; see ``weft.sampling_params.SamplingParams``."""
 
-    model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+
+
+class SamplingFields(CommonFields, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     checkpoint_positions: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsParams | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
 
-class ExtraFields(msgspec.Struct, kw_only=True):
+class ExtraFields(CommonFields, kw_only=True):
     """Fields of chat completions that ``/v1/responses`` takes too, as vLLM's does."""
 
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    structured_outputs: StructuredOutputsParams | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
