@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.draft_types import FROM_LAST_TOKEN, NO_DRAFT, RowState, Rule
+from weft.ops.draft_types import FROM_LAST_TOKEN, NO_DRAFT, AcceptanceRule, RowState
 from weft.ops.drafts import accept_drafts, follow_step, places_ahead
 from weft.ops.ngram import ngram_drafts
 
@@ -61,7 +61,7 @@ def test_follow_step(num_seqs: int, query_len: int) -> None:
 @pytest.mark.parametrize(("num_seqs", "query_len"), CASES)
 def test_accept_drafts(num_seqs: int, query_len: int, rate: float | None, never: list[int] | None) -> None:
     tokens = num_seqs * query_len
-    rule = Rule.of(rate, None if never is None else torch.tensor(never, device=DEVICE))
+    rule = AcceptanceRule.of(rate, None if never is None else torch.tensor(never, device=DEVICE))
     rows = torch.randperm(ROWS)[:num_seqs].repeat_interleave(query_len).to(DEVICE)
     sampled, ids = integers(3, 5, tokens), integers(3, 5, tokens)
     seeds, positions = integers(-(2**63), 2**63 - 1, tokens), integers(0, 2**20, tokens)

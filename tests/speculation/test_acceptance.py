@@ -11,7 +11,7 @@ from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
 from weft.ops.draft_types import NO_DRAFT, RowState
 from weft.ops.sampling import apply_top_k_top_p_min_p_, filter_candidates, sample
-from weft.speculation.acceptance import Acceptance, Judge, accept, sampled_positions
+from weft.speculation.acceptance import Acceptance, RejectionSampler, accept, sampled_positions
 from weft.speculation.planner import LOG_EVERY, AcceptanceLog
 
 DRAWS = 100_000
@@ -21,7 +21,7 @@ CHI_SQUARE = {3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9, 7: 29.9}
 
 def judged(token_ids: torch.Tensor, drafts: torch.Tensor, first: torch.Tensor) -> Acceptance:
     nothing = torch.zeros_like(token_ids)
-    return accept(Judge()(token_ids, drafts, nothing, nothing)[1], first)
+    return accept(RejectionSampler()(token_ids, drafts, nothing, nothing)[1], first)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -58,7 +58,7 @@ def test_equally_many_drafts_are_accepted_alike(query_len: int) -> None:
     expected = judged(sampled, drafts, torch.arange(0, 60 * query_len, query_len))
     state = RowState(*torch.full((3, 60), 9).unbind(0))
     rows = torch.arange(60).flip(0).repeat_interleave(query_len)
-    tokens, found = Judge().accept_alike(sampled, input_ids, nothing, nothing, rows, query_len, state)
+    tokens, found = RejectionSampler().accept_alike(sampled, input_ids, nothing, nothing, rows, query_len, state)
     for name in ("num_accepted", "counted", "last"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert torch.equal(tokens, sampled) and found.num_accepted.unique().numel() == query_len
@@ -71,7 +71,7 @@ def test_a_synthetic_rate_accepts_as_often(rate: float) -> None:
     """Whatever was sampled; what is accepted stands in its place."""
     sampled, drafts = torch.full((DRAWS,), 1), torch.tensor([2, NO_DRAFT]).repeat(DRAWS // 2)
     positions = torch.arange(DRAWS)
-    token_ids, is_right = Judge(rate)(sampled, drafts, torch.full((DRAWS,), 7), positions)
+    token_ids, is_right = RejectionSampler(rate)(sampled, drafts, torch.full((DRAWS,), 7), positions)
     assert not is_right[1::2].any() and abs(float(is_right[::2].float().mean()) - rate) < 0.01
     assert torch.equal(token_ids, torch.where(is_right, drafts, sampled))
 

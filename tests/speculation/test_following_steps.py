@@ -22,7 +22,7 @@ from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.step_drafter import StepDrafter
-from weft.speculation.acceptance import Judge
+from weft.speculation.acceptance import RejectionSampler
 
 NUM_DRAFTS, LONGEST, ROWS, WRONG = 3, 160, 3, 0.25
 SETTINGS: dict[str, Any] = {
@@ -214,5 +214,5 @@ def test_an_aborted_request_leaves_the_others_alone(engines: Engines) -> None:
 def test_a_draft_that_ends_the_text_is_the_last_token_of_its_step() -> None:
     sampled = torch.tensor([4, 2, 9, 5])
     drafts, nothing = torch.tensor([4, 2, 9, -1]), torch.zeros(4, dtype=torch.int64)
-    tokens, is_right = Judge(never=torch.tensor([2, 3]))(sampled, drafts, nothing, nothing)
+    tokens, is_right = RejectionSampler(never=torch.tensor([2, 3]))(sampled, drafts, nothing, nothing)
     assert tokens.tolist() == [4, 2, 9, 5] and is_right.tolist() == [True, False, True, False]

@@ -43,7 +43,7 @@ class FollowedStep(NamedTuple):
     state_slots: Tensor
 
 
-class Rule(NamedTuple):
+class AcceptanceRule(NamedTuple):
     """When a draft is right.
 
     Attributes:
@@ -56,7 +56,7 @@ class Rule(NamedTuple):
     bound: int | None = None
 
     @classmethod
-    def of(cls, synthetic_rate: float | None, never: Tensor | None) -> Rule:
+    def of(cls, synthetic_rate: float | None, never: Tensor | None) -> AcceptanceRule:
         """With a probability of being right in place of a bound."""
         bound = None if synthetic_rate is None else round(synthetic_rate * MASK_31)
         return cls(never if never is not None and len(never) else None, bound)

@@ -18,11 +18,11 @@ from weft.ops.draft_types import (
     FROM_LAST_TOKEN,
     MASK_31,
     NO_DRAFT,
+    AcceptanceRule,
     AcceptedDrafts,
     FollowedStep,
     PlacesAhead,
     RowState,
-    Rule,
 )
 
 
@@ -85,7 +85,7 @@ def _random_31(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def right_drafts(
-    token_ids: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor, rule: Rule
+    token_ids: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor, rule: AcceptanceRule
 ) -> tuple[Tensor, Tensor]:
     """The sequences' tokens ``[M]``, and which drafts are right, ``[M]`` bool; device work only.
 
@@ -111,7 +111,7 @@ def accept_drafts(
     positions: Tensor,
     rows: Tensor,
     query_len: int,
-    rule: Rule,
+    rule: AcceptanceRule,
     last_token: Tensor,
     num_rejected: Tensor,
     *,

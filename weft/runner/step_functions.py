@@ -26,7 +26,7 @@ from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_drafter import Drafter
 from weft.runner.step_shape import SampleRows, StepInputs, StepShape
-from weft.speculation.acceptance import Acceptance, Judge
+from weft.speculation.acceptance import Acceptance, RejectionSampler
 
 
 class SampledLogits(NamedTuple):
@@ -51,7 +51,7 @@ class StepFunctions:
     """The functions behind a runner's full graphs.
 
     Args:
-        model, builder, rows, sampler, sampling, draft, judge: the runner's.
+        model, builder, rows, sampler, sampling, draft, rejection_sampler: the runner's.
         context: from a batch and the mode it runs in to its forward context.
         max_num_seqs, max_model_len: what a graph must be able to serve.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
@@ -68,7 +68,7 @@ class StepFunctions:
         sampler: Sampler,
         sampling: SamplingInputs,
         draft: Drafter | None,
-        judge: Judge,
+        rejection_sampler: RejectionSampler,
         context: Callable[[Batch, GraphMode], ForwardContext],
         *,
         max_num_seqs: int,
@@ -77,7 +77,7 @@ class StepFunctions:
     ) -> None:
         self._model, self._builder, self._rows = model, builder, rows
         self._sampler, self._sampling, self._context = sampler, sampling, context
-        self._draft, self._judge = draft, judge
+        self._draft, self._rejection_sampler = draft, rejection_sampler
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self.hidden = hidden
         self._compiled: Callable[..., Tensor] = model
@@ -129,7 +129,7 @@ class StepFunctions:
         result = self._sampler(logits, self._sampling.any_row(inputs.samples))
         samples = inputs.samples
         sampled = (result.token_ids, inputs.input_ids, samples.seeds, samples.positions, samples.rows)
-        token_ids, acceptance = self._judge.accept_alike(*sampled, self.query_len(size), self._rows.state)
+        token_ids, acceptance = self._rejection_sampler.accept_alike(*sampled, self.query_len(size), self._rows.state)
         result = replace(result, token_ids=token_ids)
         return self._with_drafts(SampledLogits(logits, result, acceptance), inputs, hidden_states)
 

@@ -49,7 +49,7 @@ from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_sampler import SampledTokens, StepSampler
 from weft.runner.step_shape import StepShape
-from weft.speculation.acceptance import Judge, sampled_positions
+from weft.speculation.acceptance import RejectionSampler, sampled_positions
 
 
 class StepRunner:
@@ -95,8 +95,8 @@ class StepRunner:
         self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
         self._draft = self._make_drafter(config, plan, backend)
-        sampler, judge = Sampler(backend), _judge(config, device, backend)
-        self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, judge)
+        sampler, rejection_sampler = Sampler(backend), _rejection_sampler(config, device, backend)
+        self._sample = StepSampler(sampler, self._sampling, self.builder, self.rows, rejection_sampler)
         dtype, shape = getattr(torch, config.dtype), (max_captured_tokens, model_config.hidden_size)
         self.functions = StepFunctions(
             model,
@@ -105,7 +105,7 @@ class StepRunner:
             sampler,
             self._sampling,
             self._draft,
-            judge,
+            rejection_sampler,
             context,
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
@@ -291,8 +291,8 @@ def _batch_builder(
     )
 
 
-def _judge(config: EngineConfig, device: torch.device, backend: Backend) -> Judge:
+def _rejection_sampler(config: EngineConfig, device: torch.device, backend: Backend) -> RejectionSampler:
     """Which drafts are accepted: never an end of sequence where drafts stay on the device."""
     speculation = config.speculative_config
     ends = torch.tensor(config.eos_token_ids, device=device) if config.drafts_on_device else None
-    return Judge(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)
+    return RejectionSampler(speculation.synthetic_acceptance_rate if speculation is not None else None, ends, backend)

@@ -20,7 +20,7 @@ from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_functions import SampledLogits
-from weft.speculation.acceptance import Acceptance, Judge, accept
+from weft.speculation.acceptance import Acceptance, RejectionSampler, accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,20 @@ class StepSampler:
     """Samples the tokens of steps and remembers them for the next ones. All arguments are the runner's."""
 
     def __init__(
-        self, sampler: Sampler, inputs: SamplingInputs, builder: BatchBuilder, rows: RowTable, judge: Judge
+        self,
+        sampler: Sampler,
+        inputs: SamplingInputs,
+        builder: BatchBuilder,
+        rows: RowTable,
+        rejection_sampler: RejectionSampler,
     ) -> None:
-        self._sampler, self._inputs, self._builder, self._rows, self._judge = sampler, inputs, builder, rows, judge
+        self._sampler, self._inputs, self._builder, self._rows, self._rejection_sampler = (
+            sampler,
+            inputs,
+            builder,
+            rows,
+            rejection_sampler,
+        )
 
     def __call__(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SampledLogits | None = None
@@ -105,7 +116,7 @@ class StepSampler:
         drafts = self._places([draft[0] if draft else NO_DRAFT for draft in following])
         first = [i for i, request in enumerate(sampled) if not request.draft_token_ids]
         samples = self._builder.sample_rows(len(sampled))
-        token_ids, is_right = self._judge(tokens.token_ids, drafts, samples.seeds, samples.positions)
+        token_ids, is_right = self._rejection_sampler(tokens.token_ids, drafts, samples.seeds, samples.positions)
         acceptance = accept(is_right, self._places(first))
         rows = self._places([sampled[i].row for i in first])
         self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))

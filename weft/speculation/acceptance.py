@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.messages import ScheduledRequest
 from weft.ops.backend import Backend
-from weft.ops.draft_types import RowState, Rule
+from weft.ops.draft_types import AcceptanceRule, RowState
 from weft.ops.drafts import accept_drafts, right_drafts
 
 
@@ -58,8 +58,8 @@ class Acceptance:
         return Acceptance(self.num_accepted[:num_requests], self.last[:num_requests], self.counted[:num_positions])
 
 
-class Judge:
-    """Says of every draft whether it is right.
+class RejectionSampler:
+    """Accepts or rejects drafts, by comparison with what was sampled (rejection sampling of single tokens).
 
     Args:
         synthetic_rate: for measurements with meaningless weights: a draft is right with this probability, by the
@@ -73,7 +73,7 @@ class Judge:
     def __init__(
         self, synthetic_rate: float | None = None, never: Tensor | None = None, backend: Backend = Backend.TORCH
     ) -> None:
-        self._rule, self._backend = Rule.of(synthetic_rate, never), backend
+        self._rule, self._backend = AcceptanceRule.of(synthetic_rate, never), backend
 
     def __call__(self, token_ids: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See ``right_drafts``."""

@@ -15,11 +15,11 @@ from weft.ops.draft_types import (
     FROM_LAST_TOKEN,
     MASK_31,
     NO_DRAFT,
+    AcceptanceRule,
     AcceptedDrafts,
     FollowedStep,
     PlacesAhead,
     RowState,
-    Rule,
 )
 from weft.ops.triton.launch import jit, new_indices
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -129,7 +129,7 @@ def accept_drafts_triton(
     positions: Tensor,
     rows: Tensor,
     query_len: int,
-    rule: Rule,
+    rule: AcceptanceRule,
     last_token: Tensor,
     num_rejected: Tensor,
 ) -> AcceptedDrafts:
