@@ -4,7 +4,7 @@ Job: two frozen, complete, serialisable messages (msgspec), made of plain number
 Owns: their fields. Does not know: how either side works.
 
 The scheduler names *rows* (a request's place in the runner's tables), *pages* (KV) and *slots* (recurrent states); the
-runner obeys. A step is executed in this order: ``new_requests`` fill their rows, ``page_copies`` and ``state_forks``
+runner executes them. The order of a step: ``new_requests`` fill their rows, ``page_copies`` and ``state_forks``
 run, then the batch, then sampling. ``finished_rows`` are forgotten before anything else.
 """
 

@@ -40,7 +40,7 @@ class Checkpoint:
     """A recurrent state in ``slot``: that of the path's first ``position`` tokens.
 
     ``pins`` counts state forks that read the slot and are not launched yet; ``last_used`` is in ticks of the cache.
-    ``kind``, ``lineage`` (reuses on the way to this state) and ``num_uses`` are what its prospects are judged by.
+    ``kind``, ``lineage`` (reuses on the way to this state) and ``num_uses`` are what its eviction weight follows from.
     """
 
     position: int

@@ -23,7 +23,7 @@ class CacheSpec:
     Attributes:
         page_size: tokens per KV page.
         layers: what each layer with a cache keeps on this rank, by its name in the layer table, in model order.
-        weights_per_token: weights that one token meets in the whole model, without the output head (which only the last
+        weights_per_token: weights that one token uses in the whole model, without the output head (which only the last
             token of a prompt needs): those of the token mixers, and of the MLPs with the experts chosen.
         flops_per_token: FLOPs of one prompt token in the whole model, without attention between tokens and without the
             output head.
@@ -112,7 +112,7 @@ def cache_dtypes(config: EngineConfig) -> CacheDtypes:
 
 
 def _mlp_weights(model: ModelConfig) -> int:
-    """Weights of the MLPs that one token meets: the dense ones, and of a mixture the chosen experts and the router."""
+    """Weights of the MLPs that one token uses: the dense ones, and of a mixture the chosen experts and the router."""
     width = model.num_dense_mlps * model.intermediate_size
     if model.moe is not None:
         moe = model.moe

@@ -73,7 +73,7 @@ class LayerSpec:
             end of a chunk.
         verifies: it reads ``Batch.verification``, and so can run a few tokens of every sequence and keep each state; a
             layer with states that does not verifies drafts as a prefill.
-        num_weights: weights of the layer's token mixer that one token meets, of the whole model; two FLOPs each.
+        num_weights: weights of the token mixer that one token uses, of the whole model; two FLOPs each.
         flops_per_token: FLOPs of one token besides those (decay, read and write of a state).
         flops_per_pair: FLOPs of attention for one pair of a token and an earlier one.
     """

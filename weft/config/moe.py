@@ -171,7 +171,7 @@ def _kimi_sparse_layers(text: JsonObject, num_layers: int) -> frozenset[int]:
 
 
 def read_experts(text: JsonObject) -> tuple[int, int]:
-    """Experts, and how many of them a token meets."""
+    """Experts, and how many of them a token uses."""
     num_experts, top_k = text.integer("num_experts"), text.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise ConfigError(f"{text.where}: num_experts_per_tok={top_k} is greater than num_experts={num_experts}")

@@ -106,11 +106,11 @@ class EngineLoop:
         self._prefixes_due = now + max(PREFIXES_EVERY_S, 100 * (now - began))
 
     def _handle(self, message: RequestSpec | wire.FinishRequests | wire.Inspect | wire.ResetPrefixCache) -> None:
-        """What cannot be obeyed is no reason to end the requests that run."""
+        """What cannot be carried out is no reason to end the requests that run."""
         try:
             self._apply(message)
         except Exception:
-            logger.exception("a message could not be obeyed")
+            logger.exception("a message could not be carried out")
             if isinstance(message, RequestSpec):
                 self._refuse(message.request_id)
 

@@ -42,7 +42,7 @@ class ApiError(WeftError):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any exception as an ``ApiError``; what nobody foresaw is a 500 without details."""
+    """Any exception as an ``ApiError``; what is none of the known kinds is a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
