@@ -6,9 +6,10 @@
 Dummy weights. ``plain`` is the engine without drafts, as it decodes by default (``weft bench
 latency``: milliseconds per step). Then an engine for each method: every request gets drafts in every step (with ``mtp``
 those of a random head, whose time counts), and each is accepted with the given probability whatever is sampled
-(``synthetic_acceptance_rate``): milliseconds per new token, per step, and ``gain``, the tokens per second of ``plain``
-exceeded. ``decode`` is that engine with drafts switched off, ``ratio`` is a verifying step over it: medians between
-steps of whole batches, with ``mtp`` both with overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic:
+(``synthetic_acceptance_rate``): milliseconds per new token, per step, and ``gain``, the tokens that a sequence gets in
+the time in which ``plain`` gives it one, by the median intervals between steps. ``decode`` is that engine with drafts
+switched off, ``ratio`` is a verifying step over it: medians between steps of whole batches, with ``mtp`` both with
+overlap. ``floor_ratio`` is the ratio of the two steps' memory traffic:
 drafts choose experts of their own, as uniform routing would. What n-gram drafts gain where a text does repeat:
 ``benchmarks/repetition.py``.
 """
@@ -103,7 +104,7 @@ def drafting(args: argparse.Namespace, method: str, without: list[dict[str, Any]
     with engine(args, config) as llm:
         rows = measure(llm, workload(args))
         for row, base in zip(rows, without, strict=True):
-            row["gain"] = round(row["tokens_per_s"] / base["tokens_per_s"], 3)
+            row["gain"] = round(row["tokens_per_step"] * base["interval_ms"] / row["interval_ms"], 3)
             row |= steps_of(llm, row["batch_size"], args.drafts)
             print(method, json.dumps(row), flush=True)
         return {"config": report.settings(llm.config), "rows": rows}
