@@ -5,7 +5,8 @@
 The kernel is broken, or the processes fall asleep instead of compiling.
 
 A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, how many kernels there
-are, how many were compiled in this process, how many were given to others, and how many of these are left.
+are, how many were compiled in this process, how often one was given to others, and how many of these are left. Every
+process that compiles a kernel adds a line to the file ``compiled`` in the cache folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import multiprocessing
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +53,14 @@ def main(what: str = "") -> None:
         compile_processes._compile, compile_processes.STUCK_S = _sleep, 0.5
     driver.set_active(AbsentGpu())
     compiled_here: list[bool] = []
-    triton.knobs.compilation.listener = lambda *, cache_hit, **rest: compiled_here.append(not cache_hit)
+
+    def note(*, cache_hit: bool, **rest: Any) -> None:
+        compiled_here.append(not cache_hit)
+        if not cache_hit:
+            with (Path(triton.knobs.cache.dir) / "compiled").open("a") as file:
+                file.write("a kernel\n")
+
+    triton.knobs.compilation.listener = note
     given_away: list[Any] = []
     elsewhere = compile_processes.CompileProcesses._compiled_elsewhere
 

@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
+import triton
 
-def test_a_second_start_compiles_nothing_and_the_first_nothing_in_its_own_process(tmp_path: Path) -> None:
-    """The listener is told in the process that compiles; the parent only finds results."""
-    runs = [_run(tmp_path, "") for _ in range(2)]
-    assert [run["given_away"] for run in runs] == [2, 0]
+from weft.runner import compile_lock
+
+
+def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_path: Path) -> None:
+    """None in the processes that start: the listener is told in the process that compiles; these only find results."""
+    with ThreadPoolExecutor(2) as threads:
+        runs = list(threads.map(lambda _: _run(tmp_path, ""), range(2)))
+    assert len((tmp_path / "compiled").read_text().splitlines()) == 2
+    runs.append(_run(tmp_path, ""))
+    assert runs[-1]["given_away"] == 0
     assert all(run["compiled_here"] == 0 and run["kernels"] == 2 and run["left"] == 0 for run in runs)
+
+
+def test_a_kernel_is_locked_while_another_process_compiles_it_and_no_longer(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    kernel, other = SimpleNamespace(hash=lambda: "a"), SimpleNamespace(hash=lambda: "b")
+    holds, ends = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(kernel, ends))
+    process.start()
+    assert holds.recv() is True
+    with compile_lock.held(kernel, {}) as is_mine, compile_lock.held(kernel, {"num_warps": 8}) as is_mine_too:
+        assert (is_mine, is_mine_too) == (False, True)
+    with compile_lock.held(other, {}) as is_mine:
+        assert is_mine
+    waits = Thread(target=compile_lock.wait, args=(kernel, {}), daemon=True)
+    waits.start()
+    assert waits.is_alive()
+    process.kill()
+    waits.join(60)
+    with compile_lock.held(kernel, {}) as is_mine:
+        assert is_mine and not waits.is_alive()
+
+
+def _hold(kernel: Any, ends: Any) -> None:
+    with compile_lock.held(kernel, {}) as is_mine:
+        ends.send(is_mine)
+        ends.recv()
 
 
 def test_an_error_of_the_compiler_is_passed_on(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ modules loaded, use no GPU, and leave what they compile in Triton's cache on dis
 
 A lock that another thread holds at the fork is never released in the child. So no thread that loads anything runs then,
 and children that answer nothing for ``STUCK_S`` are given up: what they should have compiled is compiled here.
+
+Ranks and replicas that start together miss the same kernels. Each is compiled by the process that comes first
+(``compile_lock.py``); the others compile other kernels meanwhile.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 from weft import preload
 from weft.lifeline import die_with_parent
+from weft.runner import compile_lock
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ class CompileProcesses:
             kernel = compile_function()
         except _MissingError as missing:
             compiled = self._compiled_elsewhere(missing.src, missing.options)
-            return self._threads.submit(self._when_compiled, compiled, compile_function)
+            return self._threads.submit(self._when_compiled, compiled, missing, compile_function)
         self._loading.append(self._threads.submit(self._loaded, kernel))
         return self._loading[-1]
 
@@ -90,8 +94,9 @@ class CompileProcesses:
         finally:
             del src.make_ir
 
-    def _compiled_elsewhere(self, src: Any, options: dict[str, Any]) -> Future[None] | None:
-        """Done when the kernel is in Triton's cache; None if this process has to compile it."""
+    def _compiled_elsewhere(self, src: Any, options: dict[str, Any]) -> Future[bool] | None:
+        """Done when the kernel is in Triton's cache (True), or turns out to be compiled by processes of others (False);
+        None if this process has to compile it."""
         ForkingPickler.register(type(src.fn), _by_name)
         with suppress(BrokenProcessPool):
             return self._processes().submit(_compile, src, options, self._builds_launchers)
@@ -109,23 +114,24 @@ class CompileProcesses:
         return self._pool
 
     def _when_compiled(
-        self, compiled: Future[None] | None, compile_function: Callable[[], CompiledKernel]
+        self, compiled: Future[bool] | None, missing: _MissingError, compile_function: Callable[[], CompiledKernel]
     ) -> CompiledKernel:
-        if compiled is not None:
-            with suppress(Exception):  # a process was killed, or the kernel is wrong: then this thread compiles
-                self._wait(compiled)
+        with suppress(Exception):  # a process was killed, or the kernel is wrong: then this thread compiles
+            while compiled is not None and not self._wait(compiled):
+                compile_lock.wait(missing.src, missing.options)
+                compiled = self._compiled_elsewhere(missing.src, missing.options)
         return self._loaded(compile_function())
 
-    def _wait(self, compiled: Future[None]) -> None:
-        """Until it is done, or nothing has been for too long: then all that waits here gets ``BrokenProcessPool``."""
+    def _wait(self, compiled: Future[bool]) -> bool:
+        """Its result, or nothing is done for too long: then all that waits here gets ``BrokenProcessPool``."""
         while True:
             try:
-                compiled.result(STUCK_S)
+                is_compiled = compiled.result(STUCK_S)
                 self._answered = time.monotonic()
-                return
+                return is_compiled
             except TimeoutError:
                 if compiled.done():  # compiling itself ended so
-                    return
+                    raise
                 if time.monotonic() - self._answered >= STUCK_S:
                     logger.warning("no kernel was compiled in %g s; the processes are given up", STUCK_S)
                     self._kill()
@@ -171,13 +177,16 @@ def _obey(parent_pid: int) -> None:
     die_with_parent(parent_pid)
 
 
-def _compile(src: Any, options: dict[str, Any], builds_launcher: bool) -> None:
-    """Leave the kernel in Triton's cache."""
-    kernel = triton.compile(src, **options)
-    if builds_launcher:
-        from triton.backends.nvidia.driver import CudaLauncher
+def _compile(src: Any, options: dict[str, Any], builds_launcher: bool) -> bool:
+    """Leave the kernel in Triton's cache. False: another process is doing that."""
+    with compile_lock.held(src, options) as is_mine:
+        if is_mine:
+            kernel = triton.compile(src, **options)
+            if builds_launcher:
+                from triton.backends.nvidia.driver import CudaLauncher
 
-        CudaLauncher(src, kernel.metadata)
+                CudaLauncher(src, kernel.metadata)
+        return is_mine
 
 
 def _by_name(function: JITCallable) -> tuple[Any, ...]:
