@@ -49,6 +49,7 @@ def import_torch() -> None:
         if _has_cuda() and has_driver():
             with suppress(ImportError):  # of a Triton without it
                 import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
+            _meanwhile(_build_triton_driver)
         import torch  # noqa: F401
 
 
@@ -100,6 +101,14 @@ def _load_torch_libraries() -> None:
             ctypes.CDLL(str(folder / name), mode=mode)
         except OSError:
             return
+
+
+def _build_triton_driver() -> None:
+    """Triton's part in C, which the first start on a machine compiles."""
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
 
 
 def _create_cuda_context() -> None:

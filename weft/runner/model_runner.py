@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -53,7 +54,14 @@ from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
 from weft.runner.step_runner import StepRunner
 from weft.runner.triton_key import prepare_triton
-from weft.runner.warmup import StepLimits, compiled_meanwhile, covering_steps, image_step, one_layer_of_each_kind
+from weft.runner.warmup import (
+    NUM_LONGEST_STEPS,
+    StepLimits,
+    compiled_meanwhile,
+    covering_steps,
+    image_step,
+    one_layer_of_each_kind,
+)
 from weft.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -155,15 +163,20 @@ class ModelRunner:
         self.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
         self._attach(self.plan)
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
+        steps = covering_steps(limits, state_slot=1 if self.spec.has_states else 0)
         with one_layer_of_each_kind(self.model.model):
+            self._walk(islice(steps, NUM_LONGEST_STEPS))
             self._walk_captured_steps()
-            for scheduler_output in covering_steps(limits, state_slot=1 if self.spec.has_states else 0):
-                self.launch(scheduler_output)
-                self.steps.rows.last_token.zero_()  # what was sampled may be no token
+            self._walk(steps)
             if self.media is not None:
                 self.media.run_smallest()
                 self.launch(image_step(1 if self.spec.has_states else 0, self.media.merge))
         del self.steps
+
+    def _walk(self, steps: Iterable[SchedulerOutput]) -> None:
+        for scheduler_output in steps:
+            self.launch(scheduler_output)
+            self.steps.rows.last_token.zero_()  # what was sampled may be no token
 
     def _walk_captured_steps(self) -> None:
         """Every size that is captured: a capture must meet no kernel that is not compiled. The largest first, whose

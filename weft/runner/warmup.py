@@ -47,6 +47,10 @@ LEAST_TOKENS = 256
 """Of a step that is made smaller because memory is short: with fewer a prompt would take very many steps."""
 
 
+NUM_LONGEST_STEPS = 3
+"""Of ``covering_steps``, the first: the longest prompts, with and without decodes. Their kernels take longest to compile."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """The largest step: tokens, sequences, and context in tokens."""
