@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +40,14 @@ def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: py
     monkeypatch.setattr(preload.ctypes, "CDLL", no_library)
     preload._load_torch_libraries()
     preload._create_cuda_context()
+
+
+def test_whether_modules_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = []
+    for cached in (str(tmp_path / "__init__.pyc"), __file__):
+        monkeypatch.setattr(preload, "find_spec", lambda name, cached=cached: SimpleNamespace(cached=cached))
+        found.append(preload.has_bytecode())
+    assert found == [False, True]
 
 
 def test_triton_is_imported_where_there_is_a_gpu_and_may_be_another_one(monkeypatch: pytest.MonkeyPatch) -> None:

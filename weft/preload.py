@@ -68,6 +68,13 @@ def has_driver() -> bool:
     return True
 
 
+def has_bytecode() -> bool:
+    """Python finds torch's modules compiled, or torch is not there. Else every process that may not keep what it
+    compiles does so anew: two seconds."""
+    spec = find_spec("torch")
+    return spec is None or spec.cached is None or Path(spec.cached).exists()
+
+
 def wait() -> None:
     """Until all that was begun is done."""
     for thread in _begun:

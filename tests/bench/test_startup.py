@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
+from weft.bench import startup
 from weft.bench.startup import StartupWorkload, measure
 from weft.errors import EngineDeadError
 
@@ -20,6 +23,27 @@ def test_cold_and_warm_processes() -> None:
         row = figures["results"][kind]
         assert 0 < row["llm_s"] < row["total_s"] and row["import_s"] + row["llm_s"] < row["total_s"]
         assert row["stages"]["weights"] > 0 and len(row["repeats"]["total_s"]) == 1
+
+
+def test_bytecode_that_is_not_there_is_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+
+    def start(settings: Mapping[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+        environments.append(environment)
+        return dict.fromkeys(("total_s", "import_s", "llm_s", "first_token_s", "device", "config"), 1.0) | {
+            "stages": {}
+        }
+
+    monkeypatch.setattr(startup, "_start", start)
+    monkeypatch.setattr(startup, "has_bytecode", lambda: False)
+    assert measure(SMALL, StartupWorkload(1, 1))["bytecode"] == "made"
+    fill, cold, warm = environments
+    assert fill["PYTHONPYCACHEPREFIX"] == cold["PYTHONPYCACHEPREFIX"] == warm["PYTHONPYCACHEPREFIX"]
+    assert not any(environment["PYTHONDONTWRITEBYTECODE"] for environment in environments)
+    assert fill["TRITON_CACHE_DIR"] != cold["TRITON_CACHE_DIR"] == warm["TRITON_CACHE_DIR"]
+    monkeypatch.setattr(startup, "has_bytecode", lambda: True)
+    assert measure(SMALL, StartupWorkload(1, 0))["bytecode"] == "found"
+    assert environments[3].keys() == {"TRITON_CACHE_DIR"} and len(environments) == 4
 
 
 def test_a_process_that_fails_tells_why() -> None:

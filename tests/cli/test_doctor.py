@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_a_machine_with_little_room(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     found = {finding.what: finding for finding in examine()}
     assert found["C compiler"].verdict == "note" and "gcc" in found["C compiler"].remedy
     assert found["disk"].verdict == "note" and str(tmp_path) in found["disk"].found
+
+
+def test_modules_that_every_start_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.cli.doctor.has_bytecode", lambda: False)
+    for may_keep, verdict in ((True, "ok"), (False, "note")):
+        monkeypatch.setattr(sys, "dont_write_bytecode", not may_keep)
+        finding = next(finding for finding in examine() if finding.what == "bytecode")
+        assert finding.verdict == verdict and ("compileall" in finding.remedy) is not may_keep
 
 
 def test_versions_compare_by_number() -> None:

@@ -48,7 +48,7 @@ LEAST_TOKENS = 256
 
 
 NUM_LONGEST_STEPS = 3
-"""Of ``covering_steps``, the first: the longest prompts, with and without decodes. Their kernels take longest to compile."""
+"""At the beginning of ``covering_steps``: the longest prompts, whose kernels take longest to compile."""
 
 
 @dataclass(frozen=True, slots=True)
