@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.moe import clamped_swiglu, fused_moe_reference, sigmoid_router_reference, topk_router_reference
-from weft.ops.triton import moe_sum
+from weft.ops.triton import moe_groups, moe_sum
 from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
 from weft.ops.triton.moe_groups import FEW_PAIRS, group_pairs
 from weft.ops.triton.router import sigmoid_router_triton, topk_router_triton
@@ -77,9 +77,14 @@ def test_equals_pair_by_pair(shape: tuple[int, ...], dtype: torch.dtype, padding
     check_moe(shape, dtype, padding)
 
 
-@pytest.mark.parametrize("num_tokens", [4, FEW_PAIRS // 2, FEW_PAIRS // 2 + 3], ids=["4", "few", "many"])
-def test_groups(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "many"),
+    [(4, 0), (FEW_PAIRS // 2, 0), (FEW_PAIRS // 2 + 3, 10**6), (FEW_PAIRS // 2 + 3, 0)],
+    ids=["4", "few", "more", "many"],
+)
+def test_groups(num_tokens: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair is in one block, of its expert; a block has up to 16 pairs, and the kernels look at all blocks."""
+    monkeypatch.setattr(moe_groups, "MANY_PAIRS", many)
     ids = torch.randint(-1, 7, (num_tokens, 2), dtype=torch.int32, device=DEVICE)
     (pairs, first_place, block_expert, block_first, num_blocks), max_blocks = group_pairs(ids, 8, 16)
     assert num_blocks[0] <= max_blocks
@@ -119,7 +124,8 @@ def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "width"), [(1280, 512), (10240, 512), (20480, 512), (81920, 512), (10, 256), (1280, 256)]
+    ("pairs", "width"),
+    [(1280, 512), (10240, 512), (20480, 512), (81920, 512), (10, 256), (1280, 256), (10240, 128)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile(pairs: int, width: int, dtype: torch.dtype) -> None:
@@ -233,9 +239,10 @@ def test_routers_add_the_shared_expert(gated: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_takes_the_lower_id_of_equals(dtype: torch.dtype) -> None:
-    logits = torch.tensor([[-0.0, 1.0, 1.0, 0.0, 1.0, -1e-30]], device=DEVICE).to(dtype)
-    _, ids = topk_router_triton(logits, 6, renormalize=True, num_tokens=1)
-    assert ids.tolist() == [[1, 2, 4, 0, 3, 5]]
+    rows = [[-0.0, 1.0, 1.0, 0.0, 1.0, -1e-30], [-torch.inf, 3e38, 1.0, -3e38, -torch.inf, -1.0]]
+    logits = torch.tensor(rows, device=DEVICE).to(dtype)
+    _, ids = topk_router_triton(logits, 6, renormalize=True, num_tokens=2)
+    assert ids.tolist() == [[1, 2, 4, 0, 3, 5], [1, 2, 5, 3, 0, 4]]
 
 
 @pytest.mark.parametrize(

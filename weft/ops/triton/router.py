@@ -56,7 +56,8 @@ def _best_experts(values, experts, inside, TOP_K: tl.constexpr, BLOCK_K: tl.cons
     """``[BLOCK_K]``: the experts with the highest values, the lower id first among equals; -1 behind them.
 
     A maximum of 32-bit integers over a warp is one instruction on the GPU. With values of 16 bits one integer holds
-    value and id, else the lowest id of the highest value takes a second one.
+    value and id: the next best one is the least far below the one before, as an unsigned distance, in which those that
+    are taken already wrap around. Else the lowest id of the highest value takes a second maximum.
     """
     places = tl.arange(0, BLOCK_K)
     PACKED: tl.constexpr = values.dtype.primitive_bitwidth == 16
@@ -65,14 +66,17 @@ def _best_experts(values, experts, inside, TOP_K: tl.constexpr, BLOCK_K: tl.cons
         keys = (keys << 16) | (0xFFFF - experts)
     keys = tl.where(inside, keys, -0x80000000)
     chosen = tl.full([BLOCK_K], -1, dtype=tl.int32)
+    before = tl.full([], 0x7FFFFFFF, dtype=tl.int32)
     for place in tl.static_range(TOP_K):
-        best = tl.max(keys, 0)
         if PACKED:
+            best = before - tl.min((before - keys).to(tl.uint32, bitcast=True), 0).to(tl.int32, bitcast=True)
+            before = best - 1
             expert = 0xFFFF - (best & 0xFFFF)
         else:
+            best = tl.max(keys, 0)
             expert = tl.min(tl.where(keys == best, experts, 0x7FFFFFFF), 0)
+            keys = tl.where(experts == expert, -0x80000000, keys)
         chosen = tl.where(places == place, expert, chosen)
-        keys = tl.where(experts == expert, -0x80000000, keys)
     return chosen
 
 
