@@ -245,7 +245,10 @@ def server_load_table() -> Table:
     return [name], ("median", "before", "now", "now, 2 API processes", "goal"), rows
 
 
-RANKS = {2: ("C2", {"Weft": "2xh200", "Weft, NCCL": "2xh200-nccl"}), 4: ("C", {"Weft": "4xh200"})}
+RANKS = {
+    2: ("C2", {"Weft": "2xh200", "Weft, NCCL": "2xh200-nccl", "Weft, whole experts": "2xh200-experts"}),
+    4: ("C", {"Weft": "4xh200"}),
+}
 """By ranks: the model in the peers' file, and our runs; the first one is held against the goal."""
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.ops.interpreter import DEVICE
 from weft.ops.all_reduce import all_reduce_rms_norm, all_reduce_rms_norm_reference
 from weft.ops.peer_buffers import PeerBuffers, buffer_bytes, make_counters
+from weft.ops.triton.all_reduce_packed import fits_packed
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/multi_gpu has the same on GPUs")
 
@@ -20,6 +21,18 @@ WIDTH = 40
 NUM_PROGRAMS = 4
 MOST_ROWS = 14 * NUM_PROGRAMS
 ROWS = (1, 3, 2 * NUM_PROGRAMS + 1, 2, 13 * NUM_PROGRAMS + 2)
+
+
+def test_few_rows_go_by_words() -> None:
+    """As many as there is room for between two ranks, fewer between more; never half a word."""
+    weight = torch.zeros(2048, dtype=torch.bfloat16)
+    fits = {
+        (rows, size): fits_packed(torch.zeros(rows, 2048, dtype=torch.bfloat16), None, weight, size)
+        for rows in (32, 33, 128, 129)
+        for size in (2, 4)
+    }
+    assert [key for key, found in fits.items() if found] == [(32, 2), (32, 4), (33, 2), (128, 2)]
+    assert not fits_packed(torch.zeros(1, 3, dtype=torch.bfloat16), None, weight[:3], 2)
 
 
 def run_rank(rank: int, size: int, buffers: list[Tensor], inputs: Tensor, results: Tensor) -> None:

@@ -39,6 +39,6 @@ def all_reduce_rms_norm(
     from weft.ops.triton.all_reduce import all_reduce_rms_norm_triton
     from weft.ops.triton.all_reduce_packed import fits_packed, packed_all_reduce_rms_norm
 
-    if fits_packed(x, residual, weight):
+    if fits_packed(x, residual, weight, peers.size):
         return packed_all_reduce_rms_norm(x, residual, weight, eps, peers, zero_centered=zero_centered)
     return all_reduce_rms_norm_triton(x, residual, weight, eps, peers, zero_centered=zero_centered)

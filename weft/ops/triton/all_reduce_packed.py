@@ -25,8 +25,9 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
-_MOST_BYTES = 128 * 2**10
-"""Of a message: with four ranks words were faster than flags up to there; other numbers of ranks were not measured."""
+_MOST_BYTES, _MOST_BYTES_OF_TWO = 128 * 2**10, 512 * 2**10
+"""Of a message: with four ranks words were faster than flags up to there, with two up to ``MAX_PROGRAMS`` rows of
+4 KiB, which is all that there is room for; other numbers of ranks were not measured."""
 
 _MOST_POLLS = 1 << 26
 """A minute or more; see ``all_reduce.py``."""
@@ -158,11 +159,12 @@ def packed_all_reduce_rms_norm(
     return y, total
 
 
-def fits_packed(x: Tensor, residual: Tensor | None, weight: Tensor) -> bool:
-    """Whether these are few rows, of whole words."""
+def fits_packed(x: Tensor, residual: Tensor | None, weight: Tensor, size: int) -> bool:
+    """Whether these are few rows, of whole words, for ``size`` ranks."""
     per_word = 4 // x.element_size()
     rows = [x] if residual is None else [x, residual]
     is_whole = x.shape[1] % per_word == 0 and all(row.stride(0) % per_word == 0 for row in rows)
     is_aligned = all(tensor.data_ptr() % 4 == 0 for tensor in (*rows, weight))
-    is_few = x.shape[0] <= MAX_PROGRAMS and x.numel() * x.element_size() <= _MOST_BYTES
+    most_bytes = _MOST_BYTES_OF_TWO if size == 2 else _MOST_BYTES
+    is_few = x.shape[0] <= MAX_PROGRAMS and x.numel() * x.element_size() <= most_bytes
     return is_few and is_whole and is_aligned and weight.dtype == x.dtype
