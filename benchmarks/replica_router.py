@@ -3,12 +3,12 @@
 Usage: ``python -m benchmarks.replica_router [--repeats 15] [--json FILE]``. No model, no processes.
 
 1. Processor time of one request at the router (choosing, and noting its end), with 4 replicas that tell 2,000 prefixes
-   each: for prompts of several lengths, new ones and such of which half is cached somewhere, and for the prompts of W5
-   in order.
-2. The conversations of W5 (16 conversations x 8 turns, one request at a time, conversation after conversation) on four
-   caches without a model: prompt tokens reused by one cache, through the router, and round robin. Sixteen conversations
-   in turn on four replicas meet their own replica again by accident, so round robin is also measured with another
-   conversation's request going by now and then.
+   each: for prompts of several lengths, new ones and such of which half is cached somewhere, and for the prompts of
+   ``weft bench prefix`` in order.
+2. The conversations of ``weft bench prefix`` (16 of 8 turns, one request at a time, conversation after conversation)
+   on four caches without a model: prompt tokens reused by one cache, through the router, and round robin. Sixteen
+   conversations in turn on four replicas meet their own replica again by accident, so round robin is also measured
+   with another conversation's request going by now and then.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def told_of(tokens: list[int]) -> list[int]:
 
 
 def overhead_w5(repeats: int) -> dict[str, Any]:
-    """The same for W5's 128 prompts, of 210 to 2,128 tokens, one after the other; each conversation where it was."""
+    """The same for the 128 prompts of ``weft bench prefix``, one after the other; each conversation where it was."""
     rng = random.Random(3)
     router = Router(NUM_REPLICAS, max_num_seqs=256)
     prompts: list[list[int]] = []
@@ -88,7 +88,7 @@ def timed(router: Router, prompts: list[list[int]], repeats: int) -> dict[str, A
 
 
 def reused(choose: Callable[[list[int]], int], managers: list[Manager], tell: Callable[[int], None]) -> int:
-    """Prompt tokens reused over W5's conversations."""
+    """Prompt tokens reused over that workload's conversations."""
     counts, rng = ReplayCounts(), random.Random(3)
     prompts: list[list[int]] = []
     outputs: list[list[int]] = []

@@ -6,7 +6,7 @@ Usage: ``python -m benchmarks.tensor_parallel [--ranks 2] [--config benchmarks/c
 Stages run in processes of their own, each with a time limit; a stage that fails or is late costs its own figures only:
 
 1. all-reduce: the fused kernel and NCCL, checked and timed over sizes;
-2. engine: cold start with an empty Triton cache, decode, first token, throughput (W2, W3, W1 of docs/performance.md),
+2. engine: cold start with an empty Triton cache, decode, first token, throughput as in docs/performance.md,
    with bf16 dummy weights and bf16 states; with NCCL's all-reduce if stage 1 failed;
 3. tests: those of ``tests/multi_gpu`` that generate on as many ranks;
 4. engine again, a warm start: decode;
@@ -201,7 +201,7 @@ class Run:
                 peer = peers["first_token_ms"].get(row["prompt_len"])
                 print(f"  first token {row['prompt_len']:5}: {row['first_token_ms']} ms, peer {peer}")
             if "throughput" in found:
-                print(f"  W1: {found['throughput']['output_tokens_per_s']} tokens/s, peer {peers['tokens_per_s']}")
+                print(f"  {found['throughput']['output_tokens_per_s']} tokens/s, peer {peers['tokens_per_s']}")
         for row in [row for name in SCALED.get(self.ranks, ()) for row in self.results.get(f"scaling-{name}", ())]:
             print("scaling " + "  ".join(f"{name} {value}" for name, value in row.items()))
         print("\n" + "\n".join(f"{k}: {v}" for k, v in self.results.items() if k.endswith("stage")))

@@ -216,7 +216,7 @@ def router_table() -> Table:
     rows = [
         [f"{row['prompt_len']:,} tokens, {what[row['cached_share']]}", row] for row in found["router_overhead"]
     ]
-    rows.append([f"W5: {w5['prompts']} prompts of {w5['least_len']} to {w5['most_len']:,} tokens", w5])
+    rows.append([f"prefix reuse: {w5['prompts']} prompts of {w5['least_len']} to {w5['most_len']:,} tokens", w5])
     times = [[what, shown(row["us_per_request"]), shown(row["us_least"])] for what, row in rows]
     times[-1].append(goal(w5["us_per_request"], 100))
     return [name], ("prompt", "median, us", "least", "goal"), [[*row, ""][:4] for row in times]

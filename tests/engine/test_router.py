@@ -185,7 +185,7 @@ def test_a_replica_that_comes_back_has_what_it_tells_of_from_then_on() -> None:
 
 
 def test_a_choice_costs_little() -> None:
-    """Under 100 us of processor time for a prompt of 2,000 tokens, W5's longest, of four replicas (here twice that)."""
+    """Under 100 us of processor time for a prompt of 2,000 tokens, of four replicas (here twice that)."""
     router, _ = make_router(4)
     prompts = [prompt(seed, 2000) for seed in range(50)]
     for index in range(4):
@@ -202,7 +202,7 @@ def test_a_choice_costs_little() -> None:
 
 
 def reused(choose: Callable[[list[int]], int], managers: list[Manager], tell: Callable[[int], None]) -> int:
-    """Prompt tokens reused over the conversations of W5, one request at a time."""
+    """Prompt tokens reused over the conversations of the prefix-reuse workload, one request at a time."""
     counts = ReplayCounts()
     prompts: list[list[int]] = []
     outputs: list[list[int]] = []
@@ -219,7 +219,7 @@ def reused(choose: Callable[[list[int]], int], managers: list[Manager], tell: Ca
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_four_replicas_keep_the_hits_of_one_cache(hybrid: bool) -> None:
-    """At least 90% of one cache's hits with the conversations of W5; round robin keeps far fewer."""
+    """At least 90% of one cache's hits with the conversations of ``weft bench prefix``; round robin keeps far fewer."""
     one = reused(lambda tokens: 0, [make_manager(hybrid)], lambda index: None)
     router, _ = make_router(4, max_num_seqs=16)
     managers = [make_manager(hybrid) for _ in range(4)]

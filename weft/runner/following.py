@@ -1,7 +1,7 @@
 """Launching a verification step before the acceptance of the one before is known on the host.
 
-Job: from a layout that takes all of them for accepted to the step as it is, with what the rows hold on the device.
-Does not know: who follows, graphs.
+Job: correct a layout that takes all drafts for accepted by what the rows hold on the device.
+Does not know: which requests follow, graphs.
 """
 
 from __future__ import annotations
