@@ -39,7 +39,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_in_documents_exist(page: Path) -> None:
     known = {"--" + name.replace("_", "-") for name in OPTIONS} | set(ALIASES) | {"--help", "--extra-index-url"}
-    known |= {"--nproc-per-node"}  # torchrun's
+    known |= {"--nproc-per-node", "--compile-bytecode"}  # of torchrun and uv
     known |= {flag for help_text in _help_texts() for flag in re.findall(r"--[a-z][a-z-]+", help_text)}
     text = re.sub(
         r"^(?:curl|docker|guidellm|lm_eval|ray|systemctl) (?:.*\\\n)*.*$", "", page.read_text("utf-8"), flags=re.M
