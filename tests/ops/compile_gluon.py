@@ -26,6 +26,7 @@ from weft.ops.triton import early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
 from weft.ops.triton.launch import launches_handled
+from weft.ops.triton.selective_scan_gluon import launch_selective_scan
 
 
 def launch(
@@ -43,20 +44,33 @@ def launch(
     launch_prefill_hopper(q, cache, cache, batch, 0.1, torch.zeros_like(q), skip_decodes=True, sinks=sinks)
 
 
-def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
-    """The recurrent rule of Qwen3-Next or of Kimi-Linear."""
+def chunked_batch(num_seqs: int) -> Batch:
     numbers = torch.zeros(9, dtype=torch.int32)
     chunks = ChunkTable(CHUNK_SIZE, numbers, numbers, numbers, numbers, numbers, max_seqs=num_seqs)
-    batch = Batch(
+    return Batch(
         num_tokens=64, num_seqs=num_seqs, num_decodes=0, max_query_len=64, max_seq_len=64, positions=numbers,
         slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers, page_table=numbers[:, None], state_slots=numbers,
         chunks={CHUNK_SIZE: chunks},
     )  # fmt: skip
+
+
+def launch_selective(num_seqs: int) -> None:
+    """The recurrence of Jamba."""
+    x, dt, numbers = torch.zeros(64, 256).bfloat16(), torch.zeros(64, 128).bfloat16(), torch.zeros(128)
+    b = torch.zeros(64, 16).bfloat16()
+    state = torch.zeros(9, 16, 128)
+    launch_selective_scan(
+        *x.chunk(2, dim=-1), dt, b, b, numbers, state[0], numbers, state, torch.zeros_like(dt), chunked_batch(num_seqs)
+    )  # fmt: skip
+
+
+def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
+    """The recurrent rule of Qwen3-Next or of Kimi-Linear."""
     v, square = torch.zeros(64, 32, 128, dtype=torch.bfloat16), torch.zeros(9, 32, 64, 64, dtype=torch.bfloat16)
     q, keys = v if per_channel else v[:, :16], torch.zeros(9, 32, 3, 64, 128, dtype=torch.bfloat16)
     launch_delta_scan(
         q, q, v, v, torch.zeros(9, 32, 128, 128), square, square, torch.zeros(9, 32, 4 if per_channel else 8, 64),
-        batch, zero_decodes=True, keys=keys if per_channel else None,
+        chunked_batch(num_seqs), zero_decodes=True, keys=keys if per_channel else None,
     )  # fmt: skip
 
 
@@ -86,6 +100,7 @@ def main() -> None:
         launch_scan(1)
         launch_scan(4)
         launch_scan(4, per_channel=True)
+        launch_selective(1)
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 
 

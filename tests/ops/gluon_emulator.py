@@ -113,8 +113,8 @@ class Shared:
         return Shared(self.data.narrow(dim, start, length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Operand:
-        """Numbers or boxes as they lie; or the operand of a product, made of boxes that are 64 wide."""
-        if len(shape) != 2:
+        """Numbers or boxes as they lie; or the operand of a product, made of boxes of 64 numbers of two bytes."""
+        if len(shape) != 2 or dtype == torch.float32:
             return Shared(self.data.view(*shape))
         return Operand(lambda: self.data.view(-1, shape[0], 64).transpose(0, 1).flatten(1))
 
@@ -275,7 +275,8 @@ class Emulator:
             int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
             program_id=lambda axis: torch.tensor(self.program[axis]), num_programs=lambda axis: self.grid[axis],
             load=load, store=store, where=where, minimum=tensors(torch.minimum), maximum=tensors(torch.maximum),
-            max=torch.amax, sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, static_range=range,
+            max=torch.amax, sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, abs=torch.abs, rsqrt=torch.rsqrt,
+            static_range=range, join=lambda a, b: torch.stack((a, b), -1),
             arange=lambda begin, end, layout: torch.arange(begin, end),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             convert_layout=lambda x, layout: x, thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing,

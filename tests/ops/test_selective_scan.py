@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from tests.ops.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, poisoned
+from tests.ops.test_triton_gdn import DTYPES, ON_GPU, close, mixed_batch, on_device, poisoned
 from weft.ops.backend import Backend
 from weft.ops.conv_update import causal_conv1d_update
 from weft.ops.selective_scan import selective_scan, selective_scan_step
@@ -67,6 +67,22 @@ def test_scan_kernel(dtype: torch.dtype) -> None:
     close(state[3:12], expected_state[3:12], torch.float32)
     for slot in (0, 1, 2, 12):
         assert torch.equal(state[slot], before[slot]), f"slot {slot} was touched"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_scan_of_few_and_many_sequences(num_seqs: int) -> None:
+    """Which divide the channels in different ways; the same bits in every run."""
+    batch = on_device(make_batch([200] * num_seqs, [0] * num_seqs))
+    inputs = scan_inputs(batch.num_tokens, torch.bfloat16)
+    expected_state = torch.full((num_seqs + 1, SIZE, CHANNELS), torch.nan, device=DEVICE)
+    expected = selective_scan(*inputs, expected_state, batch, backend=TORCH)
+    state = torch.full_like(expected_state, torch.nan)
+    result = selective_scan(*inputs, state, batch, backend=TRITON)
+    close(result, expected, torch.bfloat16)
+    close(state[1:], expected_state[1:], torch.float32)
+    for _ in range(20):
+        assert torch.equal(selective_scan(*inputs, state.fill_(torch.nan), batch, backend=TRITON), result)
 
 
 @pytest.mark.parametrize(
