@@ -30,6 +30,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -47,6 +48,7 @@ if GLUON_IS_KNOWN:
     from weft.ops.triton import delta_scan_hopper as hopper
 
 _L2_EPS = tl.constexpr(1e-6)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -117,11 +119,48 @@ class Fixed(NamedTuple):
     stages: int
 
 
+@triton.jit
+def _running_sums(p_g, p_sums, p_decay, valid_rows, stride, K: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+                  CHUNK: tl.constexpr):  # fmt: skip
+    """Sums of g, times log2(e), from the chunk's start and behind each token to its end; the decay of the whole chunk.
+
+    A thread has some rows of one channel, so sums are additions in registers. Those to the end begin there: exact for
+    the tokens that still count.
+    """
+    ROWS: tl.constexpr = CHUNK // PARTS
+    o_part = tl.arange(0, PARTS)[:, None]
+    first = o_part * ROWS
+    for begin in range(0, K, BLOCK):
+        o_c = (begin + tl.arange(0, BLOCK))[None, :]
+        c_mask = o_c < K
+        decays = ()
+        for r in tl.static_range(ROWS):
+            inside = (first + r < valid_rows) & c_mask
+            decay = tl.load(p_g + (first + r) * stride + o_c, mask=inside, other=0.0) * _LOG2_E
+            decays = decays + (decay,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
+        total = tl.zeros([PARTS, BLOCK], tl.float32)
+        for r in tl.static_range(ROWS):
+            total += decays[r]
+        running = tl.zeros([PARTS, BLOCK], tl.float32)
+        rest = tl.zeros([PARTS, BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            of_part = tl.sum(tl.where(o_part == part, total, 0.0), 0)[None, :]
+            running += tl.where(o_part > part, of_part, 0.0)
+            rest += tl.where(o_part < part, of_part, 0.0)
+        for r in tl.static_range(ROWS):
+            running += decays[r]
+            tl.store(p_sums + (first + r) * K + o_c, running, mask=c_mask)
+        for r in tl.static_range(ROWS):
+            tl.store(p_sums + (CHUNK + first + ROWS - 1 - r) * K + o_c, rest, mask=c_mask)
+            rest += decays[ROWS - 1 - r]
+        tl.store(p_decay + o_c + first, tl.exp2(rest), mask=c_mask & (first == 0))
+
+
 @jit(do_not_specialize_on_alignment=METADATA)
 def _prepare_kernel(
     q, k, g, beta, keys, system, attention, vectors, sums, chunk_start, chunk_length, stride_q, stride_k,
-    H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head: A and the attention inside the chunk, and keys and queries with their decays."""
     enter(EARLY)
@@ -131,6 +170,10 @@ def _prepare_kernel(
         return
     start = tl.load(chunk_start + i_chunk).to(tl.int64)
     tile = (i_chunk * H + i_head).to(tl.int64)
+    p_vectors = vectors + tile * (2 * CHUNK + K)
+    p_sums = sums + tile * 2 * CHUNK * K
+    p_g = g + (start * H + i_head) * K
+    _running_sums(p_g, p_sums, p_vectors + 2 * CHUNK, length, H * K, K, BLOCK, PARTS, CHUNK)
     o_row, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     valid = o_row < length
     i, j = o_row[:, None], o_row[None, :]
@@ -141,7 +184,6 @@ def _prepare_kernel(
     k_norm = tl.rsqrt(tl.sum(k_float * k_float, 1) + _L2_EPS)
     q_norm = tl.rsqrt(tl.sum(q_float * q_float, 1) + _L2_EPS)
     scale: tl.constexpr = K**-0.5
-    p_vectors = vectors + tile * (2 * CHUNK + K)
     tl.store(p_vectors + CHUNK + o_row, tl.sum(q_float * k_float, 1) * (q_norm * k_norm) * scale)
 
     kk = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -149,33 +191,29 @@ def _prepare_kernel(
     levels = 0  # that the chunk's length needs; a loop of unknown length is not unrolled
     for doubling in tl.static_range(LEVELS):
         levels += (length > 1 << doubling).to(tl.int32)
+    tl.debug_barrier()  # the sums are written
     for first in range(0, K, BLOCK):
         o_c = first + tl.arange(0, BLOCK)
         c_mask = (o_c < K)[None, :]
         inside = valid[:, None] & c_mask
-        b_k = tl.load(p_k + o_c[None, :], mask=inside, other=0.0)
-        b_q = tl.load(p_q + o_c[None, :], mask=inside, other=0.0)
-        b_g = tl.load(g + (rows * H + i_head) * K + o_c[None, :], mask=inside, other=0.0)
-        b_sum = tl.cumsum(b_g, 0)
-        p_sums = sums + tile * CHUNK * K + o_c[None, :]
-        tl.store(p_sums + i * K, b_sum, mask=c_mask)
+        b_k = tl.load(p_k + o_c[None, :], mask=inside, other=0.0).to(tl.float32) * k_norm[:, None]
+        b_q = tl.load(p_q + o_c[None, :], mask=inside, other=0.0).to(tl.float32) * q_norm[:, None]
+        p_columns = p_sums + o_c[None, :]
+        from_start = tl.exp2(tl.load(p_columns + i * K, mask=c_mask, other=0.0))
+        to_end = tl.exp2(tl.load(p_columns + (CHUNK + i) * K, mask=c_mask, other=0.0))
         p_keys = keys + tile * 3 * CHUNK * K + i * K + o_c[None, :]
         dtype = keys.dtype.element_ty
-        from_start, wide_k = tl.exp(b_sum), b_k.to(tl.float32)
-        tl.store(p_keys, (wide_k * (from_start * k_norm[:, None])).to(dtype), mask=c_mask)
-        from_start = b_q.to(tl.float32) * (from_start * (q_norm * scale)[:, None])
-        tl.store(p_keys + CHUNK * K, from_start.to(dtype), mask=c_mask)
-        to_end = tl.cumsum(b_g, 0, reverse=True) - b_g  # summed from the end: exact for what still counts there
-        tl.store(p_keys + 2 * CHUNK * K, (wide_k * (tl.exp(to_end) * k_norm[:, None])).to(dtype), mask=c_mask)
-        tl.store(p_vectors + 2 * CHUNK + o_c, tl.exp(tl.sum(b_g, 0)), mask=o_c < K)
-        tl.debug_barrier()
+        tl.store(p_keys, (b_k * from_start).to(dtype), mask=c_mask)
+        tl.store(p_keys + CHUNK * K, (b_q * (from_start * scale)).to(dtype), mask=c_mask)
+        tl.store(p_keys + 2 * CHUNK * K, (b_k * to_end).to(dtype), mask=c_mask)
+        unit_k, unit_q = b_k.to(OPERAND), b_q.to(OPERAND)
         for level in range(levels):
             # Sums are read again at every level, which takes fewer registers.
             border = (i >> (level + 1) << (level + 1)) + (1 << level) - 1
-            at_border = tl.load(p_sums + border * K, mask=c_mask, other=0.0)
-            factor = tl.exp(-tl.abs(tl.load(p_sums + i * K, mask=c_mask, other=0.0) - at_border))
-            near = (b_k.to(tl.float32) * (factor * k_norm[:, None])).to(OPERAND)
-            near_q = (b_q.to(tl.float32) * (factor * q_norm[:, None])).to(OPERAND)
+            at_border = tl.load(p_columns + border * K, mask=c_mask, other=0.0)
+            own = tl.load(p_columns + i * K, mask=c_mask, other=0.0)
+            factor = tl.exp2(-tl.abs(own - at_border)).to(OPERAND)
+            near, near_q = unit_k * factor, unit_q * factor
             pair = ((i ^ j) >> level == 1) & (i > j)
             kk += tl.where(pair, tl.dot(near, tl.trans(near), input_precision=PRECISION), 0.0)
             qk += tl.where(pair, tl.dot(near_q, tl.trans(near), input_precision=PRECISION), 0.0)
@@ -331,15 +369,17 @@ def _prepare(
     float32: write strength and effect of a token on itself, for each token, and the chunk's decay, for each channel."""
     num_chunks, (_, heads, dim) = chunks.start.shape[0], k.shape
     keys = q.new_empty(num_chunks, heads, 3, CHUNK_SIZE, dim)
-    sums = g.new_empty(num_chunks, heads, CHUNK_SIZE, dim)
+    sums = g.new_empty(num_chunks, heads, 2, CHUNK_SIZE, dim)
     solve, attention = (q.new_empty(num_chunks, heads, CHUNK_SIZE, CHUNK_SIZE) for _ in range(2))
     system = torch.empty_like(solve, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
     vectors = g.new_empty(num_chunks, heads, 2 * CHUNK_SIZE + dim)
-    block, levels = max(16, next_power_of_2(dim)), CHUNK_SIZE.bit_length() - 1
+    widest, levels = max(16, next_power_of_2(dim)), CHUNK_SIZE.bit_length() - 1
+    block = min(shape.channels, widest)
     _prepare_kernel[(num_chunks, heads)](
         q, k, g, beta, keys, system, attention, vectors, sums, chunks.start, chunks.length,
         q.stride(0), k.stride(0),
-        H=heads, K=dim, BLOCK_K=block, BLOCK=min(shape.channels, block), CHUNK=CHUNK_SIZE, LEVELS=levels,
+        H=heads, K=dim, BLOCK_K=widest, BLOCK=block, PARTS=min(16, 32 * shape.warps // block), CHUNK=CHUNK_SIZE,
+        LEVELS=levels,
         OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
         num_warps=shape.warps, maxnreg=shape.max_registers, num_stages=1, **early_launch(q.device),
     )  # fmt: skip

@@ -93,7 +93,7 @@ def _joined(parts, COUNT: gl.constexpr):
     """Half as many tensors, each of two that are ``COUNT`` apart, with a last dimension of 2."""
     joined = ()
     for i in gl.static_range(COUNT):
-        joined = joined + (gl.join(parts[i], parts[i + COUNT]),)  # noqa: RUF005 (kernels cannot unpack)
+        joined = joined + (gl.join(parts[i], parts[i + COUNT]),)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
     return joined
 
 
@@ -108,7 +108,7 @@ def _walk(b_state, b_rate, tiles, WALK: gl.constexpr, CHANNELS: gl.constexpr):
         b_b = b_tile.slice(t * _N, _N).load(gl.SliceLayout(1, WALK))
         b_c = c_tile.slice(t * _N, _N).load(gl.SliceLayout(1, WALK))
         b_state = b_state * gl.exp2(b_rate * step[None, :]) + b_b[:, None] * entering[None, :]
-        outputs = outputs + (gl.sum(b_state * b_c[:, None], 0),)  # noqa: RUF005
+        outputs = outputs + (gl.sum(b_state * b_c[:, None], 0),)  # type: ignore[assignment]  # noqa: RUF005
     # In one store: a store for each token would be taken for one that has to wait for the last.
     joined = _joined(_joined(_joined(_joined(outputs, 8), 4), 2), 1)[0]
     return b_state, joined.reshape([CHANNELS, _TOKENS])
