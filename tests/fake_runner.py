@@ -1,4 +1,4 @@
-"""A model made of hashes: obeys a step's orders exactly as the real runner must, on plain Python lists.
+"""A model made of hashes: executes a scheduler output exactly as the real runner must, on plain Python lists.
 
 Its next token is a function of every token read through the pages *and* of a recurrent state kept in the slot, so a
 page or slot that changes owner too early, a stale page table, a state fed twice, or a wrong position changes the
@@ -65,7 +65,7 @@ class FakeRow:
 
 
 class FakeRunner:
-    """Runs steps in order; results may be collected later.
+    """Runs steps in request; results may be collected later.
 
     Attributes:
         drafter: from the tokens of a sequence to the drafts that the model's own head makes; None: there is no head.
@@ -93,76 +93,78 @@ class FakeRunner:
         for slot in slots:
             self.states[slot] = -1
 
-    def run(self, orders: SchedulerOutput) -> ModelOutput:
-        for row in orders.finished_rows:
+    def run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        for row in scheduler_output.finished_rows:
             self.rows.pop(row, None)
-        for new in orders.new_requests:
+        for new in scheduler_output.new_requests:
             self.rows[new.row] = FakeRow(new)
-        for source, target in orders.page_copies:
+        for source, target in scheduler_output.page_copies:
             self.pages[target] = list(self.pages[source])
-        for source, target in orders.state_forks:
+        for source, target in scheduler_output.state_forks:
             self.states[target] = self.states[source]
         seen_decode_end = False
         rows, tokens = [], []
         drafts: dict[int, list[int]] = {}
-        for order in map(self._moved, orders.requests):
-            is_decode = order.num_tokens == 1 and order.start > 0 and not order.checkpoints
+        for request in map(self._moved, scheduler_output.requests):
+            is_decode = request.num_tokens == 1 and request.start > 0 and not request.checkpoints
             assert not (is_decode and seen_decode_end), "decodes must come first"
             seen_decode_end |= not is_decode
-            sampled = self._run_one(order)
-            if order.samples:
-                counted = accepted(order.draft_token_ids, sampled)
-                rows += [order.row] * len(counted)
+            sampled = self._run_one(request)
+            if request.samples:
+                counted = accepted(request.draft_token_ids, sampled)
+                rows += [request.row] * len(counted)
                 tokens += counted
                 if self.drafter is not None:
-                    found = self._draft(order, counted)
-                    drafts |= {order.row: found} if self.finds() else {}
+                    found = self._draft(request, counted)
+                    drafts |= {request.row: found} if self.finds() else {}
         for row, token in zip(rows, tokens, strict=True):
             self.last_token[row] = token
-        return ModelOutput(orders.step, rows, tokens, draft_token_ids=drafts)
+        return ModelOutput(scheduler_output.step, rows, tokens, draft_token_ids=drafts)
 
-    def _draft(self, order: ScheduledRequest, counted: list[int]) -> list[int]:
+    def _draft(self, request: ScheduledRequest, counted: list[int]) -> list[int]:
         """Drafts for the next step of a row."""
         assert self.drafter is not None
-        row, count = self.rows[order.row], len(order.draft_token_ids)
+        row, count = self.rows[request.row], len(request.draft_token_ids)
         row.num_rejected = count + 1 - len(counted)
-        row.drafts = self.drafter(self._cached(row, order.start + order.num_tokens - row.num_rejected) + counted[-1:])
+        row.drafts = self.drafter(
+            self._cached(row, request.start + request.num_tokens - row.num_rejected) + counted[-1:]
+        )
         return row.drafts
 
-    def _moved(self, order: ScheduledRequest) -> ScheduledRequest:
-        """The order with what only the device knows: where the step begins, its drafts, and the slot that it reads,
-        whose state is put where an order has it."""
-        if not order.follows:
-            return order
+    def _moved(self, request: ScheduledRequest) -> ScheduledRequest:
+        """The request with what only the device knows: where the step begins, its drafts, and the slot that it reads,
+        whose state is put where an request has it."""
+        if not request.follows:
+            return request
         self.num_followed += 1
-        row, count = self.rows[order.row], len(order.draft_token_ids)
+        row, count = self.rows[request.row], len(request.draft_token_ids)
         assert len(row.drafts) >= count, "there are fewer drafts than the step verifies"
-        slots = [*(slot for _, slot in order.checkpoints), order.state_slot]
-        start = order.start - row.num_rejected
+        slots = [*(slot for _, slot in request.checkpoints), request.state_slot]
+        start = request.start - row.num_rejected
         if self.hybrid:
-            self.states[order.state_slot] = self.states[slots[count - row.num_rejected]]
+            self.states[request.state_slot] = self.states[slots[count - row.num_rejected]]
         checkpoints = [(start + 1 + i, slot) for i, slot in enumerate(slots[:-1])]
-        return replace(order, start=start, draft_token_ids=row.drafts[:count], checkpoints=checkpoints)
+        return replace(request, start=start, draft_token_ids=row.drafts[:count], checkpoints=checkpoints)
 
-    def _run_one(self, order: ScheduledRequest) -> list[int]:
+    def _run_one(self, request: ScheduledRequest) -> list[int]:
         """What is sampled: one token, or one after the last token and after every draft."""
-        row = self.rows[order.row]
-        row.pages.extend(order.new_pages)
+        row = self.rows[request.row]
+        row.pages.extend(request.new_pages)
         assert len(set(row.pages)) == len(row.pages) and 0 not in row.pages
-        state = self.states[order.state_slot] if order.start and self.hybrid else START_STATE
+        state = self.states[request.state_slot] if request.start and self.hybrid else START_STATE
         if not self.hybrid:
-            for token in self._cached(row, order.start):
+            for token in self._cached(row, request.start):
                 state = fold(state, token)
-        checkpoints, sampled = dict(order.checkpoints), []
-        drafts_from = order.start + order.num_tokens - len(order.draft_token_ids)
-        for position in range(order.start, order.start + order.num_tokens):
+        checkpoints, sampled = dict(request.checkpoints), []
+        drafts_from = request.start + request.num_tokens - len(request.draft_token_ids)
+        for position in range(request.start, request.start + request.num_tokens):
             known = row.new.token_ids
             if position >= drafts_from:
-                token = order.draft_token_ids[position - drafts_from]
+                token = request.draft_token_ids[position - drafts_from]
             else:
-                token = known[position] if position < len(known) else self.last_token[order.row]
+                token = known[position] if position < len(known) else self.last_token[request.row]
             page, offset = self.pages[row.pages[position // self.page_size]], position % self.page_size
-            if position >= order.write_start:
+            if position >= request.write_start:
                 page[offset] = token
             assert page[offset] == token, "the KV that is read here belongs to another sequence"
             state = fold(state, token)
@@ -171,9 +173,9 @@ class FakeRunner:
             if position >= drafts_from - 1:
                 sampled.append(next_token(state, self._cached(row, position + 1)))
         if self.hybrid:
-            assert order.state_slot > 0
-            self.states[order.state_slot] = state
-        self.num_tokens_run += order.num_tokens
+            assert request.state_slot > 0
+            self.states[request.state_slot] = state
+        self.num_tokens_run += request.num_tokens
         return sampled
 
     def _cached(self, row: FakeRow, count: int) -> list[int]:

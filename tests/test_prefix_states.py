@@ -54,7 +54,7 @@ def gdn_inputs(seed: int) -> list[Tensor]:
 
 def stored_gdn(x: list[Tensor], checkpoints: list[dict[int, int]]) -> Tensor:
     """Run the same tokens once per entry of ``checkpoints``; slots count on behind the working ones."""
-    count, most = len(checkpoints), max(slot for orders in checkpoints for slot in orders.values())
+    count, most = len(checkpoints), max(slot for stored in checkpoints for slot in stored.values())
     state = torch.full((most + 1, 2, 4, 3), torch.nan)
     batch = make_batch([LENGTH] * count, [0] * count, checkpoints=dict(enumerate(checkpoints)))
     chunk_gated_delta_rule(*(t.repeat(count, *[1] * (t.dim() - 1)) for t in x), state, batch, backend=Backend.TORCH)
@@ -192,7 +192,7 @@ def below(node: Node) -> Iterator[Node]:
 
 
 def border_at(llm: LLM, prompt: list[int], positions: Sequence[int]) -> None:
-    """Prompts that end nine tokens behind the border."""
+    """Prompts that end nine tokens behind the turn boundary."""
     prompts = [
         {"prompt_token_ids": prompt[: p + 9], "checkpoint_positions": [p], "cache_salt": str(p)} for p in positions
     ]
@@ -200,7 +200,7 @@ def border_at(llm: LLM, prompt: list[int], positions: Sequence[int]) -> None:
 
 
 def test_exact_stores_every_position(folder: Path, prompt: list[int], stopped: Stopped) -> None:
-    """The border that was asked for, the end of the prompt less one, and the end of the request."""
+    """The boundary that was asked for, the end of the prompt less one, and the end of the request."""
     with make_engine(folder, "exact") as llm:
         border_at(llm, prompt, POSITIONS)
         for p in POSITIONS:
@@ -222,7 +222,7 @@ def test_finish_only_stores_the_end_of_every_request(
 
 
 def test_aligned_stores_multiples_of_64(folder: Path, half: range, prompt: list[int], stopped: Stopped) -> None:
-    """The border and the prompt's end rounded down, and the last multiple that decoding came past."""
+    """The boundary and the prompt's end rounded down, and the last multiple that decoding came past."""
     with make_engine(folder, "aligned") as llm:
         border_at(llm, prompt, half)
         for p in half:

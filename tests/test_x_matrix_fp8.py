@@ -40,7 +40,7 @@ CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode
 
 class RoundedReference(Reference):
     """Equal but for what rounding leaves undecided: the order of a float32 sum can bring a value to the other side of a
-    border between two e4m3 numbers. So where two tokens are nearly as good, the other one may come: one that is short
+    boundary between two e4m3 numbers. So where two tokens are nearly as good, the other one may come: one that is short
     of the best by a tenth of the logits' standard deviation. A token of wrong logits is short by three, about."""
 
     def check(self, prompt: list[int], output: list[int]) -> None:

@@ -69,7 +69,7 @@ def fill_with_nan(cache: torch.Tensor, places: torch.Tensor) -> None:
 
 @dataclass
 class Poisoned:
-    """An engine whose unowned memory is NaN whenever a step starts; ``steps`` are the orders since the last case."""
+    """An engine whose free memory is NaN whenever a step starts; ``steps``: scheduler outputs since the last case."""
 
     llm: LLM
     reference: Reference
@@ -85,11 +85,11 @@ class Poisoned:
         executor = self.llm._core._executor
         launch = executor.launch
 
-        def poisoned(orders: SchedulerOutput, *processors: Any) -> Any:
+        def poisoned(step: SchedulerOutput, *processors: Any) -> Any:
             if not self.is_late:
                 self.poison()
-            self.steps.append(orders)
-            return launch(orders, *processors)
+            self.steps.append(step)
+            return launch(step, *processors)
 
         executor.launch = poisoned  # type: ignore[method-assign]
 
@@ -260,7 +260,7 @@ def run_mixed(engine: Poisoned, prompt: list[int], salt: str) -> tuple[Request, 
     companion = start_companion(engine)
     request = engine.add(prompt, 2, salt)
     engine.finish()
-    assert any(len(orders.requests) == 2 and orders.new_requests for orders in engine.steps), "nothing was mixed"
+    assert any(len(step.requests) == 2 and step.new_requests for step in engine.steps), "nothing was mixed"
     return request, [companion]
 
 

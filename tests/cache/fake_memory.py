@@ -1,8 +1,8 @@
 """A memory that knows what should be where: pages and slots hold hashes of the token prefix they stand for.
 
-Runs a manager's orders as a runner would, and asserts at every read that the content is that of a cold run. Whatever
-the manager gets wrong (a page shared too far, a state of another position, a slot reused too early) shows as a wrong
-hash.
+Runs a manager's copies and stores as a runner would, and asserts at every read that the content is that of a cold run.
+Whatever the manager gets wrong (a page shared too far, a state of another position, a slot reused too early) shows as
+a wrong hash.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FakeMemory:
     slots: dict[int, int] = field(default_factory=dict)
 
     def start(self, running: Running) -> None:
-        """Run the orders that come with a lease."""
+        """Run the copies that come with a lease."""
         lease, size = running.lease, self.manager.spec.page_size
         if lease.page_copy is not None:
             src, dst = lease.page_copy
@@ -55,15 +55,15 @@ class FakeMemory:
         lease, start = running.lease, running.fed
         if self.manager.allocate(lease, start + num_tokens) is None:
             return False
-        orders = self.manager.allocate_checkpoints(lease, start, num_tokens)
+        checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens)
         if not running.started:
             self.start(running)
         self.manager.commit(lease, start + num_tokens)
-        self.feed(running, num_tokens, orders)
+        self.feed(running, num_tokens, checkpoints)
         self.manager.confirm(lease, running.fed)
         return True
 
-    def feed(self, running: Running, num_tokens: int, orders: list[tuple[int, int]]) -> None:
+    def feed(self, running: Running, num_tokens: int, checkpoints: list[tuple[int, int]]) -> None:
         lease, size, start = running.lease, self.manager.spec.page_size, running.fed
         hashes = prefix_hashes(running.tokens[: start + num_tokens])
         if lease.state_slot and start:
@@ -76,7 +76,7 @@ class FakeMemory:
             assert held == hashes[position + 1], f"the KV of position {position} belongs to another sequence"
         if lease.state_slot:
             self.slots[lease.state_slot] = hashes[start + num_tokens]
-            for position, slot in orders:
+            for position, slot in checkpoints:
                 assert start < position <= start + num_tokens
                 self.slots[slot] = hashes[position]
         running.fed += num_tokens

@@ -22,7 +22,7 @@ def stats_of(manager: Manager) -> EngineStats:
     return EngineStats(num_running=1, **asdict(manager.stats()))
 
 
-def order(row: int, num_tokens: int) -> ScheduledRequest:
+def scheduled(row: int, num_tokens: int) -> ScheduledRequest:
     return ScheduledRequest(row, 10, num_tokens, [], 1, True)
 
 
@@ -33,7 +33,9 @@ def request(name: str, tokens: list[int]) -> Request:
 def test_steps_are_counted_and_only_the_latest_kept() -> None:
     log = StepLog()
     for step in range(MAX_STEPS + 5):
-        log.ended(SchedulerOutput(step, [order(0, 1), order(1, 1), order(2, 65)]), time.monotonic(), "FULL", 3)
+        log.ended(
+            SchedulerOutput(step, [scheduled(0, 1), scheduled(1, 1), scheduled(2, 65)]), time.monotonic(), "FULL", 3
+        )
     assert len(log.steps) == MAX_STEPS and log.steps[-1].step == MAX_STEPS + 4
     latest = log.steps[-1]
     assert (latest.num_requests, latest.num_decodes, latest.num_prefill_tokens) == (3, 2, 65)
@@ -44,10 +46,10 @@ def test_steps_are_counted_and_only_the_latest_kept() -> None:
 
 def test_a_step_launched_ahead_counts_from_the_end_of_the_one_before() -> None:
     log = StepLog()
-    orders = SchedulerOutput(1, [order(0, 1)])
+    scheduler_output = SchedulerOutput(1, [scheduled(0, 1)])
     launched = time.monotonic() - 10.0
-    log.ended(orders, launched, "NONE", 0)
-    log.ended(orders, launched, "NONE", 0)
+    log.ended(scheduler_output, launched, "NONE", 0)
+    log.ended(scheduler_output, launched, "NONE", 0)
     assert log.steps[0].seconds >= 10.0 and log.steps[1].seconds < 1.0
 
 

@@ -201,13 +201,13 @@ def decode_steps(llm: LLM, params: SamplingParams, batch: int, steps: int) -> It
         llm.add_request(random_prompt(rng, 20), params)
     core, found = llm._core, 0
     while found < steps:
-        orders = core.scheduler.schedule()
-        assert orders is not None, "the requests ended too early"
-        if all(order.num_tokens == 1 for order in orders.requests) and len(orders.requests) == batch:
+        step = core.scheduler.schedule()
+        assert step is not None, "the requests ended too early"
+        if all(request.num_tokens == 1 for request in step.requests) and len(step.requests) == batch:
             found += 1
-            yield orders
+            yield step
         else:
-            core._executor.launch(orders)
+            core._executor.launch(step)
             core.scheduler.update(core._executor.result())
 
 
@@ -227,12 +227,12 @@ def test_a_decode_step_never_waits_for_the_device(mode: str | None, sampler: str
     params = SamplingParams(max_tokens=40, ignore_eos=True, **SAMPLERS[sampler])
     with LLM(**SMALL, cuda_graph_mode=mode, graph_profile="none", enable_overlap=False) as llm:
         assert llm.config.cuda_graph_mode == mode or (mode is None and llm.config.cuda_graph_mode == "FULL")
-        for number, orders in enumerate(decode_steps(llm, params, batch=5, steps=20)):
+        for number, step in enumerate(decode_steps(llm, params, batch=5, steps=20)):
             if number < 2:  # the first ones compile kernels and make workspaces
-                llm._core._executor.launch(orders)
+                llm._core._executor.launch(step)
             else:
                 with no_waiting():
-                    llm._core._executor.launch(orders)
+                    llm._core._executor.launch(step)
             llm._core.scheduler.update(llm._core._executor.result())
         graphs = runner_of(llm).graphs.decode
         assert graphs is None or graphs.counters.replays == 20
@@ -256,11 +256,11 @@ def test_steps_are_queued_behind_each_other() -> None:
             llm.add_request(prompt, params)
         num_in_flight = 0
         while llm._core.scheduler.has_work:
-            orders = core.scheduler.schedule()
-            if orders is not None:
-                core._executor.launch(orders)
+            step = core.scheduler.schedule()
+            if step is not None:
+                core._executor.launch(step)
                 num_in_flight += 1
-            if orders is None or num_in_flight == 10:
+            if step is None or num_in_flight == 10:
                 core.scheduler.update(core._executor.result())
                 num_in_flight -= 1
         # a failed or dropped token would have shown as a different length

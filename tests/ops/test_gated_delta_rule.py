@@ -122,11 +122,11 @@ def test_checkpoints_of_several_sequences() -> None:
     before = state.clone()
     chunk_gated_delta_rule(*x, state, batch, backend=TORCH)
     starts = batch.cu_seqlens_q.tolist()
-    for s, orders in checkpoints.items():
+    for s, stored in checkpoints.items():
         rows = slice(starts[s], starts[s + 1])
         initial = before[s + 1].double() * (s == 1)
         _, after = naive_gated_delta_rule(*(t[rows].double() for t in x), initial)
-        for position, slot in orders.items():
+        for position, slot in stored.items():
             torch.testing.assert_close(state[slot].double(), after[position - 1], **TOLERANCE)
 
 

@@ -144,12 +144,12 @@ def test_no_two_tokens_of_a_row_share_a_number() -> None:
 # --- the draw --------------------------------------------------------------------------------------------------------
 
 
-def check_distribution(drawn: Tensor, probabilities: Tensor) -> None:
-    counts = torch.bincount(drawn, minlength=probabilities.numel())
+def check_distribution(sampled: Tensor, probabilities: Tensor) -> None:
+    counts = torch.bincount(sampled, minlength=probabilities.numel())
     assert (counts[probabilities == 0] == 0).all()
     kept = probabilities > 0
     expected = probabilities[kept].double()
-    expected = expected / expected.sum() * drawn.numel()
+    expected = expected / expected.sum() * sampled.numel()
     assert stats.chisquare(counts[kept].double().numpy(), expected.numpy()).pvalue > 1e-3
 
 
@@ -183,11 +183,11 @@ def reference_filter(logits: Tensor, top_k: int, top_p: float, min_p: float) -> 
 )
 def test_draws_follow_the_distribution(parameters: dict[str, float]) -> None:
     row = torch.randn(13, generator=torch.Generator().manual_seed(2)) * 1.5
-    drawn = draw(row.expand(40_000, -1), **parameters)
+    sampled = draw(row.expand(40_000, -1), **parameters)
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **parameters}
     scaled = row / settings["temperature"]
     keep = reference_filter(scaled, int(settings["top_k"]), settings["top_p"], settings["min_p"])
-    check_distribution(drawn, torch.where(keep, scaled.softmax(-1), 0.0))
+    check_distribution(sampled, torch.where(keep, scaled.softmax(-1), 0.0))
 
 
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:

@@ -116,7 +116,7 @@ def test_quantised_inputs_are_those_of_the_reference(
     want, want_scales = quantize_inputs_reference(x, static, block=block_of(scheme))
     torch.testing.assert_close(scales.expand_as(want_scales), want_scales, rtol=1e-6, atol=0.0)
     different = (values.float() != want.float()).float().mean()
-    assert different < (1e-3 if ON_GPU else 1e-9)  # a quotient may fall to either side of a border
+    assert different < (1e-3 if ON_GPU else 1e-9)  # a quotient may fall to either side of a rounding boundary
     assert (values[0].float() == 0).all()
 
 

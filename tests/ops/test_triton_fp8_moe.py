@@ -28,8 +28,8 @@ from weft.ops.triton.fp8_quantize import prepare_pass
 from weft.ops.triton.moe import Tile, Tiles
 from weft.ops.triton.moe_groups import group_pairs
 
-# Experts: hidden values are quantised between the products. One near a border may fall to either side: with an error of
-# 2e-4 one in 300 does, by up to an eighth.
+# Experts: hidden values are quantised between the products. One near a rounding boundary may fall to either side: at
+# an error of 2e-4 one in 300 does, by up to an eighth.
 ROUNDED_TWICE = {torch.float32: 1e-2 if ON_GPU else 1e-4, torch.float16: 1e-2 if ON_GPU else 3e-3, torch.bfloat16: 2e-2}
 
 # tokens, experts, experts per token, hidden size, expert width
@@ -104,7 +104,7 @@ def test_experts_of_awkward_widths(num_tokens: int, scheme: str) -> None:
 
 
 def test_single_pairs_of_many_groups() -> None:
-    """More groups of inputs than a tensor core has rows; tiles over the border of two blocks of scales."""
+    """More groups of inputs than a tensor core has rows; tiles over the boundary of two blocks of scales."""
     tiles = SINGLE if ON_GPU else Tiles(Tile(1, 64, 128, 4, 3), Tile(1, 128, 128, 4, 2))
     check_moe((1, 2, 1, 2176, 384), "block", torch.float32, 0, tiles)
 

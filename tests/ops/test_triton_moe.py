@@ -136,7 +136,7 @@ def test_every_tile(pairs: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_tokens", [50, 64, 65, 130, 210])
 def test_blocks_that_are_at_most_half_full(num_tokens: int) -> None:
-    """Tall tiles end in a tile of half the rows, in a full one, or exactly at a border."""
+    """Tall tiles end in a tile of half the rows, in a full one, or exactly at a boundary."""
     check_moe((num_tokens, 1, 1, 32, 16), torch.float32, 0, Tiles(Tile(128, 16, 16, 4, 2), Tile(128, 16, 16, 4, 2)))
 
 

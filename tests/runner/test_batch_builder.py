@@ -1,4 +1,4 @@
-"""Batches hold exactly what the orders say."""
+"""Batches hold exactly what the scheduler output says."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def make(rows: int = 8, recurrent: bool = True, num_drafts: int = 4) -> tuple[Ro
     return table, builder
 
 
-def build(table: RowTable, builder: BatchBuilder, orders: list[ScheduledRequest]) -> StepInputs:
-    shape = builder.fill(SchedulerOutput(1, orders))
+def build(table: RowTable, builder: BatchBuilder, requests: list[ScheduledRequest]) -> StepInputs:
+    shape = builder.fill(SchedulerOutput(1, requests))
     builder.send()
     return builder.materialise(shape)
 
@@ -57,11 +57,11 @@ def test_mixed_batch() -> None:
     table.fill(NewRequest(5, list(range(100, 210)), 110, RowSampling()))
     build(table, builder, [ScheduledRequest(3, 0, 20, [9, 4], 2, True)])
     table.set_last_tokens(torch.tensor([3]), torch.tensor([42]))
-    orders = [
+    requests = [
         ScheduledRequest(3, 20, 1, [], 2, True),
         ScheduledRequest(5, 0, 70, [1, 2, 3, 5, 6], 7, False, [(33, 4)]),
     ]
-    step = build(table, builder, orders)
+    step = build(table, builder, requests)
     batch = step.batch
     assert (batch.num_tokens, batch.num_seqs, batch.num_decodes) == (71, 2, 1)
     assert (batch.max_query_len, batch.max_seq_len) == (70, 70)
@@ -129,8 +129,8 @@ def test_largest_step_fits_the_buffers() -> None:
     for row in range(8):
         table.fill(NewRequest(row, [0] * 200, 200, RowSampling()))
     pages = list(range(1, 14))
-    orders = [ScheduledRequest(r, 63, 64, pages, r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
-    step = build(table, builder, orders)
+    requests = [ScheduledRequest(r, 63, 64, pages, r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
+    step = build(table, builder, requests)
     assert int(step.batch.chunks[64].length.sum()) == 512
 
 
@@ -153,8 +153,8 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     build(
         table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)]
     )
-    orders = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
-    shape = builder.fill(orders)
+    scheduler_output = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
+    shape = builder.fill(scheduler_output)
     builder.pad_decodes(shape, 8)
     builder.send()
     assert (shape.num_tokens, shape.num_seqs) == (3, 3)
@@ -177,9 +177,9 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
         table.fill(NewRequest(row, [9] * 60, 60, RowSampling()))
     pages = [[3 * r + 1, 3 * r + 2, 3 * r + 3, 30 + r] for r in range(8)]
     build(table, builder, [ScheduledRequest(r, 0, 40, pages[r][:3], r + 1, True) for r in range(8)])
-    orders = [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6)]
-    orders.append(ScheduledRequest(4, 40, 20, [34], 5, True))
-    shape = builder.fill(SchedulerOutput(2, orders))
+    requests = [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6)]
+    requests.append(ScheduledRequest(4, 40, 20, [34], 5, True))
+    shape = builder.fill(SchedulerOutput(2, requests))
     builder.pad_mixture(shape, 32)
     builder.send()
     batch = builder.materialise(StepShape.mixture(32, 8, 1024, (64,))).batch

@@ -38,16 +38,16 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner(tuning(folder))
 
 
-def parts(orders: SchedulerOutput) -> list[tuple[int, int]]:
-    return [(r.start, r.num_tokens) for r in orders.requests]
+def parts(step: SchedulerOutput) -> list[tuple[int, int]]:
+    return [(r.start, r.num_tokens) for r in step.requests]
 
 
 def test_prompts_are_as_few_as_the_context_allows(runner: ModelRunner) -> None:
     maker = StepMaker(runner, context=7)
     for num_tokens, lengths in ((1, [1]), (63, [63]), (64, [63, 1]), (130, [63, 63, 4])):
-        orders = maker.prefill(num_tokens)
-        assert parts(orders) == [(0, n) for n in lengths] and len(orders.new_requests) == len(lengths)
-        assert len({r.row for r in orders.requests}) == len({r.state_slot for r in orders.requests}) == len(lengths)
+        step = maker.prefill(num_tokens)
+        assert parts(step) == [(0, n) for n in lengths] and len(step.new_requests) == len(lengths)
+        assert len({r.row for r in step.requests}) == len({r.state_slot for r in step.requests}) == len(lengths)
 
 
 def test_nothing_reserved_is_touched(runner: ModelRunner) -> None:
@@ -60,21 +60,21 @@ def test_nothing_reserved_is_touched(runner: ModelRunner) -> None:
 
 def test_decodes_have_a_context_and_can_run_again(runner: ModelRunner) -> None:
     maker = StepMaker(runner, context=7)
-    orders = maker.decode(20)
-    assert parts(orders) == [(7, 1)] * 20 and not orders.new_requests
+    step = maker.decode(20)
+    assert parts(step) == [(7, 1)] * 20 and not step.new_requests
     for _ in range(3):
-        assert runner.run(orders).failed_rows == []
+        assert runner.run(step).failed_rows == []
     assert parts(maker.decode(3)) == [(7, 1)] * 3
 
 
 def test_mixed_batches(runner: ModelRunner) -> None:
     maker = StepMaker(runner, context=7)
     for num_tokens, num_decodes in ((2, 1), (16, 15), (17, 16), (130, 16)):
-        orders = maker.mixed(num_tokens)
-        assert orders.num_tokens == num_tokens
-        assert [r.start for r in orders.requests[:num_decodes]] == [7] * num_decodes
-        assert all(r.start == 0 for r in orders.requests[num_decodes:])
-        assert runner.run(orders).failed_rows == []
+        step = maker.mixed(num_tokens)
+        assert step.num_tokens == num_tokens
+        assert [r.start for r in step.requests[:num_decodes]] == [7] * num_decodes
+        assert all(r.start == 0 for r in step.requests[num_decodes:])
+        assert runner.run(step).failed_rows == []
 
 
 def test_rows_that_prompts_took_get_their_context_back(runner: ModelRunner) -> None:
@@ -90,17 +90,17 @@ def test_a_context_fits_the_longest_sequence(runner: ModelRunner) -> None:
 
 
 def test_candidates_take_turns_and_leave_nothing_behind(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    orders, before = StepMaker(runner, context=7).prefill(65), runner.graphs.dispatcher
+    step, before = StepMaker(runner, context=7).prefill(65), runner.graphs.dispatcher
     ran: list[str] = []
     launch = runner.launch
 
-    def noting(orders: SchedulerOutput) -> object:
-        pending = launch(orders)
+    def noting(step: SchedulerOutput) -> object:
+        pending = launch(step)
         ran.append(pending.mode)
         return pending
 
     monkeypatch.setattr(runner, "launch", noting)
-    found = compare(runner, orders, {str(m): forced(m, 65) for m in GraphMode}, repeats=30, max_s=0.0)
+    found = compare(runner, step, {str(m): forced(m, 65) for m in GraphMode}, repeats=30, max_s=0.0)
     assert {name: len(ms) for name, ms in found.items()} == dict.fromkeys(["NONE", "PIECEWISE", "FULL"], MIN_REPEATS)
     rounds = [tuple(ran[i : i + 3]) for i in range(6, len(ran), 3)]
     assert all(set(r) == {"NONE", "PIECEWISE", "FULL"} for r in rounds) and len(set(rounds)) > 1
@@ -120,5 +120,5 @@ def test_a_mode_that_cannot_take_a_batch_is_seen(runner: ModelRunner) -> None:
 def test_a_model_without_states(tmp_path: Path) -> None:
     runner = ModelRunner(tuning(make_checkpoint("Qwen3ForCausalLM", tmp_path)))
     maker = StepMaker(runner, context=7)
-    orders = maker.mixed(40)
-    assert all(r.state_slot == 0 for r in orders.requests) and runner.run(orders).failed_rows == []
+    step = maker.mixed(40)
+    assert all(r.state_slot == 0 for r in step.requests) and runner.run(step).failed_rows == []

@@ -45,18 +45,18 @@ def tensors(caches: dict[str, LayerCache], kind: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("backend", list(Backend))
 @pytest.mark.parametrize(
-    "orders", [[], [(0, 0)], [(3, 5)], [(1, 2), (1, 3), (7, 8)], [(1, 2), (2, 3)], [(4, 6), (6, 4)]]
+    "copies", [[], [(0, 0)], [(3, 5)], [(1, 2), (1, 3), (7, 8)], [(1, 2), (2, 3)], [(4, 6), (6, 4)]]
 )
-def test_everything_is_read_before_anything_is_written(backend: Backend, orders: list[tuple[int, int]]) -> None:
+def test_everything_is_read_before_anything_is_written(backend: Backend, copies: list[tuple[int, int]]) -> None:
     ours = make_caches()
     mover = CacheMover(LAYERS, ours, backend, torch.device(DEVICE))
     for kind, other, move in (("paged", "states", mover.copy_pages), ("states", "paged", mover.fork_states)):
         before = [t.clone() for t in tensors(ours, kind)]
         others = [t.clone() for t in tensors(ours, other)]
-        move(orders)
+        move(copies)
         for old, new in zip(before, tensors(ours, kind), strict=True):
             expected = old.clone()
-            for source, target in orders:
+            for source, target in copies:
                 expected[target] = old[source]
             assert torch.equal(new, expected)
         for old, new in zip(others, tensors(ours, other), strict=True):

@@ -111,14 +111,14 @@ def test_the_bundled_model_answers_alike(churn: list[int]) -> None:
 
 def step(sequences: list[tuple[int, int, int]], page_size: int = 4, pages_each: int = 80) -> SchedulerOutput:
     """``(row, start, num_tokens)`` each; row r owns pages from ``1 + r * pages_each`` on and slot ``1 + r``."""
-    new, orders = [], []
+    new, requests = [], []
     for row, start, count in sequences:
         pages = [1 + row * pages_each + i for i in range(pages_each)] if start == 0 else []
         if start == 0:
             rng = random.Random(row)
             new.append(NewRequest(row, [rng.randrange(200) for _ in range(300)], 300, RowSampling(temperature=0.0)))
-        orders.append(ScheduledRequest(row, start, count, pages, 1 + row, True))
-    return SchedulerOutput(0, orders, new)
+        requests.append(ScheduledRequest(row, start, count, pages, 1 + row, True))
+    return SchedulerOutput(0, requests, new)
 
 
 def mixed_steps() -> list[list[tuple[int, int, int]]]:
@@ -166,9 +166,9 @@ def test_hidden_states_and_caches_of_mixed_batches(
     eager = ModelRunner(settings)
     plain = ModelRunner(resolve(**SETTINGS, model=str(checkpoint), num_kv_pages=500))
     given, expected, unpadded = noted_states(pieces), noted_states(eager), noted_states(plain)
-    for orders in map(step, steps):
+    for scheduler_output in map(step, steps):
         for runner in (plain, eager, pieces):
-            runner.run(orders)
+            runner.run(scheduler_output)
         torch.testing.assert_close(given[-1], expected[-1], rtol=0.0, atol=0.0)
     assert len(set(churn)) >= 5
     for name, cache in eager.caches.items():
@@ -194,8 +194,8 @@ def rounding(checkpoint: Path, steps: list[list[tuple[int, int, int]]], exact: l
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.mul_(1 + signs * (2 * widest**0.5 * 2.0**-24))
     moved = noted_states(runner)
-    for orders in map(step, steps):
-        runner.run(orders)
+    for scheduler_output in map(step, steps):
+        runner.run(scheduler_output)
     return [(a - b).abs().max().item() for a, b in zip(moved, exact, strict=True)]
 
 

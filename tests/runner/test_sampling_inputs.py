@@ -31,14 +31,14 @@ class Rig:
         self.inputs.fill(new)
         self.lengths[row] = len(new.token_ids)
 
-    def orders(self, *rows: int) -> list[ScheduledRequest]:
+    def scheduled(self, *rows: int) -> list[ScheduledRequest]:
         return [ScheduledRequest(row, self.lengths[row] - 1, 1, [], 0, True) for row in rows]
 
     def build(self, *rows: int) -> SamplingBatch:
-        return self.inputs.build(self.orders(*rows), NO_ROWS)
+        return self.inputs.build(self.scheduled(*rows), NO_ROWS)
 
     def sample(self, tokens: dict[int, int]) -> None:
-        self.inputs.record(self.orders(*tokens), torch.tensor(list(tokens.values())))
+        self.inputs.record(self.scheduled(*tokens), torch.tensor(list(tokens.values())))
         for row in tokens:
             self.lengths[row] += 1
 
@@ -58,7 +58,7 @@ def test_rows_that_ask_for_nothing_cost_nothing() -> None:
     batch = rig.build(0, 1)
     assert not batch.edits_logits and not batch.all_greedy
     assert (batch.candidates, batch.uses_min_p) == (0, False)
-    assert rig.inputs.edited(rig.orders(0, 1)) == [] and rig.inputs.num_logprobs(rig.orders(0, 1)) == {}
+    assert rig.inputs.edited(rig.scheduled(0, 1)) == [] and rig.inputs.num_logprobs(rig.scheduled(0, 1)) == {}
     assert rig.build(1).all_greedy
 
 
@@ -70,7 +70,8 @@ def test_flags_of_the_batch() -> None:
     assert (rig.build(0).candidates, rig.build(0).uses_min_p) == (3, False)
     assert (rig.build(1, 0).candidates, rig.build(1, 0).uses_min_p) == (3, True)
     assert rig.build(0, 2).candidates == VOCAB
-    assert rig.inputs.num_logprobs(rig.orders(2, 1, 0)) == {1: 0, 2: 2} and not rig.inputs.edited(rig.orders(0, 1, 2))
+    assert rig.inputs.num_logprobs(rig.scheduled(2, 1, 0)) == {1: 0, 2: 2}
+    assert not rig.inputs.edited(rig.scheduled(0, 1, 2))
 
 
 def test_counts_start_with_what_a_resumed_request_had_and_grow() -> None:
@@ -98,7 +99,7 @@ def test_a_row_s_next_owner_inherits_nothing() -> None:
     assert not rig.build(1).edits_logits
     rig.fill(1, [2], **everything)
     rig.inputs.forget(1)
-    assert not rig.inputs.edited(rig.orders(1))
+    assert not rig.inputs.edited(rig.scheduled(1))
     batch = rig.build(1)
     assert batch.penalties is None and batch.allowed is None and batch.blocked is None
 
@@ -123,7 +124,7 @@ def test_ends_are_blocked_before_min_tokens_only() -> None:
     rig = Rig()
     rig.fill(0, [1, 2], min_tokens=2, blocked_before_min=[10, 11])
     rig.fill(3, [1], bad_words=[[4]])
-    assert rig.inputs.edited(rig.orders(3, 0)) == [0, 1] and rig.inputs.edited(rig.orders(0)) == [0]
+    assert rig.inputs.edited(rig.scheduled(3, 0)) == [0, 1] and rig.inputs.edited(rig.scheduled(0)) == [0]
     assert blocked(rig.build(3, 0)) == {(0, 4), (1, 10), (1, 11)}
     rig.sample({0: 5})
     assert blocked(rig.build(0)) == {(0, 10), (0, 11)}

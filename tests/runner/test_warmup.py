@@ -31,20 +31,20 @@ def test_powers_of_two_end_with_the_limit() -> None:
 )
 def test_steps_keep_the_limits_and_meet_their_ends(limits: StepLimits) -> None:
     steps = list(covering_steps(limits, state_slot=1))
-    for orders in steps:
-        assert 0 < orders.num_tokens <= limits.max_num_batched_tokens
-        assert len(orders.requests) <= limits.max_num_seqs
-        ends = [order.start + order.num_tokens for order in orders.requests]
+    for step in steps:
+        assert 0 < step.num_tokens <= limits.max_num_batched_tokens
+        assert len(step.requests) <= limits.max_num_seqs
+        ends = [request.start + request.num_tokens for request in step.requests]
         assert max(ends) <= limits.max_model_len
-        decodes = [order.start > 0 and order.num_tokens == 1 for order in orders.requests]
+        decodes = [request.start > 0 and request.num_tokens == 1 for request in step.requests]
         assert decodes == sorted(decodes, reverse=True)
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    assert max(orders.requests[0].num_tokens for orders in steps) == longest
+    assert max(step.requests[0].num_tokens for step in steps) == longest
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    assert max(len(orders.requests) for orders in steps) == most
+    assert max(len(step.requests) for step in steps) == most
     if limits.max_num_batched_tokens > 3 * most > 3:  # as many tokens as can be, by as many sequences as can be
         assert max(o.num_tokens for o in steps if len(o.requests) == most) == limits.max_num_batched_tokens
-    assert max(o.start + o.num_tokens for orders in steps for o in orders.requests) == limits.max_model_len
+    assert max(o.start + o.num_tokens for step in steps for o in step.requests) == limits.max_model_len
 
 
 @pytest.mark.parametrize("arch", ["Qwen3NextForCausalLM", "Qwen3MoeForCausalLM"])

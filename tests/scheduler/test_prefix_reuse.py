@@ -136,9 +136,9 @@ def test_states_ordered_before_an_abort_are_kept() -> None:
     request = make_request("r", prompt(210), 4)
     request.checkpoint_positions = [37, 150]
     rig.scheduler.add(request)
-    orders = rig.scheduler.schedule()
-    assert orders is not None and [p for p, _ in orders.requests[0].checkpoints] == [37]
-    output = rig.runner.run(orders)
+    scheduler_output = rig.scheduler.schedule()
+    assert scheduler_output is not None and [p for p, _ in scheduler_output.requests[0].checkpoints] == [37]
+    output = rig.runner.run(scheduler_output)
     rig.scheduler.finish("r", "abort")
     rig.scheduler.check()
     assert rig.manager.match(prompt(210)).num_tokens == 0
@@ -168,12 +168,12 @@ def test_nan_forgets_all_that_the_request_had_filed(depth: int) -> None:
     request.checkpoint_positions = [100]
     rig.scheduler.add(request)
     while request.finish_reason is None:
-        orders = rig.scheduler.schedule()
-        if orders is not None:
-            output = rig.runner.run(orders)
-            nan = [r.row for r in orders.requests if r.samples]
+        scheduler_output = rig.scheduler.schedule()
+        if scheduler_output is not None:
+            output = rig.runner.run(scheduler_output)
+            nan = [r.row for r in scheduler_output.requests if r.samples]
             rig.in_flight.append(ModelOutput(output.step, output.rows, output.token_ids, failed_rows=nan))
-        if len(rig.in_flight) > depth or orders is None:
+        if len(rig.in_flight) > depth or scheduler_output is None:
             rig.scheduler.update(rig.in_flight.popleft())
         rig.scheduler.check()
     rig.run()
@@ -239,9 +239,9 @@ def test_failed_steps_leave_nothing_behind() -> None:
     rig = make_rig()
     request = make_request("bad", prompt(100), 3)
     rig.scheduler.add(request)
-    orders = rig.scheduler.schedule()
-    assert orders is not None
-    rig.scheduler.update(ModelOutput(orders.step, [], [], failed_rows=[0]))
+    scheduler_output = rig.scheduler.schedule()
+    assert scheduler_output is not None
+    rig.scheduler.update(ModelOutput(scheduler_output.step, [], [], failed_rows=[0]))
     rig.scheduler.check()
     assert request.finish_reason == "error"
     assert rig.manager.match(prompt(100)).num_kv_tokens == 0

@@ -62,15 +62,15 @@ class Rig:
         self.max_step_tokens = 0
 
     def step(self, depth: int = 0) -> None:
-        orders = self.scheduler.schedule()
-        if orders is not None:
-            assert orders.num_tokens <= self.scheduler.max_num_batched_tokens, "a step exceeds the budget"
-            self.max_step_tokens = max(self.max_step_tokens, orders.num_tokens)
-            self.in_flight.append(orders)
+        scheduler_output = self.scheduler.schedule()
+        if scheduler_output is not None:
+            assert scheduler_output.num_tokens <= self.scheduler.max_num_batched_tokens, "a step exceeds the budget"
+            self.max_step_tokens = max(self.max_step_tokens, scheduler_output.num_tokens)
+            self.in_flight.append(scheduler_output)
             if self._moments.random() >= self.late:
                 self.in_flight = deque(map(self._run, self.in_flight))
         self.scheduler.check()
-        while self.in_flight and (len(self.in_flight) > depth or orders is None):
+        while self.in_flight and (len(self.in_flight) > depth or scheduler_output is None):
             for request in self.scheduler.update(self._run(self.in_flight.popleft())):
                 if len(request.output_token_ids) == 1:
                     self.order_of_first_tokens.append(request.request_id)
@@ -264,9 +264,9 @@ def test_failed_row_fails_alone() -> None:
     good, bad = make_request("good", [1, 2], 4), make_request("bad", [3, 4], 4, arrival=1)
     rig.scheduler.add(good)
     rig.scheduler.add(bad)
-    orders = rig.scheduler.schedule()
-    assert orders is not None
-    output = rig.runner.run(orders)
+    scheduler_output = rig.scheduler.schedule()
+    assert scheduler_output is not None
+    output = rig.runner.run(scheduler_output)
     failed = next(r.row for r in rig.scheduler._running if r.request is bad)
     rig.scheduler.update(ModelOutput(output.step, output.rows, output.token_ids, failed_rows=[failed]))
     rig.run()

@@ -1,4 +1,4 @@
-"""The small parts of the server: rendering in time, admission, the door, the log, settings."""
+"""The small parts of the server: rendering in time, admission, authentication, the log, settings."""
 
 from __future__ import annotations
 
