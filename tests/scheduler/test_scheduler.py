@@ -217,6 +217,18 @@ def test_a_prefill_of_higher_priority_leaves_room_for_decodes() -> None:
     assert all(len(request.output_token_ids) == 4 for request in decoding)
 
 
+def test_decodes_come_first_the_longest_ahead_and_prefills_in_their_order() -> None:
+    rig = Rig(pages=100, seqs=6, budget=40)
+    for i, length in enumerate([3, 9, 6, 9]):
+        rig.scheduler.add(make_request(f"r{i}", [i + 1] * length, 5, i))
+    rig.step()
+    for i in (4, 5):
+        rig.scheduler.add(make_request(f"r{i}", [i] * (i - 2), 5, i))
+    step = rig.scheduler.schedule()
+    assert step is not None
+    assert [(r.start, r.num_tokens) for r in step.requests] == [(9, 1), (9, 1), (6, 1), (3, 1), (0, 2), (0, 3)]
+
+
 def test_priority_goes_first_and_fcfs_does_not() -> None:
     def order(policy: str) -> list[str]:
         rig = Rig(pages=100, seqs=1, budget=50, policy=policy)

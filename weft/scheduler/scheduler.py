@@ -266,8 +266,7 @@ class Scheduler:
         self._step += 1
         starting = [plan.running for plan in planned if not plan.running.announced]
         scheduled = [(plan, self._schedule(plan)) for plan in planned]
-        if not all(entry.is_decode for _, entry in scheduled):
-            scheduled.sort(key=lambda pair: not pair[1].is_decode)
+        scheduled.sort(key=lambda pair: -pair[1].start if pair[1].is_decode else 0)
         self._launched[self._step] = [
             Launched(p.running, e.samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed) for p, e in scheduled
         ]
