@@ -128,8 +128,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # made for every
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """What one step runs. ``requests`` lists decodes first, the longest sequence before shorter ones: its attention takes
-    longest, and is begun first.
+    """What one step runs. ``requests`` lists decodes first, and longer sequences before shorter ones: attention begins
+    with what takes longest.
 
     ``encodings`` are run first, and may overwrite rows of the encoder cache that earlier steps read.
     ``token_masks[row]``: for each token that the row samples, bits of those that it may be, lowest bit first; a row
