@@ -9,17 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,117 +24,25 @@ import httpx
 from safetensors.torch import load_file, save_file
 
 from tests.patience import GUARD_S, stretched
-from tests.server.running import ROOT, RunningServer, chat_body, is_alive, wait_until
+from tests.server.fault_callers import (
+    CHAT,
+    COMPLETIONS,
+    IDLE_WITHIN_S,
+    MODEL,
+    Figures,
+    Reply,
+    ask,
+    connect,
+    encoded,
+    held,
+    memory_mib,
+    serving,
+    settled,
+    story,
+)
+from tests.server.process_faults import killed_engine, killed_server, stopped_engine, terminated
+from tests.server.running import RunningServer, wait_until
 from weft import report
-
-MODEL = ROOT / "weft" / "assets" / "weft-mini"
-FLAGS = ("--cpu-cache-gib", "0.02", "--max-num-seqs", "16", "--max-model-len", "512", "--log-format", "json")
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-IDLE_WITHIN_S = 1.0
-CONTROL = "What is 12 + 30?"
-
-Figures = dict[str, Any]
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@contextmanager
-def serving(*flags: str) -> Iterator[RunningServer]:
-    server = RunningServer(*FLAGS, *flags, module="weft")
-    try:
-        yield server.wait_ready()
-    finally:
-        server.close()
-
-
-# -- what a server holds ---------------------------------------------------------------------------------------------
-
-
-def held(server: RunningServer) -> dict[str, float]:
-    """What requests hold: completions, pages, state slots, and the event loop's tasks."""
-    text = server.client.get("/metrics").text
-    gauge = {name: float(value) for name, value in re.findall(r"^([\w:]+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE)}
-    return {
-        "completions": gauge["weft:open_completions"],
-        "running": gauge["vllm:num_requests_running"],
-        "waiting": gauge["vllm:num_requests_waiting"],
-        "pages": gauge["weft:kv_pages"] - gauge["weft:kv_pages_free"] - gauge["weft:kv_pages_cached"],
-        "slots": gauge["weft:state_slots"] - gauge["weft:state_slots_free"] - gauge["weft:state_slots_cached"],
-        "tasks": gauge["weft:event_loop_tasks"],
-    }
-
-
-def settled(server: RunningServer, before: dict[str, float]) -> float:
-    """Seconds until the server holds no more than ``before``; asserts that it is soon, and that it still answers."""
-    try:
-        seconds = wait_until(lambda: all(now <= before[name] for name, now in held(server).items()), IDLE_WITHIN_S)
-    except AssertionError:
-        raise AssertionError(f"{held(server)} is held, before: {before}") from None
-    assert answer(server).endswith("42")
-    return round(seconds, 3)
-
-
-def answer(server: RunningServer) -> str:
-    response = server.chat(CONTROL, temperature=0, max_tokens=40)
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["message"]["content"]
-
-
-def memory_mib(pid: int) -> float:
-    """Resident memory of a process that is not shared with files."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) / 1024
-
-
-# -- callers ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Reply:
-    """A whole response. ``seconds``: until its end; ``ended_at``: on the monotonic clock."""
-
-    status: int
-    head: str
-    text: str
-    seconds: float
-    ended_at: float
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        return re.findall(r'"finish_reason":"(\w+)"', self.text)
-
-    @property
-    def error(self) -> Any:
-        """The error event of a stream, which must be the last but [DONE]."""
-        events = re.findall(r"^data: (.*)$", self.text, re.MULTILINE)
-        assert events[-1] == "[DONE]", self.text[-300:]
-        return json.loads(events[-2]).get("error")
-
-
-def encoded(body: dict[str, Any], path: str = CHAT) -> bytes:
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-    return head.encode() + content
-
-
-async def connect(server: RunningServer) -> Connection:
-    url = httpx.URL(server.url)
-    return await asyncio.open_connection(url.host, url.port)
-
-
-async def ask(server: RunningServer, body: dict[str, Any], path: str = CHAT) -> Reply:
-    began = time.monotonic()
-    reader, writer = await connect(server)
-    writer.write(encoded(body, path))
-    head, _, text = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    now = time.monotonic()
-    return Reply(int(head.split()[1]), head.decode(), text.decode(), now - began, now)
-
-
-def story(number: int, **fields: Any) -> dict[str, Any]:
-    """A streamed answer of a few dozen tokens; every number is another prompt."""
-    return chat_body(f"Tell me about {number}.", stream=True, max_tokens=60, ignore_eos=True) | fields
-
 
 # -- aborts ----------------------------------------------------------------------------------------------------------
 
@@ -269,100 +174,6 @@ async def _deaf(server: RunningServer, count: int) -> Figures:
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 1)
-
-
-# -- processes that die, stop and leave ------------------------------------------------------------------------------
-
-
-def killed_engine(server: RunningServer, count: int) -> Figures:
-    """The engine is killed under load; every stream ends with an error, and another engine is there soon.
-
-    The server restarts its engine.
-    """
-    failed_s, ready_s = [], []
-    for _ in range(count):
-
-        async def main() -> list[Reply]:
-            streams = [asyncio.create_task(ask(server, story(i, max_tokens=400))) for i in range(32)]
-            await asyncio.sleep(0.7)
-            nonlocal killed
-            killed = time.monotonic()
-            os.kill(server.engine_pid, signal.SIGKILL)
-            return await asyncio.gather(*streams)
-
-        killed = 0.0
-        replies = asyncio.run(main())
-        server.wait_ready()
-        ready_s.append(round(time.monotonic() - killed, 2))
-        assert all("signal 9" in (r.error["message"] if r.status == 200 else r.text) for r in replies)
-        failed_s.append(round(max(r.ended_at for r in replies) - killed, 3))
-    assert max(failed_s) < stretched(1.0), failed_s
-    assert max(ready_s) < stretched(10.0), ready_s
-    assert answer(server).endswith("42")
-    return {"kills": count, "streams": 32, "all_failed_after_s": failed_s, "ready_again_after_s": ready_s}
-
-
-def killed_server(count: int) -> Figures:
-    """The server is killed under load; nothing of it is left."""
-    gone_s = []
-    for _ in range(count):
-        with serving() as server:
-            engine = server.engine_pid
-
-            async def main() -> None:
-                streams = [asyncio.create_task(ask(server, story(i))) for i in range(16)]
-                await asyncio.sleep(0.3)
-                server.process.kill()
-                await asyncio.gather(*streams, return_exceptions=True)
-
-            asyncio.run(main())
-            gone_s.append(round(wait_until(lambda pid=engine: not is_alive(pid), 3.0), 3))
-    return {"kills": count, "engine_gone_after_s": gone_s}
-
-
-def stopped_engine(server: RunningServer) -> Figures:
-    """The engine stands still for a while: /health says so, and what was under way goes on afterwards."""
-    before = held(server)
-
-    async def main() -> tuple[float, float, list[Reply]]:
-        streams = [asyncio.create_task(ask(server, story(i))) for i in range(16)]
-        await asyncio.sleep(0.2)
-        engine = server.engine_pid
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            sick = await asyncio.to_thread(wait_until, lambda: _health(server) == 503, 5.0)
-        finally:
-            os.kill(engine, signal.SIGCONT)
-        well = await asyncio.to_thread(wait_until, lambda: _health(server) == 200, 2.0)
-        return sick, well, await asyncio.gather(*streams)
-
-    sick, well, replies = asyncio.run(main())
-    assert all(r.text.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") and r.finish_reasons == ["length"] for r in replies)
-    return {"unhealthy_after_s": round(sick, 2), "healthy_after_s": round(well, 2),
-            "idle_after_s": settled(server, before)}  # fmt: skip
-
-
-def _health(server: RunningServer) -> int:
-    return server.client.get("/health").status_code
-
-
-def terminated(count: int) -> Figures:
-    """SIGTERM under load: what is open ends well, what is new is refused, and the process leaves with 0."""
-    with serving() as server:
-
-        async def main() -> tuple[list[Reply], Reply]:
-            streams = [asyncio.create_task(ask(server, story(i))) for i in range(count)]
-            await asyncio.to_thread(wait_until, lambda: held(server)["completions"] == count, 5.0)
-            server.process.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(wait_until, lambda: server.client.get("/ready").status_code == 503, 5.0)
-            refused = await ask(server, story(-1))
-            return await asyncio.gather(*streams), refused
-
-        replies, refused = asyncio.run(main())
-        assert all(r.status == 200 and r.finish_reasons == ["length"] and "[DONE]" in r.text for r in replies)
-        assert refused.status == 503 and '"draining"' in refused.text
-        assert server.process.wait(10) == 0
-    return {"open_streams": count, "ended_well": len(replies)}
 
 
 # -- too much --------------------------------------------------------------------------------------------------------
