@@ -74,27 +74,7 @@ class BatchBuilder:
         self._max_num_seqs = max_num_seqs
         self.num_drafts, self.num_drafts_at = num_drafts, num_drafts_at
         self.verifies, self._keeps_states, self._ends_sparse = verifies, bool(chunk_sizes), ends_sparse
-        max_num_samples = max_num_seqs * (1 + num_drafts)
-        groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
-            (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
-            (torch.int64, max_num_seqs, ("rows", "follows")),
-            (torch.int64, max_num_samples, ("sample_indices", "sample_rows", "top_k", "seeds", "sample_positions")),
-            (torch.float32, max_num_samples, ("temperature", "top_p", "min_p")),
-            (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
-            (torch.int32, max_num_seqs + 1, ("cu_seqlens_q",)),
-            (torch.int32, max_num_samples, ("verify_slots",)),
-            (torch.int32, 3, ("counts", logits_rows.COUNTS)),
-            (torch.int64, max_num_seqs, logits_rows.PER_SEQUENCE),
-        ]
-        for size in self._chunk_sizes:
-            # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint or draft.
-            max_chunks = max_num_tokens // size + (2 + max(MAX_CHECKPOINTS, num_drafts)) * max_num_seqs
-            columns = tuple(f"chunk_{column}_{size}" for column in CHUNK_COLUMNS)
-            groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens, size)), columns))
-            groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
-        arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
-        # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
-        arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * rows.max_pages)
+        arrays = _arrays(max_num_tokens, max_num_seqs, num_drafts, self._chunk_sizes, rows.max_pages)
         self._buffers = StepBuffers(arrays, device)
         updates = self._buffers.device("page_updates", arrays["page_updates"][1]).view(-1, 2)
         self._updated_index, self._updated_page = updates[:, 0], updates.view(torch.int32)[:, 2]  # its lower half
@@ -362,6 +342,34 @@ class BatchBuilder:
         ids = self._buffers.device("input_ids", num_tokens)
         last = self._rows.last_token.index_select(0, self._buffers.device("token_rows", num_tokens))
         return torch.where(ids == FROM_LAST_TOKEN, last, ids)
+
+
+def _arrays(
+    max_num_tokens: int, max_num_seqs: int, num_drafts: int, chunk_sizes: Sequence[int], max_pages: int
+) -> dict[str, tuple[torch.dtype, int]]:
+    """Dtype and length of every array of the step buffers, for the largest step."""
+    max_num_samples = max_num_seqs * (1 + num_drafts)
+    groups: list[tuple[torch.dtype, int, tuple[str, ...]]] = [
+        (torch.int64, max_num_tokens, ("input_ids", "token_rows", "positions", "slot_mapping")),
+        (torch.int64, max_num_seqs, ("rows", "follows")),
+        (torch.int64, max_num_samples, ("sample_indices", "sample_rows", "top_k", "seeds", "sample_positions")),
+        (torch.float32, max_num_samples, ("temperature", "top_p", "min_p")),
+        (torch.int32, max_num_seqs, ("seq_lens", "state_slots", "decode_slots")),
+        (torch.int32, max_num_seqs + 1, ("cu_seqlens_q",)),
+        (torch.int32, max_num_samples, ("verify_slots",)),
+        (torch.int32, 3, ("counts", logits_rows.COUNTS)),
+        (torch.int64, max_num_seqs, logits_rows.PER_SEQUENCE),
+    ]
+    for size in chunk_sizes:
+        # A sequence adds at most two chunks to those that its tokens fill, and one per checkpoint or draft.
+        max_chunks = max_num_tokens // size + (2 + max(MAX_CHECKPOINTS, num_drafts)) * max_num_seqs
+        columns = tuple(f"chunk_{column}_{size}" for column in CHUNK_COLUMNS)
+        groups.append((torch.int32, max(max_chunks, chunk_capacity(max_num_tokens, size)), columns))
+        groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
+    arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
+    # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
+    arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * max_pages)
+    return arrays
 
 
 def chunk_bounds(start: int, num_tokens: int, checkpoints: list[int], chunk_size: int) -> list[int]:
