@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -353,3 +353,21 @@ def test_a_look_into_the_engine_is_shown_to_the_process_that_asked() -> None:
     for number in numbers:
         servers._hear(wire.Inspected(number, snapshot))
     assert heard == list(zip([1, 0, 2, 2], numbers, strict=True))
+
+
+def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
+    """What it had open is aborted, and is nobody's from then on."""
+    servers = object.__new__(ApiServers)  # no processes
+    sent: list[Any] = []
+    forgotten: list[int] = []
+    started: list[ApiProcess] = []
+    victim, other = servers._members = [ApiProcess(index, cast(Any, None), is_serving=True) for index in range(2)]
+    victim.open, other.open = {"a/1", "b/3"}, {"c/2"}
+    servers._owners = {"a/1": victim, "b/3": victim, "c/2": other}
+    servers._keeper = cast(Any, SimpleNamespace(send=sent.append))
+    servers._counts = cast(Any, SimpleNamespace(forget=forgotten.append))
+    servers._gathering, servers._is_leaving, servers.failure = Gathering(), False, None
+    servers._start = started.append  # type: ignore[method-assign]
+    servers._ended(victim, -9)
+    assert sent == [wire.FinishRequests(["a/1", "b/3"])] and forgotten == [0] and started == [victim]
+    assert servers._owners == {"c/2": other} and not victim.open

@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast, get_args
 
 import pytest
+from msgspec import structs
 
+from tests.media import item
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
 from weft.engine import gpus, wire
@@ -311,6 +313,19 @@ def test_every_kind_of_message_reaches_its_replicas(message: wire.ToEngine, reac
         assert all(len(process.sent) <= 1 for process in processes)
 
     asyncio.run(body())
+
+
+def test_an_image_goes_where_it_is_cached() -> None:
+    """Its placeholders are those of every other image."""
+    replicas, processes, _ = replicas_without_processes(2)
+    images = [item("image", (1, 16, 32), seed, [(0, 128)]) for seed in range(2)]
+    for turn in range(2):
+        for index, image in reversed([*enumerate(images)]) if turn else enumerate(images):
+            prompt = {"prompt_token_ids": [9] * 128, "media": [image]}
+            replicas.send(structs.replace(SPEC, request_id=f"{turn} {index}", **prompt))
+        replicas.send(wire.FinishRequests([f"{turn} {index}" for index in range(2)]))
+    sent = [[spec.request_id for spec in process.sent if isinstance(spec, RequestSpec)] for process in processes]
+    assert sent == [["0 0", "1 0"], ["0 1", "1 1"]]
 
 
 def test_all_replicas_forget_their_prefixes_or_none() -> None:
