@@ -16,10 +16,10 @@ import pytest
 from tests.engine.conftest import assert_idle
 from tests.late_device import LateDevice
 from tests.models.mtp_reference import ReferenceHead, make_mtp_checkpoint
-from tests.speculation.conftest import Case
+from tests.speculation.conftest import Case, make_repeating_checkpoint
 from tests.speculation.test_ngram import Steps
 from tests.x_matrix import runner_of
-from weft import LLM, SamplingParams
+from weft import LLM, SamplingParams, StructuredOutputsParams
 from weft.request import Request
 
 NUM_DRAFTS = 3
@@ -126,13 +126,19 @@ def test_a_logits_processor_shares_steps_without_drafts(engines: Engines) -> Non
     assert all(a + 1 == b for a, b in pairwise(expected[0]))
 
 
-def test_two_ranks(checkpoint: tuple[Path, ReferenceHead]) -> None:
-    folder, _ = checkpoint
-    config = {"method": "mtp", "num_speculative_tokens": 2}
-    params = [SamplingParams(temperature=t, max_tokens=10, ignore_eos=True, seed=3) for t in (0, 0.8, 0, 1.0)]
-    case = Case(prompts(), params)
-    with LLM(str(folder), **SETTINGS) as plain:
+def test_two_ranks(tmp_path: Path) -> None:
+    """Also where steps follow one another, and where the tokens of one request have masks."""
+    folder = make_repeating_checkpoint("Qwen3NextForCausalLM", tmp_path, head=True)
+    settings = SETTINGS | {"skip_tokenizer_init": False}
+    drafts: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "enable_overlap": True, "speculative_config": drafts}
+    digits = StructuredOutputsParams(regex="[0-9]{8}")
+    params = [SamplingParams(temperature=t, max_tokens=24, ignore_eos=True, seed=3) for t in (0, 0.8)]
+    params.append(SamplingParams(temperature=1.0, max_tokens=12, seed=3, structured_outputs=digits))
+    case = Case(prompts()[:3], params)
+    with LLM(str(folder), **settings) as plain:
         expected = [done.token_ids for done in case.run(plain)]
-    with LLM(str(folder), **SETTINGS, tensor_parallel_size=2, speculative_config=config) as mtp:
+    with LLM(str(folder), **settings, **ranks) as mtp:
+        steps = Steps(mtp)
         assert [done.token_ids for done in case.run(mtp)] == expected
-        assert mtp.stats().spec_decode_num_draft_tokens
+        assert mtp.stats().spec_decode_num_draft_tokens and steps.followed
