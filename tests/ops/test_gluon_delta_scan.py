@@ -19,7 +19,7 @@ from tests.ops.test_triton_gdn import close, mixed_batch, poisoned, rule_inputs
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.ops.backend import Backend
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule
-from weft.ops.triton import gated_delta_rule, kda
+from weft.ops.triton import delta_scan_hopper, gated_delta_rule, kda
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
 from weft.ops.triton.launch import jit, launches_handled
 from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
@@ -67,6 +67,19 @@ def test_chunked_rule(per_channel: bool, consumers: int) -> None:
     close(state[3:12], expected_state[3:12], torch.bfloat16)
     for slot in (0, 1, 2, 12):
         assert torch.equal(state[slot], before[slot]), f"slot {slot} was touched"
+
+
+def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of bfloat16 that the copy engine can address, on Hopper; all else goes to the kernel without Gluon."""
+    monkeypatch.setattr(delta_scan_hopper, "is_hopper", lambda device: True)
+    rows = torch.zeros(4, 2 * 128 + 8, dtype=torch.bfloat16)
+    good, odd = rows[:, :256].view(4, 2, 128), torch.zeros(4, 2 * 128 + 4, dtype=torch.bfloat16)
+    takes = delta_scan_hopper.takes
+    assert takes(good, good, good)
+    for bad in (odd[:, :256].view(4, 2, 128), rows[:, 4:260].view(4, 2, 128), good.float(), good[..., :64]):
+        assert not takes(bad, good, good) and not takes(good, bad, good) and not takes(good, good, bad)
+    monkeypatch.setattr(delta_scan_hopper, "is_hopper", lambda device: False)
+    assert not takes(good, good, good)
 
 
 @pytest.mark.parametrize("size", [16, 64])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from weft.errors import ConfigError
 from weft.graph.capture_sizes import decode_sizes, smallest_fitting
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
+from weft.runner.step_graphs import StepGraphs
+from weft.runner.step_shape import StepShape
 
 QUIET = CaptureOptions(torch.device("cpu"), show_progress=False)
 
@@ -104,6 +107,17 @@ def test_nothing_is_collected_during_captures_unless_it_is_asked_for(keep_gc: bo
 
     GraphSet("graphs", FunctionRecorder(function, EmulatedGraphPool()), [1, 2], replace(QUIET, keep_gc=keep_gc))
     assert set(found) == {keep_gc} and gc.isenabled()
+
+
+def test_a_verification_runs_in_a_graph_of_as_many_drafts() -> None:
+    """Larger batches may verify fewer: one of three does not fit a graph of four that have fewer tokens each."""
+    verify: Any = SimpleNamespace(sizes=[1, 2, 4])
+    graphs = StepGraphs(verify=verify, query_len=lambda size: 4 if size < 4 else 2)
+    sizes = [(seqs, query_len) for seqs in (1, 2, 3, 4) for query_len in (2, 4)]
+    chosen = [graphs.choose(StepShape.verification(seqs, query_len, 64)).size for seqs, query_len in sizes]
+    modes = [str(graphs.choose(StepShape.verification(seqs, query_len, 64)).mode) for seqs, query_len in sizes]
+    assert modes == ["NONE", "FULL", "NONE", "FULL", "FULL", "NONE", "FULL", "NONE"]
+    assert [size for size, mode in zip(chosen, modes, strict=True) if mode == "FULL"] == [1, 2, 4, 4]
 
 
 def test_replay_repeats_device_work_and_no_python() -> None:

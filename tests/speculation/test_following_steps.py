@@ -5,6 +5,7 @@ The head is replaced by a table on the device that holds each row's tokens, some
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -209,6 +210,26 @@ def test_an_aborted_request_leaves_the_others_alone(engines: Engines) -> None:
     expected = [output.outputs[0].token_ids for output in engines.expect(prompts, params)]
     found = [output.outputs[0].token_ids for output in run(engines.following, prompts, params, abort_after=6)]
     assert found[1:] == expected[1:] and found[0] == expected[0][: len(found[0])] and len(found[0]) < 30
+
+
+def test_the_state_after_an_end_in_an_accepted_run_is_there(tmp_path: Path) -> None:
+    """The next turn begins behind the whole text."""
+    folder, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path, with_tokenizer=True)
+    prompt, greedy = [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=40)
+    with LLM(str(folder), **SETTINGS) as llm:
+        text = run(llm, [prompt], [greedy])[0].outputs[0].token_ids
+    steps = range(2 + NUM_DRAFTS + 1, len(text), NUM_DRAFTS + 1)  # the second of a step's tokens
+    place = next(i for i in steps if text.index(text[i]) == i)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": text[place]}))
+    with open_engines(folder, "NONE") as engines:
+        (expected,) = engines.expect([prompt], [greedy])
+        engines.texts[tuple(prompt)] = [*prompt, *text]
+        (found,) = run(engines.following, [prompt], [greedy])
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids == text[: place + 1]
+        assert engines.num_followed and found.metrics.num_accepted_tokens > 3
+        whole = [*prompt, *text[: place + 1]]
+        (again,) = run(engines.following, [[*whole, 7]], [greedy])
+        assert again.num_cached_tokens == len(whole)
 
 
 def test_a_draft_that_ends_the_text_is_the_last_token_of_its_step() -> None:
