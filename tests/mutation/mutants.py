@@ -6,32 +6,8 @@ then rewritten for the code that took its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One bug.
-
-    Attributes:
-        name: short and unique.
-        promise: what it breaks.
-        path: file, from the root of the project.
-        old, new: text that stands there once, and what takes its place.
-        tests: what pytest is given.
-    """
-
-    name: str
-    promise: str
-    path: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-
-def _mutant(name: str, promise: str, path: str, old: str, new: str, *tests: str) -> Mutant:
-    return Mutant(name, promise, path, old, new, tests)
-
+from tests.mutation.between_rooms import BETWEEN_ROOMS
+from tests.mutation.mutant import mutant as _mutant
 
 MUTANTS = (
     # -- found to survive by an audit ------------------------------------------------------------------------------
@@ -505,4 +481,5 @@ MUTANTS = (
         "weft/graph/named_splits.py", "            if other is not None:\n", "            if False:\n",
         "tests/runner/test_compilation.py::test_a_call_that_is_given_something_else_for_few_rows_is_refused",
     ),
+    *BETWEEN_ROOMS,
 )  # fmt: skip

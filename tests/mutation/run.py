@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.mutants import MUTANTS, Mutant
+from tests.mutation.mutant import Mutant
+from tests.mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 VERDICTS = Path(__file__).parent / "verdicts.json"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import MUTANTS, Mutant
+from tests.mutation.mutant import Mutant
+from tests.mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,29 @@
+"""What a planted bug is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One bug.
+
+    Attributes:
+        name: short and unique.
+        promise: what it breaks.
+        path: file, from the root of the project.
+        old, new: text that stands there once, and what takes its place.
+        tests: what pytest is given.
+    """
+
+    name: str
+    promise: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def mutant(name: str, promise: str, path: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(name, promise, path, old, new, tests)
