@@ -213,9 +213,7 @@ def router_table() -> Table:
     found = read(name)
     w5 = found["router_overhead_w5"]
     what = {0.0: "new", 0.5: "half of them cached"}
-    rows = [
-        [f"{row['prompt_len']:,} tokens, {what[row['cached_share']]}", row] for row in found["router_overhead"]
-    ]
+    rows = [[f"{row['prompt_len']:,} tokens, {what[row['cached_share']]}", row] for row in found["router_overhead"]]
     rows.append([f"prefix reuse: {w5['prompts']} prompts of {w5['least_len']} to {w5['most_len']:,} tokens", w5])
     times = [[what, shown(row["us_per_request"]), shown(row["us_least"])] for what, row in rows]
     times[-1].append(goal(w5["us_per_request"], 100))
@@ -349,12 +347,8 @@ def rendered(table: Table) -> str:
 
 def updated(document: str) -> str:
     """``document`` with fresh tables."""
-
-    def fresh(found: re.Match[str]) -> str:
-        text = summary() if found[2] == "summary" else rendered(TABLES[found[2]]())
-        return found[1] + text + found[3]
-
-    return BLOCK.sub(fresh, document)
+    make = lambda name: summary() if name == "summary" else rendered(TABLES[name]())  # noqa: E731
+    return BLOCK.sub(lambda found: found[1] + make(found[2]) + found[3], document)
 
 
 def compared() -> list[tuple[str, str, float, list[float], float]]:
@@ -397,9 +391,7 @@ def summary() -> str:
 
 def _listed(found: dict[str, list[str]]) -> str:
     parts = [f"{what} at {', '.join(sizes)}" if any(sizes) else what for what, sizes in found.items()]
-    return "; ".join(parts).replace("at cold, warm", "cold and warm").replace("at cold", "cold").replace(
-        "at warm", "warm"
-    )  # fmt: skip
+    return re.sub(r"at (cold|warm)(, warm)?", lambda m: m[1] + " and warm" * bool(m[2]), "; ".join(parts))
 
 
 if __name__ == "__main__":
