@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.prefix_workloads import MAX_TOKEN_ID
 from weft.bench.roofline import Roofline, ceilings_of
 from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from weft.engine.llm import LLM
-
-MAX_TOKEN_ID = 10_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,11 @@ from typing import Any, Protocol
 
 from weft.config.parallelism import is_on_ray
 from weft.engine import wire
-from weft.engine.launcher import ENGINE_MODULE, EngineProcess
+from weft.engine.launcher import ENGINE_MODULE, MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineProcess
 from weft.engine.replicas import ReplicaSet
 from weft.engine.views import ReplicaView
 
 logger = logging.getLogger(__name__)
-
-MAX_RESTARTS_IN_A_ROW = 3
-STABLE_AFTER_S = 60.0
-"""An engine that was ready for so long counts as good: its restarts are counted anew."""
 
 Hear = Callable[[wire.FromEngine], None]
 Lost = Callable[[wire.Failed, bool], None]

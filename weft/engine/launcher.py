@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 ENGINE_MODULE = "weft.engine.process"
 
+MAX_RESTARTS_IN_A_ROW = 3
+STABLE_AFTER_S = 60.0
+"""An engine that was ready for so long counts as good: its restarts are counted anew."""
+
 _FAILURE_TIMEOUT_S = 5.0
 """How long the message of an engine that has failed may be on its way, on a machine that is busy."""
 

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from weft.config.parallelism import is_on_ray
 from weft.engine import ray_cluster, wire
 from weft.engine.gpus import devices_of_replica
-from weft.engine.launcher import ENGINE_MODULE, EngineHandle, EngineProcess
+from weft.engine.launcher import ENGINE_MODULE, MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineHandle, EngineProcess
 from weft.engine.prefix_resets import PrefixResets
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
@@ -36,8 +36,6 @@ from weft.stats import EngineStats, merged
 
 logger = logging.getLogger(__name__)
 
-MAX_RESTARTS_IN_A_ROW = 3
-STABLE_AFTER_S = 60.0
 FROZEN_AFTER_S = 10.0
 """A replica without a sign of life for so long is killed, and another one is started."""
 

@@ -25,8 +25,9 @@ from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing
 from weft.graph.dispatcher import Dispatcher
 from weft.graph.profile import TIE, ModeTable, points_to_measure
-from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from weft.runner.model_runner import ModelRunner
+from weft.runner.warmup import GREEDY
 
 Change = Callable[[Dispatcher], Dispatcher]
 """How a candidate differs: from the runner's dispatcher to its own."""
@@ -38,8 +39,6 @@ MIN_REPEATS = 5
 
 MIXED_DECODES = 16
 """Decodes in a mixed batch, at most."""
-
-_GREEDY = RowSampling(temperature=0.0)
 
 
 class StepMaker:
@@ -90,7 +89,7 @@ class StepMaker:
         for row, length in enumerate(lengths, start=first_row):
             pages = self._pages(self._runner.spec.pages_for(length + 1))
             requests.append(self._request(row, 0, length, pages))
-            new.append(NewRequest(row, [self._rng.randrange(vocabulary) for _ in range(length)], length, _GREEDY))
+            new.append(NewRequest(row, [self._rng.randrange(vocabulary) for _ in range(length)], length, GREEDY))
         return SchedulerOutput(0, requests, new)
 
     def _request(self, row: int, start: int, num_tokens: int, pages: list[int]) -> ScheduledRequest:
