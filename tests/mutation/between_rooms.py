@@ -192,7 +192,7 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "dead-process-keeps-the-engine-busy", "requests of an API process that died are aborted",
-        "weft/server/api_servers.py", "            self._keeper.send(wire.FinishRequests(lost))\n",
+        "weft/server/api_servers.py", "            self._supervisor.send(wire.FinishRequests(lost))\n",
         "            pass\n", "tests/server/test_api_servers.py",
     ),
     mutant(

@@ -364,7 +364,7 @@ def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
     victim, other = servers._members = [ApiProcess(index, cast(Any, None), is_serving=True) for index in range(2)]
     victim.open, other.open = {"a/1", "b/3"}, {"c/2"}
     servers._owners = {"a/1": victim, "b/3": victim, "c/2": other}
-    servers._keeper = cast(Any, SimpleNamespace(send=sent.append))
+    servers._supervisor = cast(Any, SimpleNamespace(send=sent.append))
     servers._counts = cast(Any, SimpleNamespace(forget=forgotten.append))
     servers._gathering, servers._is_leaving, servers.failure = Gathering(), False, None
     servers._start = started.append  # type: ignore[method-assign]

@@ -24,9 +24,8 @@ import msgspec
 import uvloop
 
 from weft.engine import wire
-from weft.engine.keeper import Hear
-from weft.engine.keeper import Lost as OnLost
 from weft.engine.logwriter import LogWriter
+from weft.engine.supervisor import OnLost, OnMessage
 from weft.engine.views import ReplicaView
 from weft.lifeline import die_with_parent
 from weft.server import api_link as link
@@ -48,7 +47,7 @@ class RemoteEngine:
     """
 
     def __init__(self, start: link.ApiStart) -> None:
-        self._on_message: Hear = lambda message: None
+        self._on_message: OnMessage = lambda message: None
         self._on_lost: OnLost = lambda failure, is_restarting: None
         self._socket = socket.socket(fileno=start.link_fd)
         self._frames = link.Frames(self._receive, lambda: self.lost())
@@ -62,7 +61,7 @@ class RemoteEngine:
         self.drain: Callable[[], None] = lambda: None
         self.lost: Callable[[], None] = lambda: None
 
-    def listen(self, on_message: Hear, on_lost: OnLost) -> None:
+    def listen(self, on_message: OnMessage, on_lost: OnLost) -> None:
         self._on_message, self._on_lost = on_message, on_lost
 
     def offer(self, report: Callable[[str], bytes]) -> None:

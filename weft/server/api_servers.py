@@ -24,8 +24,8 @@ from mmap import mmap
 import msgspec
 
 from weft.engine import wire
-from weft.engine.keeper import MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineKeeper, describe_end
-from weft.engine.launcher import GRACE_S
+from weft.engine.launcher import GRACE_S, MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S
+from weft.engine.supervisor import EngineSupervisor, describe_end
 from weft.request import RequestSpec
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
@@ -70,7 +70,7 @@ class ApiServers:
 
     Args:
         settings: the server's.
-        keeper: of the engine.
+        supervisor: of the engine.
         listeners: one socket for each.
         report_stage: called with stages of the start.
         verbose: they log what they decide.
@@ -82,13 +82,18 @@ class ApiServers:
     def __init__(
         self,
         settings: ServerSettings,
-        keeper: EngineKeeper,
+        supervisor: EngineSupervisor,
         listeners: list[socket.socket],
         report_stage: Callable[[str, float, str], None],
         *,
         verbose: bool = False,
     ) -> None:
-        self._settings, self._keeper, self._report_stage, self._verbose = settings, keeper, report_stage, verbose
+        self._settings, self._supervisor, self._report_stage, self._verbose = (
+            settings,
+            supervisor,
+            report_stage,
+            verbose,
+        )
         self._members = [ApiProcess(index, listener) for index, listener in enumerate(listeners)]
         self._owners: dict[str, ApiProcess] = {}
         self._gathering = Gathering()
@@ -110,8 +115,8 @@ class ApiServers:
 
     async def run(self) -> None:
         """Until it is over."""
-        self._keeper.listen(self._hear, self._lost)
-        self._keeper.start()
+        self._supervisor.listen(self._hear, self._lost)
+        self._supervisor.start()
         for member in self._members:
             self._start(member)
         pulse = asyncio.create_task(self._beat())
@@ -119,12 +124,12 @@ class ApiServers:
         self._is_leaving = True
         await self._wait_for_all(_LEAVE_S if self.failure is not None else 0.0)
         pulse.cancel()
-        await self._keeper.stop(GRACE_S if self.failure is None else 0.0)
+        await self._supervisor.stop(GRACE_S if self.failure is None else 0.0)
 
     async def drain(self) -> None:
         """Have them take nothing new and leave when all is done."""
         self._is_leaving = True
-        self._keeper.no_restart()
+        self._supervisor.no_restart()
         self._broadcast(link.Drain())
         await self._wait_for_all(self._settings.drain_timeout_s + _LEAVE_S)
         self.ended.set()
@@ -187,7 +192,7 @@ class ApiServers:
         if self._is_leaving or self.failure is not None:
             return
         if lost:
-            self._keeper.send(wire.FinishRequests(lost))
+            self._supervisor.send(wire.FinishRequests(lost))
         if time.monotonic() - member.started_at > STABLE_AFTER_S:
             member.restarts_in_a_row = 0
         message = f"API process {member.index} ended unexpectedly ({describe_end(status)})"
@@ -214,9 +219,9 @@ class ApiServers:
             await asyncio.sleep(_PULSE_S)
 
     def _pulse(self) -> link.Pulse:
-        silence_s, keeper = self._keeper.silence_s, self._keeper
+        silence_s, supervisor = self._supervisor.silence_s, self._supervisor
         known = None if silence_s == float("inf") else silence_s
-        return link.Pulse(known, keeper.pid, keeper.num_restarts, keeper.replicas)
+        return link.Pulse(known, supervisor.pid, supervisor.num_restarts, supervisor.replicas)
 
     def _broadcast(self, message: link.ToApi) -> None:
         for member in self._members:
@@ -278,17 +283,17 @@ class ApiServers:
                 if self._ready is not None:  # else it was meant for an engine that has died
                     self._owners[message.request_id] = member
                     member.open.add(message.request_id)
-                    self._keeper.send(message)
+                    self._supervisor.send(message)
             case wire.FinishRequests():
                 for request_id in message.request_ids:
                     self._forget(request_id)
-                self._keeper.send(message)
+                self._supervisor.send(message)
             case wire.Inspect() | wire.DrainReplica() | wire.StartReplica():
-                self._keeper.send(message)
+                self._supervisor.send(message)
             case link.Serving():
                 self._begins(member)
             case link.Unfit():
-                self._keeper.fail(message.failure)
+                self._supervisor.fail(message.failure)
             case link.Gather():
                 asked = [m.index for m in self._members if m.is_serving or m is member]
                 for index, report in self._gathering.ask(member.index, message, asked, self._gathered):

@@ -17,8 +17,8 @@ import uvloop
 
 from weft import __version__
 from weft.engine import wire
-from weft.engine.keeper import EngineKeeper
 from weft.engine.launcher import ENGINE_MODULE
+from weft.engine.supervisor import EngineSupervisor
 from weft.server.api_servers import ApiServers
 from weft.server.listening import listen, make_tracer, serve_http
 from weft.server.requestlog import configure as configure_log
@@ -48,13 +48,13 @@ def serve(
     tracer = make_tracer(settings.otlp_traces_endpoint)
     listeners = listen(settings)
     log = configure_log(settings.log_format == "json", verbose)
-    keeper = EngineKeeper(engine_settings, engine_module, verbose=verbose, restarts=settings.restart_engine)
+    supervisor = EngineSupervisor(engine_settings, engine_module, verbose=verbose, restarts=settings.restart_engine)
     report = StartReport(log.put)
     report.head(settings, listeners[0])
     try:
         if len(listeners) > 1:
-            return uvloop.run(_run_many(settings, keeper, listeners, report, verbose))
-        return uvloop.run(_run_one(settings, keeper, listeners[0], report, tracer))
+            return uvloop.run(_run_many(settings, supervisor, listeners, report, verbose))
+        return uvloop.run(_run_one(settings, supervisor, listeners[0], report, tracer))
     finally:
         if tracer is not None:
             tracer.close()
@@ -76,9 +76,13 @@ class StartReport:
 
 
 async def _run_one(
-    settings: ServerSettings, keeper: EngineKeeper, listener: socket.socket, report: StartReport, tracer: Tracer | None
+    settings: ServerSettings,
+    supervisor: EngineSupervisor,
+    listener: socket.socket,
+    report: StartReport,
+    tracer: Tracer | None,
 ) -> int:
-    service = Service(settings, keeper, report.stage)
+    service = Service(settings, supervisor, report.stage)
 
     async def drain() -> None:
         num_open = service.admission.num_open if service.open_engine else 0
@@ -92,12 +96,12 @@ async def _run_one(
 
 async def _run_many(
     settings: ServerSettings,
-    keeper: EngineKeeper,
+    supervisor: EngineSupervisor,
     listeners: list[socket.socket],
     report: StartReport,
     verbose: bool,
 ) -> int:
-    servers = ApiServers(settings, keeper, listeners, report.stage, verbose=verbose)
+    servers = ApiServers(settings, supervisor, listeners, report.stage, verbose=verbose)
 
     async def drain() -> None:
         report.say(f"weft: shutting down; {servers.num_open} open completions may finish")

@@ -22,8 +22,8 @@ from weft.config import EngineConfig
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine, TokenTimes
 from weft.engine.inputs import InputProcessor
-from weft.engine.keeper import EngineClient
 from weft.engine.launcher import GRACE_S
+from weft.engine.supervisor import EngineClient
 from weft.multimodal.processor import MediaProcessor, load_processor
 from weft.server.admission import Admission, OpenCounts
 from weft.server.errors import ApiError

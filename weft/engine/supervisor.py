@@ -19,8 +19,8 @@ from weft.engine.views import ReplicaView
 
 logger = logging.getLogger(__name__)
 
-Hear = Callable[[wire.FromEngine], None]
-Lost = Callable[[wire.Failed, bool], None]
+OnMessage = Callable[[wire.FromEngine], None]
+OnLost = Callable[[wire.Failed, bool], None]
 """Takes why the engine has ended, and whether another one is started."""
 
 
@@ -43,8 +43,8 @@ class EngineClient(Protocol):
     def replicas(self) -> list[ReplicaView] | None:
         """Figures of each replica; None if there is one engine."""
 
-    def listen(self, on_message: Hear, on_lost: Lost) -> None:
-        """Who hears its messages, and of its end unless it is stopped; before ``start``."""
+    def listen(self, on_message: OnMessage, on_lost: OnLost) -> None:
+        """Set the callbacks for its messages, and for its end unless it is stopped; before ``start``."""
 
     def start(self) -> None: ...
     def send(self, message: wire.ToEngine) -> None: ...
@@ -57,7 +57,7 @@ class EngineClient(Protocol):
     async def stop(self, grace_s: float) -> None: ...
 
 
-class EngineKeeper:
+class EngineSupervisor:
     """The engine processes of this process.
 
     Args:
@@ -74,8 +74,8 @@ class EngineKeeper:
         restarts: bool = False,
     ) -> None:
         self._settings, self._module, self._verbose = settings, module, verbose
-        self._on_message: Hear = lambda message: None
-        self._on_lost: Lost = lambda failure, is_restarting: None
+        self._on_message: OnMessage = lambda message: None
+        self._on_lost: OnLost = lambda failure, is_restarting: None
         self._may_restart = restarts
         self._process: EngineProcess | ReplicaSet | None = None
         self._failed: wire.Failed | None = None
@@ -84,7 +84,7 @@ class EngineKeeper:
         self._is_stopping = False
         self.num_restarts = 0
 
-    def listen(self, on_message: Hear, on_lost: Lost) -> None:
+    def listen(self, on_message: OnMessage, on_lost: OnLost) -> None:
         self._on_message, self._on_lost = on_message, on_lost
 
     def start(self) -> None:
