@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-busy test-clients fuzz fuzz-engine fuzz-speculation fuzz-drafts mutate lint types docs install clean
+.PHONY: demo test test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-speculation fuzz-drafts mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -42,6 +42,10 @@ fuzz: $(INSTALLED)
 # Random traffic at whole engines, against transformers (two minutes).
 fuzz-engine: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine
+
+# The same with every option and every kind of layer, against a plain engine (two minutes).
+fuzz-options: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_options
 
 # 10,000 random requests at whole engines with drafts (20 processor minutes, in JOBS processes).
 fuzz-speculation: $(INSTALLED)

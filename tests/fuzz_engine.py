@@ -103,7 +103,7 @@ class Episode:
 
     def run(self) -> None:
         self.rng = rng = random.Random(self.seed)
-        self.reference = self.references[rng.choice(ARCHITECTURES)]
+        self.reference = self.references[rng.choice(list(self.references))]
         self.settings = self._settings()
         self.corpus = [[rng.randrange(3, VOCAB_SIZE) for _ in range(self.context)]]
         with LLM(str(self.reference.folder), **self.settings) as self.llm:
@@ -209,7 +209,7 @@ class Episode:
         tokens = base[: rng.randint(0, len(base))]
         tokens = tokens + [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice([0, 1, 2, 17, 40]))]
         tokens = tokens[: self.context - 1] or [5]
-        params = self._params(self.context - len(tokens))
+        params = self._params(tokens)
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if rng.random() < 0.4:
             count = rng.randint(0, min(3, len(tokens)))
@@ -219,8 +219,8 @@ class Episode:
         self.sent[name] = Sent(tokens, params)
         self.llm.add_request(prompt, params, request_id=name, priority=rng.randint(0, 2))
 
-    def _params(self, room: int) -> SamplingParams:
-        rng = self.rng
+    def _params(self, tokens: list[int]) -> SamplingParams:
+        rng, room = self.rng, self.context - len(tokens)
         values: dict[str, Any] = {"max_tokens": rng.choice([1, room, rng.randint(1, room)])}
         values["ignore_eos"] = rng.random() < 0.7
         values["temperature"] = rng.choice([0.0, 0.0, 0.7, 1.3])
