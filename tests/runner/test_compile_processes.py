@@ -21,10 +21,10 @@ from weft.runner import compile_lock
 
 def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_path: Path) -> None:
     """None in the processes that start: the listener is told in the process that compiles; these only find results.
-    Kernels may be kept without what the compiler made on the way, and be shipped: copied to the same path again."""
+    Nothing is kept that the compiler made on the way. The folder may be shipped: copied to the same path again."""
     here, shipped = tmp_path / "kernels", tmp_path / "shipped"
     with ThreadPoolExecutor(2) as threads:
-        runs = list(threads.map(lambda _: _run(here, "", TRITON_STORE_BINARY_ONLY="1"), range(2)))
+        runs = list(threads.map(lambda _: _run(here, ""), range(2)))
     assert len((here / "compiled").read_text().splitlines()) == 2 and not list(here.glob("**/*.ptx"))
     here.rename(shipped)
     shutil.copytree(shipped, here, copy_function=shutil.copyfile)
@@ -69,10 +69,11 @@ def test_processes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
     assert "given up" in run["said"]
 
 
-def _run(folder: Path, what: str, **settings: str) -> dict[str, Any]:
+def _run(folder: Path, what: str) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= settings | {"TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, "-m", "tests.runner.compile_twice", what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment | {"TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]) | {"said": done.stderr}

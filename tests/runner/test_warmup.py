@@ -31,6 +31,7 @@ def test_powers_of_two_end_with_the_limit() -> None:
 )
 def test_steps_keep_the_limits_and_meet_their_ends(limits: StepLimits) -> None:
     steps = list(covering_steps(limits, state_slot=1))
+    assert steps[0].num_tokens == min(limits.max_num_batched_tokens, limits.max_model_len)
     for step in steps:
         assert 0 < step.num_tokens <= limits.max_num_batched_tokens
         assert len(step.requests) <= limits.max_num_seqs

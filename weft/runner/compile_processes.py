@@ -172,7 +172,9 @@ def _raise_missing(*args: Any, **options: Any) -> NoReturn:
 
 
 def _obey(parent_pid: int) -> None:
-    """End with the parent, and by it alone: a terminal interrupts the whole group."""
+    """End with the parent, and by it alone: a terminal interrupts the whole group. Leave no intermediate code in the
+    cache: every start would read it."""
+    triton.knobs.compilation.store_binary_only = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid)
 
