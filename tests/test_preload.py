@@ -50,6 +50,23 @@ def test_whether_modules_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert found == [False, True]
 
 
+def test_the_first_start_alone_builds_tritons_part_in_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built: list[str] = []
+    for name, contents in (
+        ("triton", {"knobs": SimpleNamespace(cache=SimpleNamespace(dir=str(tmp_path)))}),
+        ("triton.backends.nvidia.driver", {"CudaUtils": lambda: built.append("built")}),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
+    preload._build_triton_driver()
+    assert built == ["built"]
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "cuda_utils.so").touch()
+    preload._build_triton_driver()
+    assert built == ["built"]
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)  # another Triton
+    preload._build_triton_driver()
+
+
 def test_triton_is_imported_where_there_is_a_gpu_and_may_be_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a Triton that Weft does not know, kernels without Gluon run; without a driver none do."""
     monkeypatch.setattr(preload, "_has_cuda", lambda: True)

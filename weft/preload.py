@@ -111,11 +111,13 @@ def _load_torch_libraries() -> None:
 
 
 def _build_triton_driver() -> None:
-    """Triton's part in C, which the first start on a machine compiles."""
+    """Triton's part in C, which the first start on a machine compiles; later ones load it after torch."""
     with suppress(Exception):
+        from triton import knobs
         from triton.backends.nvidia.driver import CudaUtils
 
-        CudaUtils()
+        if not any(Path(knobs.cache.dir).glob("*/cuda_utils*")):
+            CudaUtils()
 
 
 def _create_cuda_context() -> None:
