@@ -202,41 +202,21 @@ class GatedDeltaNet(WeightModule):
             lambda x: self._prefill(x, batch, cache),
         )
 
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        """All that stands between the two projections."""
+        return self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps
+
     def _verify(self, projected: Tensor, cache: LayerCache, state_slots: Tensor, slots: Tensor) -> Tensor:
         """As many rows of each sequence as ``slots [S, T]`` has columns; these slots keep the states after each row."""
-        return gdn_verify(
-            projected,
-            self.conv1d.weight,
-            self.A_log,
-            self.dt_bias,
-            self.norm.weight,
-            self._eps,
-            cache["conv"],
-            cache["recurrent"],
-            state_slots,
-            slots,
-            self.local,
-            backend=self._backend,
-        )
+        states = (cache["conv"], cache["recurrent"], state_slots, slots)
+        return gdn_verify(projected, *self._weights(), *states, self.local, backend=self._backend)
 
     def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
         left as they are in a given ``out``."""
-        return gdn_decode(
-            projected,
-            self.conv1d.weight,
-            self.A_log,
-            self.dt_bias,
-            self.norm.weight,
-            self._eps,
-            cache["conv"],
-            cache["recurrent"],
-            slots,
-            self.local,
-            backend=self._backend,
-            out=out,
-            keep_padding=out is not None,
-        )
+        states, keep = (cache["conv"], cache["recurrent"], slots), out is not None
+        weights = self._weights()
+        return gdn_decode(projected, *weights, *states, self.local, backend=self._backend, out=out, keep_padding=keep)
 
     def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""

@@ -125,22 +125,9 @@ class KimiDelta(WeightModule):
         out: Tensor | None,
     ) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; see ``kda_decode``."""
-        return kda_decode(
-            projected,
-            forget,
-            gate,
-            self.conv1d.weight,
-            self.A_log,
-            self.dt_bias,
-            self.norm.weight,
-            self._eps,
-            cache["conv"],
-            cache["recurrent"],
-            slots,
-            self.local,
-            backend=self._backend,
-            out=out,
-        )
+        weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self._eps)
+        states = (cache["conv"], cache["recurrent"], slots)
+        return kda_decode(projected, forget, gate, *weights, *states, self.local, backend=self._backend, out=out)
 
     def _prefill(self, projected: Tensor, forget: Tensor, gate: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
