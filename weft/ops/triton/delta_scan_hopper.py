@@ -57,9 +57,7 @@ class Fixed(NamedTuple):
 
     Attributes:
         num_k_heads, num_v_heads, head_v_dim: of the layer.
-        lines: vectors of 64 numbers per chunk and head.
-        consumers: of a program; each has 64 columns of V.
-        stages: of the ring.
+        lines: vectors of 64 numbers per chunk and head. consumers: of a program. stages: of the ring.
         per_channel: keys and queries come with their decays, which differ by channel; else they come as they are, and
             vectors scale their rows.
         zero_decodes: write zeros to the rows before the first sequence that has chunks.
@@ -165,6 +163,15 @@ def _scalars(i, last, vectors, chunk_start, chunk_length, checkpoint_slot, head,
 
 
 @gluon.jit
+def _store_outputs(p_out, b_out, tile, length):
+    """Store a chunk's outputs, which stand transposed, through a tile in shared memory."""
+    rows = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _COPY))
+    tile.permute((1, 0)).store(b_out.to(gl.bfloat16))
+    gl.thread_barrier()
+    gl.store(p_out, tile.load(_COPY), mask=(rows < length)[:, None])
+
+
+@gluon.jit
 def _consume(
     out, state, vectors, tiles, out_tiles, barriers, metadata, chunks, padding, own_slot, continues, head, column,
     WHICH: gl.constexpr, FIXED: gl.constexpr,
@@ -175,7 +182,6 @@ def _consume(
     chunk_start, chunk_length, checkpoint_slot = metadata
     HV: gl.constexpr = FIXED.num_v_heads
     V: gl.constexpr = FIXED.head_v_dim
-    STAGES: gl.constexpr = FIXED.stages
     first, last = chunks
     column = column + WHICH * _COLUMNS
     columns = head * V + column + gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, _COPY))
@@ -196,11 +202,12 @@ def _consume(
         start, length, slot, decay = _scalars(
             first, last, vectors, chunk_start, chunk_length, checkpoint_slot, head, FIXED
         )  # fmt: skip
+        b_out, done, done_length = zeros, start * 0, length * 0  # other values than start's, or done is not carried
         for i in range(first, last):
             n = i - first
-            stage = n % STAGES
+            stage = n % FIXED.stages
             later = _scalars(i + 1, last, vectors, chunk_start, chunk_length, checkpoint_slot, head, FIXED)
-            mbarrier.wait(all_ready.index(stage), n // STAGES & 1)
+            mbarrier.wait(all_ready.index(stage), n // FIXED.stages & 1)
             v_tile = v_tiles.index(stage * FIXED.consumers + WHICH)
             if length < _CHUNK:
                 if not FIXED.per_channel:
@@ -214,6 +221,9 @@ def _consume(
             lines = lines_tiles.index(stage)._reinterpret(gl.float32, [FIXED.lines * _CHUNK], _FLAT)
             old = _operand(b_state, _ACC)
             from_k = hopper.warpgroup_mma(old, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            # Outputs of the chunk before, meanwhile; without a wait here the assembler would wait for all products.
+            b_out = warpgroup_mma_wait(1, deps=(b_out,))
+            _store_outputs(out + done * (HV * V) + outputs, b_out, out_tile, done_length)
             from_q = hopper.warpgroup_mma(old, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
             b_v = v_tile.permute((1, 0)).load(_ACC).to(gl.float32)
             from_k = warpgroup_mma_wait(1, deps=(from_k,))
@@ -240,12 +250,11 @@ def _consume(
             b_out = hopper.warpgroup_mma(_operand(delta, _ACC), attention, b_out, is_async=True)
             b_state, b_out = warpgroup_mma_wait(0, deps=(b_state, b_out))
             mbarrier.arrive(all_empty.index(stage), count=1)
-            out_tile.permute((1, 0)).store(b_out.to(gl.bfloat16))
-            gl.thread_barrier()
-            gl.store(out + start * (HV * V) + outputs, out_tile.load(_COPY), mask=(rows < length)[:, None])
             if slot >= 0:
                 gl.store(state + (slot * HV + head) * (_K * V) + inside, b_state.to(state.dtype.element_ty))
+            done, done_length = start, length
             start, length, slot, decay = later
+        _store_outputs(out + done * (HV * V) + outputs, b_out, out_tile, done_length)
         gl.store(p_state + inside, b_state.to(state.dtype.element_ty))
 
 
