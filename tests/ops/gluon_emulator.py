@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from weft.ops.triton.early_launch import enter
+from weft.ops.triton.early_launch import enter, release, wait
 from weft.ops.triton.hopper_tiles import hold
 
 PATIENCE_S = 20.0
@@ -169,7 +169,8 @@ class Emulator:
             id(hopper.tma): SimpleNamespace(async_copy_global_to_shared=self._copy),
             id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
             id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
-            id(enter): lambda early: None, id(hold): lambda x: x,
+            id(enter): lambda early: None, id(release): lambda early: None, id(wait): lambda early: None,
+            id(hold): lambda x: x,
         }  # fmt: skip
 
     def handle(

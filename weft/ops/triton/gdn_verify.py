@@ -22,12 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.triton_version import is_known
 from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
+
+if is_known(triton.__version__):
+    from weft.ops.triton import gdn_verify_gluon as gluon
 
 
 def choose_warps(state_size: int) -> int:
@@ -49,6 +53,7 @@ class Fixed(NamedTuple):
             ``GatedDeltaNetConfig``.
         block_k, block_v: powers of two that hold a state's rows and columns.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
+        has_states: the states are taken through the tokens here; else by the kernel of ``gdn_verify_gluon.py``.
     """
 
     num_tokens: int
@@ -62,6 +67,7 @@ class Fixed(NamedTuple):
     block_v: int
     block_g: int
     block_h: int
+    has_states: bool
 
 
 @triton.jit
@@ -98,7 +104,10 @@ def _gdn_verify_kernel(
     stride_row, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One sequence and key head."""
-    enter(EARLY, 0)
+    if FIXED.has_states:
+        enter(EARLY, 0)
+    else:
+        enter(EARLY)  # the states are requested meanwhile
     T: tl.constexpr = FIXED.num_tokens
     HK: tl.constexpr = FIXED.num_k_heads
     HV: tl.constexpr = FIXED.num_v_heads
@@ -168,7 +177,7 @@ def _gdn_verify_kernel(
         store_inputs(p_after, k_kept, k_channels, k_mask & (after > 0), W)
         store_inputs(p_after, v_kept, v_channels, g_mask & (after > 0), W)
 
-    for i in tl.static_range(GROUP):
+    for i in tl.static_range(GROUP if FIXED.has_states else 0):
         b_state = tl.load(p_state + i * K * V, mask=tile_mask, other=0.0).to(tl.float32)
         for t in range(T):
             query, key, value, b_gate, fade, strength = _load_vectors(
@@ -211,14 +220,17 @@ def gdn_verify_triton(
     width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
     vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
     if num_seqs:
+        in_two = is_known(triton.__version__) and gluon.takes(state, num_seqs)
         block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
-            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group),
+            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), not in_two,
         )  # fmt: skip
         _gdn_verify_kernel[(g.num_k_heads, num_seqs)](
             projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
             projected.stride(0), eps,
             FIXED=fixed, num_warps=num_warps or choose_warps(block_k * block_v), **early_launch(projected.device),
         )  # fmt: skip
+        if in_two:
+            gluon.launch_verify_states(vectors, state, state_slots, slots, out, eps, g)
     return out

@@ -1,0 +1,57 @@
+"""The Gluon kernel of a verification by few sequences, emulated, against the reference. On a GPU test_triton_gdn.py
+runs it."""
+
+# ruff: noqa: E402 (the imports need a version of Triton)
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+if not triton.__version__.startswith("3.6."):
+    pytest.skip("the kernel is for Triton 3.6", allow_module_level=True)
+
+from tests.ops.gluon_emulator import Emulator
+from tests.ops.interpreter import DEVICE
+from tests.ops.test_triton_gdn import close
+from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.ops.backend import Backend
+from weft.ops.gdn_verify import gdn_verify
+from weft.ops.triton import gdn_verify_gluon
+from weft.ops.triton.launch import launches_handled
+from weft.ops.triton.sizes import MULTIPROCESSORS
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="emulated")
+
+
+def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and the states after each token; the second sequence is padding, the last keeps nothing of its end."""
+    monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
+    geometry = GatedDeltaNetConfig(1, 2, 128, 128, 4)
+    projected = torch.randn(9, geometry.conv_dim + geometry.value_dim + 4)
+    projected[3:6] = torch.nan
+    weights: list[Any] = [torch.randn(geometry.conv_dim, 4), torch.tensor([-3.0, 1.0]), torch.tensor([-1.0, 1.0])]
+    weights += [torch.randn(128), 1e-6]
+    slots = torch.tensor([[5, 6, 1], [0, 0, 0], [3, 0, 2]], dtype=torch.int32)
+    working = torch.tensor([1, 0, 2], dtype=torch.int32)
+    conv, state = torch.randn(8, geometry.conv_dim, 3), torch.randn(8, 2, 128, 128)
+    state[[5, 6, 3]] = torch.nan  # what is only written may hold anything
+    want: list[Tensor] = [conv.clone(), state.clone()]
+    expected = gdn_verify(projected, *weights, *want, working, slots, geometry, backend=Backend.TORCH)
+    with launches_handled(Emulator().handle):
+        out = gdn_verify(projected, *weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
+    assert (out[3:6] == 0).all(), "padding rows must be zero"
+    close(out / expected.std(), expected / expected.std(), torch.float32)
+    close(state[1:], want[1][1:], torch.float32)
+    assert torch.equal(state[[4, 7]], want[1][[4, 7]]), "untouched slots"
+
+
+def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
+    few = 2 * MULTIPROCESSORS // 2
+    assert gdn_verify_gluon.takes(torch.empty(3, 2, 128, 128), few)
+    assert not gdn_verify_gluon.takes(torch.empty(3, 2, 128, 128), few + 1)
+    assert not gdn_verify_gluon.takes(torch.empty(3, 2, 128, 64), few)
