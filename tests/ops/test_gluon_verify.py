@@ -51,7 +51,8 @@ def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
-    few = 2 * MULTIPROCESSORS // 2
-    assert gdn_verify_gluon.takes(torch.empty(3, 2, 128, 128), few)
-    assert not gdn_verify_gluon.takes(torch.empty(3, 2, 128, 128), few + 1)
+    few, state = MULTIPROCESSORS // 2, torch.empty(3, 2, 128, 128)
+    assert gdn_verify_gluon.takes(state, few)
+    assert not gdn_verify_gluon.takes(state, few + 1)
+    assert gdn_verify_gluon.takes(state.bfloat16(), 2 * few)
     assert not gdn_verify_gluon.takes(torch.empty(3, 2, 128, 64), few)

@@ -1,6 +1,7 @@
 """A few tokens of Gated DeltaNet per sequence, with the state after each, as one kernel.
 
-Job: ``gdn_verify`` on the GPU, one launch. Owns: in which order a program walks tokens and tiles of the state. Does not
+Job: ``gdn_verify`` on the GPU, one launch; for few sequences two, of which the second one is in
+``gdn_verify_gluon.py``. Owns: in which order a program walks tokens and tiles of the state. Does not
 know: layers.
 
 As in the decode kernel, a program serves one sequence and one key head with all value heads of its group. It computes

@@ -113,8 +113,9 @@ def _verify_states_kernel(
 
 
 def takes(state: Tensor, num_seqs: int) -> bool:
-    """Whether the kernel exists for these states ``[slots, HV, K, V]``, and serves so few sequences faster."""
-    few = num_seqs * state.shape[1] <= 2 * MULTIPROCESSORS
+    """Whether the kernel exists for these states ``[slots, HV, K, V]``, and serves so few sequences faster (measured on
+    an H200: up to 8 with 32 heads in bfloat16)."""
+    few = num_seqs * state.shape[1] * state.element_size() <= 4 * MULTIPROCESSORS
     return few and is_hopper(state.device) and tuple(state.shape[2:]) == (_DIM.value, _DIM.value)
 
 
