@@ -251,7 +251,7 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
-    scans_spill = 96  # addresses of checkpoints, outside of the products
+    scans_spill = 112  # addresses of checkpoints and outputs, which no product waits for
     for kernel, stack in zip(kernels, [0, 0, 0, scans_spill, scans_spill, scans_spill, 0], strict=True):
         assert kernel["registers"] <= 168 and kernel["stack_bytes"] <= stack, kernel
         assert kernel["shared_bytes"] <= 227 * 1024, kernel
