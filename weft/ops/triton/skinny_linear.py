@@ -117,15 +117,17 @@ def _held_products(
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, TOKENS]`` on the tensor cores, from weights in registers."""
-    tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    lanes = tl.arange(0, TOKENS)
+    is_token = lanes < num_tokens
+    tokens = lanes.to(tl.int64)
     x_rows = x + tokens[None, :] * stride_x
     x_tiles = ()
     for step in tl.static_range(len(weight_tiles)):  # all of them before the first product
         k = first + step * INNER + tl.arange(0, INNER)
         if EVEN:
-            values = tl.load(x_rows + k[:, None])
+            values = tl.load(x_rows + k[:, None], mask=is_token[None, :], other=0.0)
         else:
-            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None], other=0.0)
+            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None] & is_token[None, :], other=0.0)
         x_tiles = x_tiles + (values,)  # type: ignore[assignment]  # noqa: RUF005
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     for step in tl.static_range(len(weight_tiles)):  # sums of their own, so that no product waits for the one before
@@ -165,15 +167,17 @@ def _part_products(
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, TOKENS]`` on the tensor cores: each warp multiplies its part, and their sums are added in order."""
-    tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    lanes = tl.arange(0, TOKENS)
+    is_token = lanes < num_tokens
+    tokens = lanes.to(tl.int64)
     x_rows = x + tokens[None, None, :] * stride_x
     x_tiles = ()
     for step in tl.static_range(len(weight_tiles)):  # all of them before the first product
         k = _places(first, step, INNER, PARTS)[:, :, None]
         if EVEN:
-            values = tl.load(x_rows + k)
+            values = tl.load(x_rows + k, mask=is_token[None, None, :], other=0.0)
         else:
-            values = tl.load(x_rows + k, mask=k < DEPTH, other=0.0)
+            values = tl.load(x_rows + k, mask=(k < DEPTH) & is_token[None, None, :], other=0.0)
         x_tiles = x_tiles + (values,)  # type: ignore[assignment]  # noqa: RUF005
     acc = tl.zeros([PARTS, ROWS, TOKENS], dtype=tl.float32)
     for step in tl.static_range(len(weight_tiles)):
@@ -188,17 +192,19 @@ def _dot_products(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, TOKENS]`` on the tensor cores."""
-    tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    lanes = tl.arange(0, TOKENS)
+    is_token = lanes < num_tokens
+    tokens = lanes.to(tl.int64)
     x_rows = x + tokens[None, :] * stride_x
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     for start in tl.range(0, SPAN, INNER, num_stages=STAGES):
         k = first + start + tl.arange(0, INNER)
         if EVEN:
             w = tl.load(weight_rows + k[None, :])
-            values = tl.load(x_rows + k[:, None])
+            values = tl.load(x_rows + k[:, None], mask=is_token[None, :], other=0.0)
         else:
             w = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0)
-            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None], other=0.0)
+            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None] & is_token[None, :], other=0.0)
         acc = tl.dot(w, values, acc, input_precision=PRECISION)
     return acc
 
