@@ -66,9 +66,15 @@ def random_words(seed, position, tokens):
 
 
 @triton.jit
+def _uniform(words):
+    """The uniform number of a word."""
+    return tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
+
+
+@triton.jit
 def exponential(words):
     """``-log1p(-u)`` of the uniform number ``u`` of a word, exact near 0 where the sample is decided."""
-    u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
+    u = _uniform(words)
     # -log(1 - u) = u + u^2 / 2 + u^3 / 3 ...; beyond a quarter, log has no trouble. Cut off below 1e-8.
     series = 1.0 / 12.0
     for term in tl.static_range(11):
@@ -177,6 +183,27 @@ def _best_of(x, seed, position, tokens):
     return best, tl.min(tl.where(scores == best, tokens, _NO_TOKEN), 0)
 
 
+@triton.jit
+def _best_of_block(row, raw, largest, inverse, seed, position, tokens, VOCAB: tl.constexpr):
+    """``_best_of`` of ``raw * inverse``, the logits of ``row`` at ``tokens``, of which ``largest`` is the largest: the
+    same bits for less arithmetic.
+
+    ``E`` is at least the first terms of its series, so the best token is one with a small ``terms / p``, which takes no
+    logarithm. Only where other tokens come near to the true ``E / p`` of the smallest are all scores computed."""
+    u = _uniform(random_words(seed, position, tokens))
+    scale = inverse * 1.4426950408889634
+    bound = u * (1.0 + u * (0.5 + u * 0.3333)) * tl.exp2((largest - raw) * scale)
+    bound = tl.where(bound == bound, bound, float("inf"))
+    token = tl.min(tl.where(bound == tl.min(bound, 0), tokens, _NO_TOKEN), 0)
+    logit = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    noise = exponential(random_words(seed, position, token))
+    best = logit * inverse - tl.log(noise)
+    near = noise * tl.exp2((largest - logit) * scale) * (1.001 + 1e-6 * tl.abs(best))  # more than is lost to rounding
+    if tl.sum((bound <= near).to(tl.int32), 0) != 1:
+        best, token = _best_of(raw * inverse, seed, position, tokens)
+    return best, token
+
+
 @jit(do_not_specialize_on_alignment=_SCRATCH)
 def _scan_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, group_max, block_max, block_mass, block_finite,
@@ -195,7 +222,8 @@ def _scan_kernel(
     row = logits + index.to(tl.int64) * stride
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     raw = tl.load(row + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
-    tl.store(largest_logits + place, tl.max(tl.where(raw == raw, raw, float("inf")), 0))
+    largest_logit = tl.max(tl.where(raw == raw, raw, float("inf")), 0)
+    tl.store(largest_logits + place, largest_logit)
     if FILTERED:  # noqa: SIM102 (known to the compiler)
         if filtered:
             per_block: tl.constexpr = BLOCK // GROUP
@@ -208,15 +236,20 @@ def _scan_kernel(
             tl.store(block_mass + place, mass)
             tl.store(block_finite + place, tl.sum(tl.sum((x > float("-inf")).to(tl.int32), 1), 0))
     if not filtered:
-        x = tl.where(raw == raw, raw, float("-inf"))
-        best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-        token += block * BLOCK
+        is_greedy = True
+        inverse = 1.0
         if not ALL_GREEDY:
             temperature = tl.load(temperatures + index)
-            if temperature >= GREEDY_BELOW:
-                best, token = _best_of(
-                    raw * (1.0 / temperature), tl.load(seeds + index), tl.load(positions + index), tokens
-                )  # fmt: skip
+            is_greedy = temperature < GREEDY_BELOW
+            inverse = 1.0 / temperature
+        if is_greedy:
+            x = tl.where(raw == raw, raw, float("-inf"))
+            best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+            token += block * BLOCK
+        else:
+            seed = tl.load(seeds + index)
+            position = tl.load(positions + index)
+            best, token = _best_of_block(row, raw, largest_logit, inverse, seed, position, tokens, VOCAB)
         tl.store(best_scores + place, best)
         tl.store(best_tokens + place, token.to(tl.int32))
 
