@@ -79,6 +79,15 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
     assert torch.equal(out[0], want[0]) and torch.equal(out[1], want[1])
 
 
+def test_the_best_token_need_not_have_the_smallest_bound() -> None:
+    """Likelihoods in which large random numbers decide: there the bound of ``_best_of_block`` lies far off."""
+    given = arguments(64, 8)
+    logits = torch.randn(64, 8, device=DEVICE) * 2
+    flags = {"all_greedy": False, "candidates": 0, "uses_min_p": False}
+    want = sample_reference(logits, **given, **flags)[0]
+    assert torch.equal(kernels.sample_triton(logits, **given, **flags)[0], want)
+
+
 def kept(logits: Tensor, given: dict[str, Tensor]) -> Tensor:
     """Which tokens the kernel's threshold keeps."""
     thresholds = torch.empty(logits.shape[0], device=DEVICE)
