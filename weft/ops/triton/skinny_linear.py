@@ -13,7 +13,7 @@ cannot fill the GPU, ``splits`` programs share the inner dimension: each writes 
 adds them in order. Nothing depends on the order in which programs run, nor one token's output on another token. No
 kernel writes weights, so all but ``dot`` load a program's whole share before the kernel before this one has ended.
 
-The number of tokens is padded to a power of two, so that few kernels are compiled; the padding repeats the last token.
+The number of tokens is padded to a power of two, so that few kernels are compiled; its lanes load nothing.
 """
 
 from __future__ import annotations
