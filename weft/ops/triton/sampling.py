@@ -36,6 +36,9 @@ _DRAW_BLOCK = 2048
 _GROUP = 32
 _GROUPS = 256
 
+_SCAN_REGISTERS = 64
+"""Of a thread: more would be used where all scores are computed, which is rare, and leave room for fewer programs."""
+
 _NO_TOKEN = tl.constexpr(2147483647)
 _SCRATCH = [
     "group_max", "block_max", "block_mass", "block_finite", "selected", "best_scores", "best_tokens", "largest_logits",
@@ -411,7 +414,7 @@ def sample_triton(
     _scan_kernel[(blocks, num_rows)](
         logits, *parameters, group_max, block_max, block_mass, finite, scores, tokens, largest, logits.stride(0),
         GREEDY_BELOW=GREEDY_BELOW, ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, GROUP=_GROUP,
-        BLOCKS=blocks, BLOCK=block, num_warps=4, **early_launch(logits.device),
+        BLOCKS=blocks, BLOCK=block, num_warps=4, maxnreg=_SCAN_REGISTERS, **early_launch(logits.device),
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
         logits, *parameters, group_max, block_max, block_mass, finite, selected, scores, tokens, largest,

@@ -13,7 +13,8 @@ cannot fill the GPU, ``splits`` programs share the inner dimension: each writes 
 adds them in order. Nothing depends on the order in which programs run, nor one token's output on another token. No
 kernel writes weights, so all but ``dot`` load a program's whole share before the kernel before this one has ended.
 
-The number of tokens is padded to a power of two, so that few kernels are compiled; its lanes load nothing.
+The number of tokens is padded to a power of two, so that few kernels are compiled. Lanes without a token load nothing,
+or all tokens in turn: if all loaded one token, all programs would wait for one place of the cache.
 """
 
 from __future__ import annotations
@@ -117,9 +118,8 @@ def _held_products(
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, TOKENS]`` on the tensor cores, from weights in registers."""
-    lanes = tl.arange(0, TOKENS)
-    is_token = lanes < num_tokens
-    tokens = lanes.to(tl.int64)
+    is_token = tl.arange(0, TOKENS) < num_tokens
+    tokens = tl.arange(0, TOKENS).to(tl.int64)
     x_rows = x + tokens[None, :] * stride_x
     x_tiles = ()
     for step in tl.static_range(len(weight_tiles)):  # all of them before the first product
@@ -167,9 +167,8 @@ def _part_products(
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, TOKENS]`` on the tensor cores: each warp multiplies its part, and their sums are added in order."""
-    lanes = tl.arange(0, TOKENS)
-    is_token = lanes < num_tokens
-    tokens = lanes.to(tl.int64)
+    is_token = tl.arange(0, TOKENS) < num_tokens
+    tokens = tl.arange(0, TOKENS).to(tl.int64)
     x_rows = x + tokens[None, None, :] * stride_x
     x_tiles = ()
     for step in tl.static_range(len(weight_tiles)):  # all of them before the first product
@@ -192,19 +191,17 @@ def _dot_products(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, TOKENS]`` on the tensor cores."""
-    lanes = tl.arange(0, TOKENS)
-    is_token = lanes < num_tokens
-    tokens = lanes.to(tl.int64)
+    tokens = (tl.arange(0, TOKENS) % num_tokens).to(tl.int64)  # masks would cost the pipeline 1%
     x_rows = x + tokens[None, :] * stride_x
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
     for start in tl.range(0, SPAN, INNER, num_stages=STAGES):
         k = first + start + tl.arange(0, INNER)
         if EVEN:
             w = tl.load(weight_rows + k[None, :])
-            values = tl.load(x_rows + k[:, None], mask=is_token[None, :], other=0.0)
+            values = tl.load(x_rows + k[:, None])
         else:
             w = tl.load(weight_rows + k[None, :], mask=(k < DEPTH)[None, :], other=0.0)
-            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None] & is_token[None, :], other=0.0)
+            values = tl.load(x_rows + k[:, None], mask=(k < DEPTH)[:, None], other=0.0)
         acc = tl.dot(w, values, acc, input_precision=PRECISION)
     return acc
 
