@@ -28,50 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.drafters import ByModel, Random, install
 from tests.engine.conftest import assert_idle
 from tests.engine.simulator import penalised
+from tests.fuzz_references import ARCHITECTURES, Reference
 from tests.late_device import LateDevice
-from tests.models.mtp_reference import make_mtp_checkpoint
-from tests.speculation.conftest import make_repeating_checkpoint
-from tests.tiny import make_checkpoint, make_model
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
 from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, report
 from weft.messages import SchedulerOutput
 from weft.ops.sampling import exponential_noise
 
-REPEATING = "Qwen3NextForCausalLM that repeats itself"
-"""Its greedy texts go in circles, and its head is often right."""
-ARCHITECTURES = (REPEATING, "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3ForCausalLM")
-WITH_HEAD = (REPEATING, "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
 MODES = ("NONE", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 CHOICES = ["one two three", "four", "five six"]
 TOLERANCE = 2e-3
 """Logits closer than this may swap places: sums are rounded in another order than in the reference."""
 MAX_STEPS = 4000
-
-
-class Reference:
-    """transformers' model of one architecture, and the folder that Weft loads it from."""
-
-    def __init__(self, arch: str, folder: Path) -> None:
-        self.has_head = arch in WITH_HEAD
-        if arch == REPEATING:
-            self.folder = make_repeating_checkpoint("Qwen3NextForCausalLM", folder, head=True)
-            self._model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-            return
-        if self.has_head:
-            self.folder, _ = make_mtp_checkpoint(arch, folder, with_tokenizer=True)
-        else:
-            self.folder = make_checkpoint(arch, folder, with_tokenizer=True)
-        self._model = make_model(arch, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID)
-
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """``[len(tokens), V]``: after each token."""
-        with torch.no_grad():
-            return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
 @dataclass

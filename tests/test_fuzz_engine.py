@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import fuzz_options
-from tests.fuzz_engine import ARCHITECTURES, Episode, Reference
+from tests.fuzz_engine import Episode
+from tests.fuzz_references import ARCHITECTURES, Reference
 
 
 @pytest.fixture(scope="module")
