@@ -80,9 +80,14 @@ def test_equals_reference(vocab: int, mixture: str) -> None:
 
 
 def test_the_best_token_need_not_have_the_smallest_bound() -> None:
-    """Likelihoods in which large random numbers decide: there the bound of ``_best_of_block`` lies far off."""
-    given = arguments(64, 8)
-    logits = torch.randn(64, 8, device=DEVICE) * 2
+    """Rows in which large random numbers decide: there the bound of ``_best_of_block`` lies far off."""
+    given, logits = arguments(500, 8), torch.randn(500, 8, device=DEVICE) * 2
+    noise, likelihood = exponential_noise(given["seeds"], given["positions"], 8), logits.softmax(-1)
+    u = -torch.expm1(-noise)
+    misled = (u * (1 + u * (0.5 + u * 0.3333)) / likelihood).argmin(-1) != (noise / likelihood).argmin(-1)
+    rows = misled.nonzero()[:4, 0]
+    assert len(rows) == 4
+    given, logits = {name: values[rows] for name, values in given.items()}, logits[rows]
     flags = {"all_greedy": False, "candidates": 0, "uses_min_p": False}
     want = sample_reference(logits, **given, **flags)[0]
     assert torch.equal(kernels.sample_triton(logits, **given, **flags)[0], want)
