@@ -151,6 +151,11 @@ BETWEEN_ROOMS = (
         "            pass\n", "tests/runner/test_compile_processes.py",
     ),
     mutant(
+        "answer-taken-for-silence", "a compiler that ends by a timeout of its own has answered",
+        "weft/runner/compile_processes.py", "if compiled.done():  # compiling itself ended so", "if False:",
+        "tests/runner/test_compile_processes.py",
+    ),
+    mutant(
         "fp8-pages-not-copied", "a partial page of an FP8 cache is copied", "weft/runner/moves.py",
         "        self._move(copies, self._pages)\n",
         "        self._move(copies, [g for g in self._pages if g[0][0].element_size() > 1])\n",

@@ -8,15 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import triton
 
-from weft.runner import compile_lock
+from weft.runner import compile_lock, compile_processes
 
 
 def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_path: Path) -> None:
@@ -58,6 +59,17 @@ def _hold(kernel: Any, ends: Any) -> None:
     with compile_lock.held(kernel, {}) as is_mine:
         ends.send(is_mine)
         ends.recv()
+
+
+def test_a_compiler_that_ends_by_a_timeout_of_its_own_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has answered, and is not taken for a process that does not; this process compiles."""
+    ended: Future[bool] = Future()
+    ended.set_exception(TimeoutError())
+    monkeypatch.setattr(compile_processes, "STUCK_S", 0.0)
+    with compile_processes.CompileProcesses(1, lambda kernel: None, builds_launchers=False) as processes:
+        monkeypatch.setattr(processes, "_kill", pytest.fail)
+        with pytest.raises(TimeoutError):
+            processes._wait(ended)
 
 
 def test_processes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
