@@ -19,6 +19,7 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.test_triton_gdn import close
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.backend import Backend
+from weft.ops.gdn_decode import gdn_decode
 from weft.ops.gdn_verify import gdn_verify
 from weft.ops.triton import gdn_verify_gluon
 from weft.ops.triton.launch import launches_handled
@@ -47,6 +48,40 @@ def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     close(out / expected.std(), expected / expected.std(), torch.float32)
     close(state[1:], want[1][1:], torch.float32)
     assert torch.equal(state[[4, 7]], want[1][[4, 7]]), "untouched slots"
+
+
+def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same states in place, and zeros for the row that is padding; a given ``out`` is for the decode kernel."""
+    geometry = GatedDeltaNetConfig(1, 2, 128, 128, 4)
+    projected = torch.randn(3, geometry.conv_dim + geometry.value_dim + 4)
+    projected[1] = torch.nan
+    weights: list[Any] = [torch.randn(geometry.conv_dim, 4), torch.tensor([-3.0, 1.0]), torch.tensor([-1.0, 1.0])]
+    weights += [torch.randn(128), 1e-6]
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32)
+    conv, state = torch.randn(6, geometry.conv_dim, 3), torch.randn(6, 2, 128, 128)
+    want = conv.clone(), state.clone()
+    expected = gdn_decode(projected, *weights, *want, slots, geometry, backend=Backend.TORCH)
+    monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
+    launched: list[str] = []
+    emulator = Emulator()
+
+    def handle(kernel: Any, *launch: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        emulator.handle(kernel, *launch)
+
+    with launches_handled(handle):
+        out = gdn_decode(projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON)
+    assert launched == ["_verify_states_kernel"]
+    assert (out[1] == 0).all(), "padding rows must be zero"
+    close(out / expected.std(), expected / expected.std(), torch.float32)
+    close(state[1:], want[1][1:], torch.float32)
+    assert torch.equal(conv[1:], want[0][1:])
+    given = out.new_full(out.shape, 7.0)
+    with launches_handled(handle):
+        gdn_decode(
+            projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON, out=given, keep_padding=True
+        )
+    assert (given[1] == 7).all() and len(launched) == 1
 
 
 def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> None:

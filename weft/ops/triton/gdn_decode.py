@@ -1,7 +1,7 @@
 """The decode step of Gated DeltaNet as one kernel.
 
-Job: ``gdn_decode`` on the GPU, one launch. Owns: who reads and writes which convolution channels. Does not know:
-layers.
+Job: ``gdn_decode`` on the GPU, one launch; few rows are verifications of one token (``gdn_verify.py``), two launches.
+Owns: who reads and writes which convolution channels. Does not know: layers.
 
 A program serves one row and one *key* head with all value heads of its group. It alone reads and shifts the convolution
 states of that head's queries and keys and of those value heads, so the shift in place races with nobody, and it holds
@@ -29,6 +29,7 @@ from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
+from weft.ops.triton.gdn_verify import gdn_verify_triton, serves_decodes
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2
 
@@ -227,6 +228,9 @@ def gdn_decode_triton(
     ``shape`` overrides the choice of ``choose_shape`` (tests and measurements).
     """
     num_rows, g = projected.shape[0], geometry
+    if shape is None and out is None and serves_decodes(state, num_rows):
+        weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
+        return gdn_verify_triton(projected, *weights, conv_state, state, state_slots, state_slots[:, None], geometry)
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
     out = projected.new_empty(num_rows, g.value_dim) if out is None else out

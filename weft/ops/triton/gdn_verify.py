@@ -193,6 +193,11 @@ def _gdn_verify_kernel(
             b_state = stored.to(tl.float32)
 
 
+def serves_decodes(state: Tensor, num_rows: int) -> bool:
+    """Whether one token of each of so few rows takes less time here than in the decode kernel (measured on an H200)."""
+    return num_rows > 0 and is_known(triton.__version__) and gluon.takes(state, 2 * num_rows)
+
+
 def gdn_verify_triton(
     projected: Tensor,
     conv_weight: Tensor,
