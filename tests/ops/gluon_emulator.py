@@ -25,6 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from weft.ops.triton.early_launch import enter, release, wait
+from weft.ops.triton.gated_linear_hopper import exchange, pack
 from weft.ops.triton.hopper_tiles import hold
 
 PATIENCE_S = 20.0
@@ -141,6 +142,10 @@ class Operand:
         return Operand(lambda: self.read().permute(*order))
 
 
+def pack_pairs(first: Tensor, second: Tensor) -> Tensor:
+    return torch.stack([first, second], dim=-1).bfloat16().view(torch.int32).squeeze(-1)
+
+
 class Product:
     """A matrix product under way."""
 
@@ -170,7 +175,7 @@ class Emulator:
             id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
             id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
             id(enter): lambda early: None, id(release): lambda early: None, id(wait): lambda early: None,
-            id(hold): lambda x: x,
+            id(hold): lambda x: x, id(exchange): lambda x: x, id(pack): pack_pairs,
         }  # fmt: skip
 
     def handle(
@@ -225,9 +230,9 @@ class Emulator:
         def run() -> Tensor:
             left = a if isinstance(a, Tensor) else a.read()
             product = left.float() @ b.read().float()
-            return acc + product if use_acc else product
+            return (acc.result if isinstance(acc, Product) else acc) + product if use_acc else product
 
-        assert is_async and not isinstance(acc, Product)
+        assert is_async
         self.queue.products = [*getattr(self.queue, "products", []), Product(run)]
         return self.queue.products[-1]
 
@@ -236,9 +241,8 @@ class Emulator:
         while len(self.queue.products) > under_way:
             product = self.queue.products.pop(0)
             product.result = product.run()
-        results = [d.result if isinstance(d, Product) else d for d in deps]
-        assert all(r is not None for r in results), "a product is used that was not waited for"
-        return results[0] if len(results) == 1 else results
+        results = [d.result if isinstance(d, Product) and d.result is not None else d for d in deps]
+        return results[0] if len(results) == 1 else results  # what is under way still is of use to a product alone
 
     def _thread(self, body: Callable[..., None], *args: Any) -> threading.Thread:
         def run() -> None:
@@ -276,11 +280,12 @@ class Emulator:
             int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
             program_id=lambda axis: torch.tensor(self.program[axis]), num_programs=lambda axis: self.grid[axis],
             load=load, store=store, where=where, minimum=tensors(torch.minimum), maximum=tensors(torch.maximum),
-            max=torch.amax, sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, abs=torch.abs, rsqrt=torch.rsqrt,
-            static_range=range, join=lambda a, b: torch.stack((a, b), -1),
+            max=torch.amax, sum=lambda x, axis: x.sum(axis), exp=torch.exp, exp2=torch.exp2, abs=torch.abs,
+            rsqrt=torch.rsqrt, static_range=range, join=lambda a, b: torch.stack((a, b), -1),
             arange=lambda begin, end, layout: torch.arange(begin, end),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             convert_layout=lambda x, layout: x, thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing,
             NVMMADistributedLayout=nothing, DotOperandLayout=nothing, allocate_shared_memory=self._allocate,
-            warp_specialize=self._specialize,
+            warp_specialize=self._specialize, reshape=torch.reshape, permute=torch.permute,
+            split=lambda x: x.unbind(-1),
         )  # fmt: skip

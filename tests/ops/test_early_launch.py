@@ -21,9 +21,11 @@ CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_sigmoid_router_kernel", "_conv_update_kernel", "_short_conv_kernel", "_scan_step_kernel",
-    "_verify_states_kernel",
+    "_verify_states_kernel", "_prefill_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
+PASSES_ON = {"_gated_hopper_kernel": "_produce"}
+"""Kernels in which a part waits on which all others wait: its name."""
 ORDINARY = {"_follow_kernel", "_accept_kernel", "_ahead_kernel", "_ngram_kernel"}
 """Kernels that write a step's metadata, as copies and torch's kernels do: never early, each waits for all before it."""
 
@@ -53,7 +55,12 @@ def test_there_are_kernels() -> None:
 def test_a_kernel_waits_first(file: str, kernel: ast.FunctionDef) -> None:
     assert kernel.args.args[-1].arg == "EARLY", f"{file}: {kernel.name} cannot be launched early"
     body = [n for n in kernel.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
-    if kernel.name in CAREFUL:
+    if kernel.name in PASSES_ON:
+        part = PASSES_ON[kernel.name]
+        waiting = [n for n in ast.parse((FOLDER / file).read_text()).body if getattr(n, "name", None) == part]
+        assert "release" in calls(kernel) and part in {n.id for n in ast.walk(kernel) if isinstance(n, ast.Name)}
+        assert "wait" in calls(waiting[0])
+    elif kernel.name in CAREFUL:
         assert {"release", "wait"} <= set(calls(kernel))
     else:
         assert "enter" in calls(body[0]), f"{file}: {kernel.name} begins with something else"
@@ -92,12 +99,13 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
-    "weight", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
+    "weight", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D", "counts",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
 EARLY_LOADS = (
-    "_load_weight", "_load_parts", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages"
+    "_load_weight", "_load_parts", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages",
+    "_place", "sequence_of_block",
 )  # fmt: skip
 """Functions that load for kernels before they wait."""
 
@@ -111,6 +119,7 @@ LEAVES_EARLY = {
 LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
     "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "short_conv.py", "selective_scan.py",
+    "attention_prefill_hopper.py",
 ]  # fmt: skip
 
 
@@ -125,7 +134,7 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
     def loaded(node: ast.AST, before: int) -> Iterator[str]:
         for call in ast.walk(node):
             if isinstance(call, ast.Call) and call.lineno < before:
-                if ast.unparse(call.func) == "tl.load":
+                if ast.unparse(call.func) in ("tl.load", "gl.load"):
                     yield next(n.id for n in ast.walk(call.args[0]) if isinstance(n, ast.Name))
                 elif isinstance(call.func, ast.Name) and call.func.id in EARLY_LOADS:
                     yield from loaded(functions[call.func.id], 10**9)

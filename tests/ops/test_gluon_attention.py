@@ -8,7 +8,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +28,10 @@ from weft.forward_context import Batch, Mixture
 from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend
 from weft.ops.triton import attention, attention_prefill_hopper
+from weft.ops.triton.attention import paged_attention_triton
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.launch import launches_handled
+from weft.ops.triton.norm import rms_norm_triton
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if ON_HOPPER else "cpu"
@@ -172,6 +177,39 @@ def test_decodes_and_prefills_together_on_the_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("query_lens", [[700, 5], [70, 5]])
+@pytest.mark.parametrize("context", [100, 6000])
+def test_decodes_run_beside_prefills_in_a_graph(
+    context: int, query_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a branch of the graph, which may be the shorter or the longer one; a kernel that starts early sees both."""
+    if not ON_HOPPER:
+        pytest.skip("needs compute capability 9")
+    monkeypatch.setattr(attention, "_BRANCH_ROWS", 1)
+    tensors = Case("A", [*[1] * 4, *query_lens], [*[context] * 4, 33, 0], padding=24).as_mixture(4, max_prefills=4)
+    out, scale = torch.empty(tensors.q.shape, dtype=torch.bfloat16, device=DEVICE), torch.ones(2048, device=DEVICE)
+
+    def attend() -> Tensor:
+        out.fill_(torch.nan)
+        args = (tensors.q, tensors.k, tensors.v, tensors.batch)
+        paged_attention_triton(*args, scale=tensors.scale, sinks=tensors.sinks, out=out)
+        return rms_norm_triton(out.flatten(1), scale.bfloat16(), 1e-6)  # type: ignore[return-value]
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        normed = attend()
+    graph.replay()
+    tensors.check(out.cpu())
+    want = rms_norm_triton(out.flatten(1), scale.bfloat16(), 1e-6)
+    assert isinstance(want, Tensor)
+    for _ in range(50):
+        normed.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(normed, want)
+
+
+@pytest.mark.gpu
 def test_a_captured_launch_serves_other_batches() -> None:
     """Counts, lengths and pages are read on the device at each replay."""
     if not ON_HOPPER:
@@ -191,9 +229,19 @@ def test_a_captured_launch_serves_other_batches() -> None:
     first.check(out.cpu())
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, num_seqs: int | None = None) -> list[str]:
-    """Which kernels ``paged_attention`` launches for a batch, on a Hopper GPU that need not be there."""
+def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, *, branches: bool = False) -> list[str]:
+    """Which kernels ``paged_attention`` launches for a batch, on a Hopper GPU that need not be there; with ``branches``
+    also where a branch of the graph begins and ends."""
     names: list[str] = []
+
+    @contextmanager
+    def branch(device: torch.device) -> Iterator[SimpleNamespace]:
+        names.append("fork")
+        yield SimpleNamespace(join=lambda: names.append("join"))
+        names.append("back")
+
+    if branches:
+        monkeypatch.setattr(attention, "graph_branch", branch)
     monkeypatch.setattr(attention_prefill_hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(attention, "launch_prefill", lambda *args, **kwargs: names.append("triton"))
     monkeypatch.setattr(attention, "launch_decode", lambda *args, **kwargs: names.append("decode"))
@@ -218,6 +266,22 @@ def test_only_what_pays_goes_to_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("256 of 8", [1] * 16 + [496]) == ["decode", "hopper"], "17 blocks may be empty, 32 full"
     assert names("128 of 2", [256] * 2) == ["hopper"]
     assert names("128 of 2", [250] * 3) == ["triton"], "short sequences"
+
+
+def test_decodes_of_a_large_captured_mixture_stand_on_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the graph, beside the prefills, and both are over before what follows."""
+
+    def names(num_tokens: int, mixture: int = 0) -> list[str]:
+        tensors = Case("128 of 2", [num_tokens], [0], padding=0, padding_seqs=0)
+        tensors.batch = dataclasses.replace(tensors.batch, num_decodes=1)
+        return launches(monkeypatch, tensors.as_mixture(0, mixture) if mixture else tensors, branches=True)
+
+    assert names(512, mixture=4) == ["fork", "decode", "back", "hopper", "join"]
+    assert names(512, mixture=17) == ["fork", "decode", "back", "triton", "join"]
+    assert names(511, mixture=4) == ["decode", "triton"]
+    monkeypatch.setattr(attention, "_BRANCH_HEADS", 4 * 600)
+    assert names(600, mixture=4)[0] == "fork" and names(601, mixture=4) == ["decode", "hopper"], "beyond one wave"
+    assert names(512) == ["decode", "hopper"], "no graph"
 
 
 TAKEN = {"heads": (16, 8, 128), "page": 16, "dtype": torch.bfloat16, "hopper": True}

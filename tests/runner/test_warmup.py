@@ -118,7 +118,7 @@ WARM_HALVES: dict[str, Any] = WARM | {
 def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
     """Compiled for a GPU that is not there: random steps need no kernel that the start had not compiled. In FP8 on one
     rank with n-gram drafts; in bfloat16 with drafts of the model's own head, as one of two ranks."""
-    from weft.ops.triton.attention import GLUON_IS_KNOWN
+    from weft.ops.triton.gluon import GLUON_IS_KNOWN
 
     fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path / "fp8", **WARM)
     bf16, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path / "bf16", **WARM_HALVES)

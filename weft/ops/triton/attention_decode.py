@@ -262,9 +262,10 @@ def _decode_kernel(
     strides = (stride_q, stride_slot, stride_table)
     results = (out, partial, partial_lse, v_scale, max_splits, stride_out)
     if FIXED.mixture:
-        wait(EARLY)
         # The programs are distributed over the sequences that decode; prefills and padding rows are the other kernel's.
         num_decodes = tl.load(counts + 2)
+        if (num_decodes > 0) | (tl.program_id(0) + tl.program_id(1) == 0):  # one waits for all that have no work
+            wait(EARLY)
         if num_decodes > 0:
             step = tl.maximum(1, tl.num_programs(1) // num_decodes)
             first_split = tl.program_id(1) % step

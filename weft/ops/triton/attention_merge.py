@@ -76,8 +76,9 @@ def merge_kernel(
     head = tl.program_id(0)
     seq = tl.program_id(1)
     if MIXTURE:
-        wait(EARLY)
         num_seqs = tl.load(counts + 2)
+        if (num_seqs > 0) | (head + seq == 0):  # one waits for all that have no work
+            wait(EARLY)
         while seq < num_seqs:
             _merge(
                 out, partial, partial_lse, seq_lens, cu_seqlens_q, max_splits, double_from, stride_out, head, seq,

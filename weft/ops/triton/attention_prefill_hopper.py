@@ -36,7 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention_tiles import LOG2E, METADATA, check_layout, sequence_of_block
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.hopper_tiles import (
     BOX,
     GluonKernel,
@@ -219,7 +219,7 @@ def _place(
 ):  # fmt: skip
     """This program's block: its first row, its number of tokens, of padding rows (one of the two is 0 or less), the
     position of the first token, and how many keys the block sees; and its sequence's pages."""
-    block = gl.num_programs(1) - 1 - gl.program_id(1)  # the last blocks of a sequence see most keys: they go first
+    block = gl.program_id(1)
     first_seq = 0
     first_token = 0
     if MIXTURE:  # decodes, one token each, are the other kernel's
@@ -227,7 +227,10 @@ def _place(
         first_seq = first_token
         num_seqs = gl.load(counts + 1)
     total = gl.load(cu_seqlens_q + num_seqs)
-    beyond = block - ((total - first_token) // TOKENS + num_seqs - first_seq)
+    blocks = (total - first_token) // TOKENS + num_seqs - first_seq
+    beyond = block - blocks  # a graph's blocks without a sequence go last: each takes a multiprocessor for a while
+    if beyond < 0:
+        block = -1 - beyond  # the last blocks of a sequence see most keys: they go first
     row = total + beyond * TOKENS
     num_padding = gl.minimum(num_rows - row, TOKENS)
     num_tokens = 0
@@ -262,7 +265,7 @@ def _prefill_hopper_kernel(
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
     SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr, SINKS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    enter(EARLY)  # the other parts' warps start when this one's have returned from it
+    release(EARLY)
     kv_head = gl.program_id(0)
     place, table = _place(
         page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
@@ -283,6 +286,7 @@ def _prefill_hopper_kernel(
         mbarrier.init(v_empty.index(i), count=2)
         mbarrier.init(turns.index(i), count=1)
     barriers = (k_ready, k_empty, v_ready, v_empty, turns)
+    wait(EARLY)  # the other parts' warps start when this one's have returned from it
     gl.warp_specialize(
         [
             (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out,

@@ -7,7 +7,8 @@ A decode step is a chain of kernels that last a few microseconds each; launched 
 end of the one before it and for its own start. An early launch may start as soon as every program of the kernel before
 it has begun, or has ``release``d it. The rule: every program waits before it reads or writes memory that a kernel of
 this package writes in the same step. ``wait`` ends when the kernel before has ended and its writes are visible; as that
-one waited in turn, so have all before it. Hence a kernel in which no program waits would break the chain.
+one waited in turn, so have all before it. Hence a kernel in which no program waits would break the chain; programs
+without work need not, as long as one of the kernel does.
 
 Before the wait a program may read what was there when the forward pass began: weights, keys and states of earlier
 steps, and the step's metadata, which copies, torch's kernels and those of ``drafts.py`` and ``ngram.py`` bring. These

@@ -33,9 +33,13 @@ from torch import Tensor
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import has_table
+
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import gated_linear_hopper as hopper
 
 MAX_TOKENS = 256
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
@@ -361,6 +365,8 @@ def linear_silu_mul_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None
     """``linear_silu_mul`` of ``weft/ops/linear.py``."""
     flat = x.flatten(0, -2)
     config = choose_config(flat, weight, silu_mul=True)
+    if config is None and bias is None and GLUON_IS_KNOWN and hopper.takes_gated(flat, weight):
+        return hopper.gated_linear_hopper(flat, weight).view(*x.shape[:-1], -1)
     if config is None:
         return silu_and_mul_triton(linear_triton(x, weight, bias))
     return skinny_linear_triton(flat, weight, bias, config, silu_mul=True).view(*x.shape[:-1], -1)

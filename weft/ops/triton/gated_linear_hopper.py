@@ -1,0 +1,276 @@
+"""``silu(x G^T) * (x U^T)`` of many rows in one launch, for Hopper: the gate is the product's epilogue.
+
+Job: ``linear_silu_mul`` in Gluon. Owns: the shape of its tiles, who waits for whom, and where it pays. Does not know:
+layers.
+
+A program goes through tiles of 256 rows by 96 outputs. A *producer* warp requests rows and weights from the copy engine
+into a ring of stages, 64 of the inner dimension each, the first weights before the kernel before this one has ended;
+two *consumers*, four warps with 128 rows each, multiply and finish, while the producer runs ahead into the next tile.
+What bounds a product of this size is the way from the L2 cache, hence so large tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
+
+_INNER = gl.constexpr(64)
+_STAGES = gl.constexpr(4)
+
+_ALL_REGISTERS = 168
+_CONSUMER_REGISTERS = gl.constexpr(240)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+_SUMS_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+_ROW_LANES = [[1, 0], [2, 0], [4, 0]]
+_WARPS = [[16, 0], [32, 0]]
+_PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 4], [0, 8], [8, 0]], [[0, 1], [0, 2], *_ROW_LANES], _WARPS, [], [64, 16])
+)
+"""Pairs of columns as the matrix units leave them: neighbours are in neighbouring threads."""
+_STORED = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _WARPS, [], [64, 16])
+)
+"""Pairs of columns as they are stored: 16 bytes of a row in one thread."""
+
+
+@gluon.jit
+def _new_ring():
+    """Barriers of the stages: what has arrived, and what both consumers have read."""
+    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    return ready, empty
+
+
+@gluon.jit
+def _fetch_weights(w_desc, column, k, wide, narrow, ready, WIDTH: gl.constexpr):
+    """A step's weights of 96 outputs: 64 rows of the gate and 64 of the up projection, and the next 32 of both."""
+    for part in gl.static_range(2):
+        row = column + part * WIDTH
+        for half in gl.static_range(2):
+            box = wide.slice(part * 64 + half * 32, 32, dim=0)
+            tma.async_copy_global_to_shared(w_desc, [row + half * 32, k], ready, box)
+        tma.async_copy_global_to_shared(w_desc, [row + 64, k], ready, narrow.slice(part * 32, 32, dim=0))
+
+
+@gluon.jit
+def _produce(
+    x_desc, w_desc, num_tiles, row_tiles, x_tiles, wide, narrow, ready, empty,
+    STEPS: gl.constexpr, WIDTH: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """The producer. Tiles that follow one another have the same weights."""
+    BYTES: gl.constexpr = (256 + 192) * _INNER * 2
+    first = gl.program_id(0)
+    for i in gl.static_range(_STAGES):
+        mbarrier.expect(ready.index(i), BYTES)
+        _fetch_weights(
+            w_desc, first // row_tiles * 96, i * _INNER, wide.index(i), narrow.index(i), ready.index(i), WIDTH
+        )
+    wait(EARLY)  # here for all: what the consumers write depends on rows that are fetched behind this
+    n = 0
+    for tile in range(first, num_tiles, gl.num_programs(0)):
+        row, column = tile % row_tiles * 256, tile // row_tiles * 96
+        for step in range(STEPS):
+            stage = n % _STAGES
+            if n >= _STAGES:
+                mbarrier.wait(empty.index(stage), (n // _STAGES & 1) ^ 1)
+                mbarrier.expect(ready.index(stage), BYTES)
+                _fetch_weights(
+                    w_desc, column, step * _INNER, wide.index(stage), narrow.index(stage), ready.index(stage), WIDTH
+                )
+            for part in gl.static_range(4):
+                tma.async_copy_global_to_shared(
+                    x_desc, [row + part * 64, step * _INNER], ready.index(stage), x_tiles.index(stage * 4 + part)
+                )
+            n += 1
+
+
+@gluon.jit
+def pack(first, second):
+    """Two float32 numbers as bfloat16 in one int32, the first one below."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def exchange(pairs):
+    """``[64, 16]`` from ``_PAIRS`` to ``_STORED``: threads by fours transpose their squares of four."""
+    squares = gl.inline_asm_elementwise(
+        """{
+        .reg .pred odd, high;
+        .reg .b32 lane, s, t, a, b, c, d;
+        mov.u32 lane, %laneid;
+        and.b32 t, lane, 1;
+        setp.ne.u32 odd, t, 0;
+        and.b32 t, lane, 2;
+        setp.ne.u32 high, t, 0;
+        selp.b32 s, $4, $5, odd;
+        selp.b32 t, $6, $7, odd;
+        shfl.sync.bfly.b32 s, s, 1, 31, -1;
+        shfl.sync.bfly.b32 t, t, 1, 31, -1;
+        selp.b32 a, s, $4, odd;
+        selp.b32 b, $5, s, odd;
+        selp.b32 c, t, $6, odd;
+        selp.b32 d, $7, t, odd;
+        selp.b32 s, a, c, high;
+        selp.b32 t, b, d, high;
+        shfl.sync.bfly.b32 s, s, 2, 31, -1;
+        shfl.sync.bfly.b32 t, t, 2, 31, -1;
+        selp.b32 $0, s, a, high;
+        selp.b32 $1, t, b, high;
+        selp.b32 $2, c, s, high;
+        selp.b32 $3, d, t, high;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r", [gl.convert_layout(pairs, _PAIRS)], dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+    turned = gl.reshape(gl.permute(gl.reshape(squares, [64, 4, 4]), (0, 2, 1)), [64, 16])
+    return gl.convert_layout(turned, _STORED)
+
+
+@gluon.jit
+def _halves(x, HALF: gl.constexpr):
+    """The first and the second columns of ``[64, 2 * HALF]``: no number moves."""
+    return gl.split(gl.permute(gl.reshape(x, [64, 2, HALF]), (0, 2, 1)))
+
+
+@gluon.jit
+def _store(base, offsets, values, mask, COLUMNS: gl.constexpr):
+    """``values [64, COLUMNS]``, a multiple of 32, in bfloat16, two in an int32, to ``base + offsets [64]``, of rows
+    where ``mask``; both in a slice of ``_STORED``."""
+    if COLUMNS > 32:
+        HALF: gl.constexpr = COLUMNS // 2
+        first, second = _halves(values, HALF)
+        _store(base, offsets, first, mask, HALF)
+        _store(base, offsets + HALF // 2, second, mask, HALF)
+    else:
+        first, second = gl.split(gl.reshape(values, [64, 16, 2]))
+        columns = gl.arange(0, 16, layout=gl.SliceLayout(0, _STORED))
+        gl.store(base + offsets[:, None] + columns[None, :], exchange(pack(first, second)), mask=mask[:, None])
+
+
+@gluon.jit
+def _silu_mul(sums, HALF: gl.constexpr):
+    """``[64, gate | up]`` to ``[64, HALF]``."""
+    gate, up = _halves(sums, HALF)
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _finish(out, wide, narrow, row, column, num_rows, WIDTH: gl.constexpr):
+    """64 rows of 96 outputs, as far as there are so many."""
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _STORED))
+    inside = rows < num_rows
+    to = (rows.to(gl.int64) * WIDTH + column) // 2
+    first, second = _halves(_silu_mul(wide, 64), 32)
+    _store(out, to, first, inside, 32)
+    _store(out, to + 16, second, inside & (column + 32 < WIDTH), 32)
+    _store(out, to + 32, _silu_mul(narrow, 32), inside & (column + 64 < WIDTH), 32)
+
+
+@gluon.jit
+def _consume(
+    out, num_rows, num_tiles, row_tiles, x_tiles, wide, narrow, ready, empty, WHICH: gl.constexpr, STEPS: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Consumer ``WHICH``: 128 rows of every tile. ``top`` and ``low`` are its first and last 64: the epilogue of one
+    does not need registers for both."""
+    n = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        top = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
+        low = gl.full([64, 128], 0.0, gl.float32, layout=_SUMS)
+        top_2 = gl.full([64, 64], 0.0, gl.float32, layout=_SUMS_64)
+        low_2 = gl.full([64, 64], 0.0, gl.float32, layout=_SUMS_64)
+        for step in range(STEPS):
+            stage = n % _STAGES
+            mbarrier.wait(ready.index(stage), n // _STAGES & 1)
+            x_top, x_low = x_tiles.index(stage * 4 + WHICH * 2), x_tiles.index(stage * 4 + WHICH * 2 + 1)
+            top = hopper.warpgroup_mma(x_top, wide.index(stage).permute((1, 0)), top, is_async=True)
+            low = hopper.warpgroup_mma(x_low, wide.index(stage).permute((1, 0)), low, is_async=True)
+            top_2 = hopper.warpgroup_mma(x_top, narrow.index(stage).permute((1, 0)), top_2, is_async=True)
+            low_2 = hopper.warpgroup_mma(x_low, narrow.index(stage).permute((1, 0)), low_2, is_async=True)
+            top, low, top_2, low_2 = warpgroup_mma_wait(4, deps=(top, low, top_2, low_2))
+            if step > 0:
+                mbarrier.arrive(empty.index((n - 1) % _STAGES), count=1)
+            n += 1
+        top, low, top_2, low_2 = warpgroup_mma_wait(0, deps=(top, low, top_2, low_2))
+        mbarrier.arrive(empty.index((n - 1) % _STAGES), count=1)
+        row, column = tile % row_tiles * 256 + WHICH * 128, tile // row_tiles * 96
+        _finish(out, top, top_2, row, column, num_rows, WIDTH)
+        _finish(out, low, low_2, row + 64, column, num_rows, WIDTH)
+
+
+@functools.partial(GluonKernel, do_not_specialize=["num_rows"])
+def _gated_hopper_kernel(
+    x_desc, w_desc, out, num_rows, HIDDEN: gl.constexpr, WIDTH: gl.constexpr, EARLY: gl.constexpr
+):
+    release(EARLY)
+    row_tiles = (num_rows + 255) // 256
+    num_tiles = row_tiles * ((WIDTH + 95) // 96)
+    STEPS: gl.constexpr = HIDDEN // _INNER
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * 4, 64, _INNER], BOX)
+    wide = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 128, _INNER], BOX)
+    narrow = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 64, _INNER], BOX)
+    ready, empty = _new_ring()
+    gl.warp_specialize(
+        [
+            (_consume, (out, num_rows, num_tiles, row_tiles, x_tiles, wide, narrow, ready, empty, 0, STEPS, WIDTH)),
+            (_consume, (out, num_rows, num_tiles, row_tiles, x_tiles, wide, narrow, ready, empty, 1, STEPS, WIDTH)),
+            (_produce, (x_desc, w_desc, num_tiles, row_tiles, x_tiles, wide, narrow, ready, empty, STEPS, WIDTH,
+                       EARLY)),
+        ],
+        [4, 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+LEAST_TILES = 120
+"""With fewer the device is not full, and the matrix library, which has smaller tiles, is faster."""
+
+
+def takes_gated(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel exists for ``x [T, K]`` and ``weight [2 * I, K]``, and pays: in bfloat16 on compute capability
+    9, K a multiple of 64 that fills a ring, I one of 32, and what the copy engine reads aligned to 16 bytes."""
+    width, inner = weight.shape[0] // 2, weight.shape[1]
+    aligned = x.stride(0) % 8 == x.storage_offset() % 8 == weight.storage_offset() % 8 == 0
+    return (
+        is_hopper(x.device)
+        and x.dtype == weight.dtype == torch.bfloat16
+        and inner % _INNER.value == 0
+        and inner >= _STAGES.value * _INNER.value
+        and width % 32 == 0
+        and cdiv(x.shape[0], 256) * cdiv(width, 96) >= LEAST_TILES
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+        and aligned
+    )
+
+
+def gated_linear_hopper(x: Tensor, weight: Tensor) -> Tensor:
+    """``linear_silu_mul`` without a bias, of tensors that ``takes_gated`` names: ``[T, I]``."""
+    num_rows, width = x.shape[0], weight.shape[0] // 2
+    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    x_desc = TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [64, 64], BOX.value)
+    w_desc = TensorDescriptor(weight, list(weight.shape), [weight.shape[1], 1], [32, 64], BOX.value)
+    programs = min(MULTIPROCESSORS, cdiv(num_rows, 256) * cdiv(width, 96))
+    _gated_hopper_kernel[(programs,)](
+        x_desc, w_desc, out.view(torch.int32), num_rows, HIDDEN=x.shape[1], WIDTH=width,
+        num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(x.device),
+    )  # fmt: skip
+    return out
