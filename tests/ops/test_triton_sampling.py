@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.sampling import exponential_noise, random_words, sample_reference
+from weft.ops.triton import random_numbers
 from weft.ops.triton import sampling as kernels
 
 import triton  # isort: skip
@@ -22,9 +23,9 @@ def _noise_kernel(seeds, positions, words, noise, VOCAB: tl.constexpr, BLOCK: tl
     row = tl.program_id(0)
     tokens = tl.arange(0, BLOCK)
     mask = tokens < VOCAB
-    hashed = kernels.random_words(tl.load(seeds + row), tl.load(positions + row), tokens)
+    hashed = random_numbers.random_words(tl.load(seeds + row), tl.load(positions + row), tokens)
     tl.store(words + row * VOCAB + tokens, hashed.to(tl.int32, bitcast=True), mask=mask)
-    tl.store(noise + row * VOCAB + tokens, kernels.exponential(hashed), mask=mask)
+    tl.store(noise + row * VOCAB + tokens, random_numbers.exponential(hashed), mask=mask)
 
 
 def test_random_numbers_are_the_reference_s() -> None:

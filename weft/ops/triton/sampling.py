@@ -29,6 +29,7 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
+from weft.ops.triton.random_numbers import exponential, random_words, uniform
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.sampling_params import GREEDY_BELOW
 
@@ -45,44 +46,6 @@ _SCRATCH = [
     "thresholds",
 ]  # fmt: skip
 """Parts of one buffer, aligned as the number of rows has it: no reason to compile again."""
-
-
-@triton.jit
-def _mix(x):
-    """lowbias32 on uint32."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def random_words(seed, position, tokens):
-    """The 32-bit hash of (seed, position, token): uint32, shaped like ``tokens``."""
-    low = seed.to(tl.uint32)
-    high = (seed >> 32).to(tl.uint32)
-    place = position.to(tl.uint32)
-    first = _mix(_mix(_mix(low ^ 0x243F6A88) ^ high) ^ place)
-    second = _mix(_mix(_mix(low ^ 0x85A308D3) ^ high) ^ place) | 1
-    return _mix((_mix(tokens.to(tl.uint32)) ^ first) * second)
-
-
-@triton.jit
-def _uniform(words):
-    """The uniform number of a word."""
-    return tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
-
-
-@triton.jit
-def exponential(words):
-    """``-log1p(-u)`` of the uniform number ``u`` of a word, exact near 0 where the sample is decided."""
-    u = _uniform(words)
-    # -log(1 - u) = u + u^2 / 2 + u^3 / 3 ...; beyond a quarter, log has no trouble. Cut off below 1e-8.
-    series = 1.0 / 12.0
-    for term in tl.static_range(11):
-        series = series * u + 1.0 / (11 - term)
-    return tl.where(u <= 0.25, u * series, -tl.log(1.0 - u))
 
 
 @triton.jit
@@ -193,7 +156,7 @@ def _best_of_block(row, raw, largest, inverse, seed, position, tokens, VOCAB: tl
 
     ``E`` is at least the first terms of its series, so the best token is one with a small ``terms / p``, which takes no
     logarithm. Only where other tokens come near to the true ``E / p`` of the smallest are all scores computed."""
-    u = _uniform(random_words(seed, position, tokens))
+    u = uniform(random_words(seed, position, tokens))
     scale = inverse * 1.4426950408889634
     bound = u * (1.0 + u * (0.5 + u * 0.3333)) * tl.exp2((largest - raw) * scale)
     bound = tl.where(bound == bound, bound, float("inf"))
