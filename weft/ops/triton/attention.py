@@ -26,7 +26,7 @@ if GLUON_IS_KNOWN:
 
 _BRANCH_ROWS, _BRANCH_HEADS = 512, 128 * MULTIPROCESSORS
 """From so many rows on, up to so many heads of rows, which the prefill kernel's programs take at a time, decodes of a
-captured mixture run beside its prefills: 12% less at 512 rows of Qwen3-0.6B, 5% at 1,024, and nothing or a loss beyond.
+captured mixture run beside its prefills: 10% less at 512 rows of Qwen3-0.6B, 5% at 1,024, and nothing or a loss beyond.
 With fewer rows programs that find no decode and leave at once are the cheaper way."""
 
 _HOPPER_ROWS, _HOPPER_ROWS_EACH = 512, 256
