@@ -2,9 +2,9 @@
 
     python benchmarks/prefill_profile.py --model qwen3-0.6b --lengths 128 1024 8192 --json FILE
 
-With ``--batches`` decode steps too, as ``decode_profile.py``, in the same process. The floor of a prefill is measured
-where it can be: the model's matrix products at that length (experts excepted), replayed in one graph; plus, from bytes
-and FLOPs, the attention, the gated delta rule and the experts at the device's ceilings.
+With ``--batches`` decode steps too, as ``decode_profile.py``, in the same process; ``--share`` as there. The floor of a
+prefill is measured where it can be: the model's matrix products at that length (experts excepted), replayed in one
+graph; plus, from bytes and FLOPs, the attention, the gated delta rule and the experts at the device's ceilings.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.decode_profile import CONFIGS, graph_ms, kernels_us, profile_decode
+from benchmarks.decode_profile import graph_ms, kernels_us, profile_decode, share_of
 from weft import report
 from weft.bench.roofline import Work, ceilings_of
 from weft.config import resolve
@@ -103,18 +104,22 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--batches", type=int, nargs="*", default=[])
     parser.add_argument("--settings", default="{}")
+    parser.add_argument("--share", type=int, default=1, metavar="RANKS")
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
     base = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": 256,
         "device": "cuda", "cuda_graph_mode": "FULL", "piecewise_cuda_graph_tokens": args.lengths,
     }  # fmt: skip
-    runner = ModelRunner(resolve(model=str(CONFIGS / args.model), **(base | json.loads(args.settings))))
+    with tempfile.TemporaryDirectory() as folder:
+        model = share_of(args.model, args.share, Path(folder))
+        runner = ModelRunner(resolve(model=str(model), **(base | json.loads(args.settings))))
     assert runner.graphs.forward is not None
     result: dict[str, Any] = {
         "benchmark": "prefill_profile",
         **report.provenance("cuda"),
         "model": args.model,
+        "share_of_ranks": args.share,
         "lengths": {},
         "batches": profile_decode(runner, args.model, args.batches, [1088]),
     }

@@ -103,13 +103,16 @@ def test_a_shared_expert_of_few_rows_is_one_of_their_experts(harness: Harness, m
     assert isinstance(layer, moe.SparseMoe) and layer.experts.shared_joins and layer.shared_expert is not None
     place = layer.experts.joined["gate_up"][-1]
     assert layer.shared_expert.gate_up_proj.weight.data_ptr() == place.data_ptr()
+    assert moe.most_routed_rows(layer.experts) == 2048
+    monkeypatch.setattr(moe, "_NARROW", layer.experts.down_shard.columns - 1)
+    assert moe.most_routed_rows(layer.experts) == moe.MOST_ROUTED_ROWS
     x, calls = torch.randn(9, harness.config.hidden_size), []
     layer.shared_expert.register_forward_hook(lambda *_: calls.append(1))
     context = harness.context_for([(harness.sequence(list(range(80))), 7)], pad_tokens=2, pad_seqs=1)
     with forward_context(context):
         joined = layer(x)
         assert not calls and not joined[7:].any()
-        monkeypatch.setattr(moe, "MOST_ROUTED_ROWS", 8)
+        monkeypatch.setattr(moe, "most_routed_rows", lambda experts: 8)
         alone = layer(x)
     assert len(calls) == 1
     torch.testing.assert_close(joined[:7], alone[:7])

@@ -125,13 +125,28 @@ def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("pairs", "width"),
-    [(1280, 512), (10240, 512), (20480, 512), (81920, 512), (10, 256), (1280, 256), (10240, 128)],
+    [
+        (1280, 512),
+        (10240, 512),
+        (20480, 512),
+        (81920, 512),
+        (10, 256),
+        (1280, 256),
+        *((n * 10240, 128) for n in (1, 2, 8)),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile(pairs: int, width: int, dtype: torch.dtype) -> None:
     """Each set of tiles that any number of tokens selects, on a problem with ragged edges."""
     tiles = moe_tiles(pairs, 512, torch.finfo(dtype).bits // 8, width)
     check_moe((300, 3, 2, 520, 200) if ON_GPU else (40, 3, 2, 40, 20), dtype, 3, tiles)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (80, 20)], ids=["whole", "ragged"])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_down_product_through_tiles_of_columns(rows: int, hidden: int, width: int) -> None:
+    tiles = Tiles(Tile(rows, 16, 16, 4, 2), Tile(rows, 16, 16, 4, 2, span=2))
+    check_moe((70, 3, 2, hidden, width), DTYPES[-1], 3, tiles)
 
 
 @pytest.mark.parametrize("num_tokens", [50, 64, 65, 130, 210])
@@ -239,7 +254,7 @@ def test_routers_add_the_shared_expert(gated: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_takes_the_lower_id_of_equals(dtype: torch.dtype) -> None:
-    rows = [[-0.0, 1.0, 1.0, 0.0, 1.0, -1e-30], [-torch.inf, 3e38, 1.0, -3e38, -torch.inf, -1.0]]
+    rows = [[-0.0, 1.0, 1.0, 0.0, 1.0, -1e-30], [-torch.inf, 1e38, 1.0, -1e38, -torch.inf, -1.0]]
     logits = torch.tensor(rows, device=DEVICE).to(dtype)
     _, ids = topk_router_triton(logits, 6, renormalize=True, num_tokens=2)
     assert ids.tolist() == [[1, 2, 4, 0, 3, 5], [1, 2, 5, 3, 0, 4]]

@@ -172,7 +172,7 @@ def test_functions_methods_and_modules_are_split_off_by_name(
     tmp_path: Path, what: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a call was given when it was found stands for all sizes, also where few rows are computed in another way."""
-    monkeypatch.setattr(moe, "MOST_ROUTED_ROWS", TOKENS[1])
+    monkeypatch.setattr(moe, "most_routed_rows", lambda experts: TOKENS[1])
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     expected, _ = answers(folder)
     names, breaks = NAMED[what]
@@ -189,7 +189,7 @@ def test_a_call_that_is_given_something_else_for_few_rows_is_refused(
     tmp_path: Path, source: str, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was found for one number of rows would be used for all: here whether the shared expert is among them."""
-    monkeypatch.setattr(moe, "MOST_ROUTED_ROWS", most_rows)
+    monkeypatch.setattr(moe, "most_routed_rows", lambda experts: most_rows)
     monkeypatch.setattr(moe, "has_named_calls", lambda: False)
     folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path)
     settings = {"cuda_graph_mode": "PIECEWISE", "piecewise_cuda_graph_compiler": source}

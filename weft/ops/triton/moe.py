@@ -34,13 +34,18 @@ otherwise compute 256 rows."""
 
 
 class Tile(NamedTuple):
-    """Places, output columns and inner elements of one tile, warps and pipeline stages."""
+    """Places, output columns and inner elements of one tile, warps and pipeline stages.
+
+    ``span``: with more than one, a program of the down product goes through so many tiles of columns, with all inner
+    elements of each at once: where they are few, the weights of the next tile come while one is written.
+    """
 
     rows: int
     columns: int
     inner: int
     warps: int
     stages: int
+    span: int = 1
 
 
 class Tiles(NamedTuple):
@@ -174,33 +179,83 @@ def _down_tile(
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
 
 
+@triton.jit
+def _down_tiles(
+    hidden, down, bias, out, pairs, expert, first, end, column,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, SPAN: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """``SPAN`` tiles of columns, one after the other; ``INNER`` holds all inner elements."""
+    places = first + tl.arange(0, ROWS)
+    inside = places < end
+    rows = out + pairs_at(pairs, places, inside, GROUPED).to(tl.int64)[:, None] * HIDDEN
+    inner = tl.arange(0, INNER)
+    in_width = inner < WIDTH
+    hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
+    a = tl.load(hidden_rows + inner[None, :], mask=inside[:, None] & in_width[None, :], other=0.0)
+    weights = down + expert.to(tl.int64) * (HIDDEN * WIDTH)
+    for start in tl.range(column, column + SPAN * COLUMNS, COLUMNS, num_stages=STAGES):
+        columns = start + tl.arange(0, COLUMNS)
+        in_hidden = columns < HIDDEN
+        if WIDTH == INNER and HIDDEN % (SPAN * COLUMNS) == 0:
+            b = tl.load(weights + columns[:, None] * WIDTH + inner[None, :])
+        else:
+            mask = in_hidden[:, None] & in_width[None, :]
+            b = tl.load(weights + columns[:, None] * WIDTH + inner[None, :], mask=mask, other=0.0)
+        acc = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+        if BIASED:
+            added = tl.load(bias + expert.to(tl.int64) * HIDDEN + columns, mask=in_hidden, other=0.0)
+            acc += added.to(tl.float32)[None, :]
+        tl.store(rows + columns[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
+
+
+@triton.jit
+def _down_block(
+    hidden, down, bias, out, pairs, expert, first, end, column,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, SPAN: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    if SPAN > 1:
+        _down_tiles(
+            hidden, down, bias, out, pairs, expert, first, end, column,
+            HIDDEN, WIDTH, ROWS, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            hidden, down, bias, out, pairs, expert, first, end, column,
+            HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
+        )  # fmt: skip
+
+
 @jit
 def _down_kernel(
     hidden, down, bias, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, SPAN: tl.constexpr,
     GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
     BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
-    column = tl.program_id(0) * COLUMNS
+    column = tl.program_id(0) * (COLUMNS * SPAN)
     if expert >= 0:
         if HALVES:
             if end - first <= ROWS // 2:
-                _down_tile(
+                _down_block(
                     hidden, down, bias, out, pairs, expert, first, end, column,
-                    HIDDEN, WIDTH, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
+                    HIDDEN, WIDTH, ROWS // 2, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
                 )  # fmt: skip
             else:
-                _down_tile(
+                _down_block(
                     hidden, down, bias, out, pairs, expert, first, end, column,
-                    HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
+                    HIDDEN, WIDTH, ROWS, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
                 )  # fmt: skip
         else:
-            _down_tile(
+            _down_block(
                 hidden, down, bias, out, pairs, expert, first, end, column,
-                HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
+                HIDDEN, WIDTH, ROWS, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
             )  # fmt: skip
 
 
@@ -224,7 +279,10 @@ def moe_tiles(num_pairs: int, num_experts: int, element_size: int, width: int) -
     if average <= 24:
         return Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 64 if width <= 128 else 128, 4, 3))
     if average <= 64:
-        return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3 if width <= 512 else 4))
+        down = Tile(64, 32, 128, 4, 3, span=32) if width <= 128 else Tile(64, 128, 64, 4, 3 if width <= 512 else 4)
+        return Tiles(Tile(64, 64, 64, 4, 4), down)
+    if width <= 128:
+        return Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 64, 128, 4, 2, span=16))
     return Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4))
 
 
@@ -265,9 +323,10 @@ def fused_moe_triton(
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
-    _down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
+    inner = _power(width) if tile.span > 1 else min(tile.inner, _power(width))
+    _down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
         hidden, down, hidden if down_bias is None else down_bias, partial, ids, *grouping,
-        HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=min(tile.inner, _power(width)),
+        HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=inner, SPAN=tile.span,
         GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
         BIASED=down_bias is not None, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
