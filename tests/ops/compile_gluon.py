@@ -20,11 +20,12 @@ import triton
 from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.ops.triton import early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
+from weft.ops.triton.gdn_verify_gluon import launch_verify_states
 from weft.ops.triton.launch import launches_handled
 from weft.ops.triton.selective_scan_gluon import launch_selective_scan
 
@@ -74,6 +75,13 @@ def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
     )  # fmt: skip
 
 
+def launch_verify() -> None:
+    """Three tokens of one sequence of Qwen3-Next."""
+    geometry, slots = GatedDeltaNetConfig(16, 32, 128, 128, 4), torch.zeros(1, 3, dtype=torch.int32)
+    vectors, out = torch.zeros(1, 16, 3, 6 * 128 + 4), torch.zeros(3, 4096, dtype=torch.bfloat16)
+    launch_verify_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, geometry)
+
+
 def usage(kernel: Any) -> dict[str, int]:
     """Registers and stack per thread, shared memory per program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -101,6 +109,7 @@ def main() -> None:
         launch_scan(4)
         launch_scan(4, per_channel=True)
         launch_selective(1)
+        launch_verify()
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 
 
