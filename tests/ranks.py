@@ -23,7 +23,7 @@ CONTEXT.set_forkserver_preload(["weft.executor.rank", "weft.executor.worker"])
 
 
 class ForkedRank:
-    """What ``Worker`` uses of ``subprocess.Popen``."""
+    """What ``StartedRank`` uses of ``subprocess.Popen``."""
 
     poisoned = False
 

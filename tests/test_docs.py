@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_of_links_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", page.read_text(encoding="utf-8")):
+        titles = re.findall(r"^#+ (.*)$", (page.parent / target if target else page).read_text("utf-8"), re.MULTILINE)
+        names = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+        numbered = [f"{name}-{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
+        assert anchor in numbered, f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_in_documents_exist(page: Path) -> None:
     known = {"--" + name.replace("_", "-") for name in OPTIONS} | set(ALIASES) | {"--help", "--extra-index-url"}
     known |= {"--nproc-per-node", "--compile-bytecode"}  # of torchrun and uv
@@ -49,9 +61,45 @@ def test_flags_in_documents_exist(page: Path) -> None:
 
 
 def _help_texts() -> list[str]:
-    verbs = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
-    nested = verbs["bench"]._subparsers._group_actions[0].choices
-    return [parser.format_help() for parser in (*verbs.values(), *nested.values())]
+    return [parser.format_help() for parser in (*_verbs().values(), *_benchmarks().values())]
+
+
+def _verbs() -> dict[str, ArgumentParser]:
+    return build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+
+
+def _benchmarks() -> dict[str, ArgumentParser]:
+    return _verbs()["bench"]._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_attributes_in_documents_exist(page: Path) -> None:
+    """``folder/file.py``, and ``Class.attribute`` of classes of Weft."""
+    classes = _words_of_classes()
+    for code in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)):
+        if re.fullmatch(r"[\w/]+/\w+\.py", code):
+            assert any((folder / code).exists() for folder in (ROOT, ROOT / "weft")), f"{page.name} names {code}"
+        for name, attribute in re.findall(r"\b([A-Z]\w+)\.(\w+)", code):
+            assert attribute in classes.get(name, {attribute}), f"{page.name} names {name}.{attribute}"
+
+
+@functools.cache
+def _words_of_classes() -> dict[str, set[str]]:
+    """The words in the code of each class of Weft, and in that of its bases, by the class's name."""
+    classes: dict[str, set[str]] = {}
+    bases: list[tuple[str, str]] = []
+    for path in sorted((ROOT / "weft").rglob("*.py")):
+        source = path.read_text("utf-8")
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                words = re.findall(r"\w+", "\n".join(lines[node.lineno : node.end_lineno]))
+                classes.setdefault(node.name, set()).update(words)
+                bases += [(node.name, ast.unparse(base).rpartition(".")[2]) for base in node.bases]
+    for _ in range(3):  # bases of bases
+        for name, base in bases:
+            classes[name] |= classes.get(base, set())
+    return classes
 
 
 def test_the_offline_page_names_every_parameter_and_refusal() -> None:
@@ -62,6 +110,6 @@ def test_the_offline_page_names_every_parameter_and_refusal() -> None:
 
 def test_every_verb_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    benchmarks = [f"bench {name}" for name in ("latency", "throughput", "prefill", "startup", "serve")]
+    benchmarks = [f"bench {name}" for name in _benchmarks()]
     for name in (*(verb for verb in VERBS if verb != "bench"), *benchmarks):
         assert f"`weft {name}" in text

@@ -1,7 +1,7 @@
 """Inputs of FP8 products: e4m3 values and their scales, in one pass over each row.
 
-Job: ``quantize_inputs`` on the GPU. Owns: the device functions that other kernels quantise with. Does not know: what is
-multiplied.
+Job: ``quantize_inputs_triton``, and the device functions by which other kernels quantise their inputs. Does not know:
+what is multiplied.
 """
 
 from __future__ import annotations
