@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 import weft
-from weft.collector import collector_off, objects_frozen
+from weft.collector import collector_off, full_collections_off, objects_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +51,28 @@ def test_frozen_objects_are_collected_again_afterwards() -> None:
 def test_an_engine_that_has_started_leaves_nothing_frozen() -> None:
     with weft.LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4):
         assert gc.get_freeze_count() == 0
+
+
+def test_thresholds_are_as_they_were_after_a_body_without_full_collections() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ValueError), full_collections_off():
+        assert gc.get_threshold()[:2] == before[:2] and gc.get_threshold()[2] > 1_000_000
+        raise ValueError
+    assert gc.get_threshold() == before
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_generating_leaves_young_garbage_young_and_the_callers_objects_frozen() -> None:
+    """What a freeze makes old is never collected in a program that generates again and again."""
+    with weft.LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4) as llm:
+        gc.freeze()
+        garbage = weakref.ref(_Cycle())
+        llm.generate([[1, 2, 3]], weft.SamplingParams(max_tokens=2))
+        assert gc.get_freeze_count() > 0
+        gc.collect(1)
+        assert garbage() is None
+    gc.unfreeze()

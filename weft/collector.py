@@ -4,6 +4,8 @@ Job: scopes without collections, or with cheap ones. Owns: nothing. Does not kno
 
 Two things want none. Loading torch makes some 200,000 objects that stay, and the collector would walk through all of
 them again and again: a fifth of the time of the import. And a tensor freed in the middle of a capture would spoil it.
+Scopes that callers enter again and again freeze nothing: each ``gc.freeze`` makes all young garbage old and forgets how
+much there is, so that it would never be collected, and ``gc.unfreeze`` also ends a freeze of the caller's own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_NEVER = 2**31 - 1
+"""Collections of younger objects before one of the oldest."""
 
 
 @contextmanager
@@ -34,3 +39,15 @@ def objects_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def full_collections_off() -> Iterator[None]:
+    """Automatic collections in the body look only at young objects: not at those of the libraries, which takes a tenth
+    of a second. What grows old meanwhile is collected after it; the caller's thresholds are as they were."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)

@@ -61,6 +61,23 @@ def _hold(kernel: Any, ends: Any) -> None:
         ends.recv()
 
 
+def test_where_every_lock_is_refused_this_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused lock looks like one that another process holds; who waits for it learns that nobody does."""
+
+    def refuse(*args: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(compile_lock.fcntl, "lockf", refuse)
+    missing, others = compile_processes._MissingError(), Future[bool]()
+    missing.src, missing.options = SimpleNamespace(hash=lambda: "a"), {}
+    others.set_result(False)
+    with compile_processes.CompileProcesses(1, lambda kernel: None, builds_launchers=False) as processes:
+        monkeypatch.setattr(processes, "_compiled_elsewhere", lambda *missing: pytest.fail("again"))
+        kernel: Any = SimpleNamespace()
+        assert processes._when_compiled(others, missing, lambda: kernel) is kernel
+
+
 def test_a_compiler_that_ends_by_a_timeout_of_its_own_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has answered, and is not taken for a process that does not; this process compiles."""
     ended: Future[bool] = Future()

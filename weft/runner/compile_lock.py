@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,10 +40,14 @@ def held(src: Any, options: Mapping[str, Any]) -> Iterator[bool]:
         yield is_mine
 
 
-def wait(src: Any, options: Mapping[str, Any]) -> None:
-    """Until no other process holds the lock."""
-    with suppress(OSError), _opened() as file:
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, _place(src, options))
+def wait(src: Any, options: Mapping[str, Any]) -> bool:
+    """Until no other process holds the lock. False: nothing can be locked after all."""
+    try:
+        with _opened() as file:
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, _place(src, options))
+    except OSError:
+        return False
+    return True
 
 
 def _place(src: Any, options: Mapping[str, Any]) -> int:

@@ -118,8 +118,8 @@ class CompileProcesses:
     ) -> CompiledKernel:
         with suppress(Exception):  # a process was killed, or the kernel is wrong: then this thread compiles
             while compiled is not None and not self._wait(compiled):
-                compile_lock.wait(missing.src, missing.options)
-                compiled = self._compiled_elsewhere(missing.src, missing.options)
+                can_be_locked = compile_lock.wait(missing.src, missing.options)
+                compiled = self._compiled_elsewhere(missing.src, missing.options) if can_be_locked else None
         return self._loaded(compile_function())
 
     def _wait(self, compiled: Future[bool]) -> bool:
