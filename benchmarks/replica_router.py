@@ -35,7 +35,7 @@ from weft.engine.router import Router
 
 MODEL = Path(__file__).parent / "configs" / "qwen3-next-12l"
 NUM_REPLICAS = 4
-NUM_TOLD = 2000
+NUM_REPORTED = 2000
 LENGTHS = (100, 1000, 4000, 16_000)
 
 
@@ -46,13 +46,13 @@ def overhead(length: int, share: float, repeats: int) -> dict[str, Any]:
     prompts = [[rng.randrange(150_000) for _ in range(length)] for _ in range(32)]
     for index in range(NUM_REPLICAS):
         router.up(index)
-        known = [value for p in prompts[index::NUM_REPLICAS] for value in told_of(p[: int(share * length)])]
-        router.refresh(index, known + [rng.getrandbits(64) for _ in range(NUM_TOLD - len(known))])
+        known = [value for p in prompts[index::NUM_REPLICAS] for value in reported_of(p[: int(share * length)])]
+        router.refresh(index, known + [rng.getrandbits(64) for _ in range(NUM_REPORTED - len(known))])
     return {"prompt_len": length, "cached_share": share} | timed(router, prompts, repeats)
 
 
-def told_of(tokens: list[int]) -> list[int]:
-    """What a tree with recurrent states tells of one prompt."""
+def reported_of(tokens: list[int]) -> list[int]:
+    """What a tree with recurrent states reports of one prompt."""
     chunks = [hashes for hashes in chunks_of_hashes(tokens) if hashes]
     return [passing(hashes[-1]) for hashes in chunks[:-1]] + [hashes[-1] for hashes in chunks[-1:]]
 
@@ -68,7 +68,7 @@ def overhead_w5(repeats: int) -> dict[str, Any]:
         outputs.append([rng.randrange(1000) for _ in range(turn.output_len)])
     for index in range(NUM_REPLICAS):
         router.up(index)
-        router.refresh(index, [rng.getrandbits(64) for _ in range(NUM_TOLD)])
+        router.refresh(index, [rng.getrandbits(64) for _ in range(NUM_REPORTED)])
     lengths = [len(prompt) for prompt in prompts]
     shown = {"prompts": len(prompts), "least_len": min(lengths), "mean_len": mean(lengths), "most_len": max(lengths)}
     return shown | timed(router, prompts, repeats)
@@ -147,7 +147,7 @@ def main() -> None:
         | report.origin()
         | {
             "num_replicas": NUM_REPLICAS,
-            "num_told_prefixes": NUM_TOLD,
+            "num_told_prefixes": NUM_REPORTED,
             "router_overhead": [overhead(n, share, args.repeats) for share in (0.0, 0.5) for n in LENGTHS],
             "router_overhead_w5": overhead_w5(args.repeats),
             "w5_conversations": conversations(),

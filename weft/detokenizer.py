@@ -57,10 +57,10 @@ class ByteLevelDetokenizer:
         table = self._table
         one = len(token_ids) == 1
         text = self._decode(table[token_ids[0]] if one else b"".join([table[i] for i in token_ids]))
-        return self._told(text) if self._begun else text
+        return self._without_begun(text) if self._begun else text
 
     def finish(self) -> str:
-        return self._told(self._decode(b"", is_end=True))
+        return self._without_begun(self._decode(b"", is_end=True))
 
     def _decode(self, content: bytes, is_end: bool = False) -> str:
         content = self._rest + content
@@ -68,7 +68,7 @@ class ByteLevelDetokenizer:
         self._rest = content[num_decoded:]
         return text
 
-    def _told(self, text: str) -> str:
+    def _without_begun(self, text: str) -> str:
         """Without what a character of the prompt came to that was never completed."""
         if self._begun and text:
             begun, self._begun = self._begun, ""

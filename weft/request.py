@@ -42,7 +42,7 @@ class RequestTimes:
     first_token: float | None = None
     finished: float | None = None
     last_token: float | None = None
-    """When the server's side heard of the latest token."""
+    """When the server's process received the latest token."""
 
 
 class RequestSpec(msgspec.Struct, frozen=True, tag="add"):

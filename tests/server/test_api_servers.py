@@ -351,7 +351,7 @@ def test_a_look_into_the_engine_is_shown_to_the_process_that_asked() -> None:
     snapshot = FakeCore().snapshot(0)
     numbers = [1, 3, 5, 4 * _NUMBERS * 3 + 2]
     for number in numbers:
-        servers._hear(wire.Inspected(number, snapshot))
+        servers._handle(wire.Inspected(number, snapshot))
     assert heard == list(zip([1, 0, 2, 2], numbers, strict=True))
 
 

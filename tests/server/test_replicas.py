@@ -335,16 +335,16 @@ def test_all_replicas_forget_their_prefixes_or_none() -> None:
     replicas._router.refresh(0, [5])
     replicas.send(wire.ResetPrefixCache())
     assert not replicas._router.replicas[0].reported
-    replicas._hear(first, wire.PrefixCacheReset(True))
+    replicas._handle(first, wire.PrefixCacheReset(True))
     replicas._open["busy"] = Open(0, SPEC)
     replicas.send(wire.ResetPrefixCache())
     assert not told and [len(process.sent) for process in processes] == [1, 1], "nobody is asked while one is busy"
-    replicas._hear(second, wire.PrefixCacheReset(True))
+    replicas._handle(second, wire.PrefixCacheReset(True))
     assert told == [wire.PrefixCacheReset(True), wire.PrefixCacheReset(False)]
     replicas._open.clear()
     told.clear()
     replicas.send(wire.ResetPrefixCache())
-    replicas._hear(second, wire.PrefixCacheReset(False))
+    replicas._handle(second, wire.PrefixCacheReset(False))
     replicas.members[0].is_out = True  # no other one is started in its place
     replicas._ended(first, -9)
     assert told == [wire.PrefixCacheReset(False)]

@@ -57,7 +57,7 @@ def measure_depths(
 
     Args:
         settings: the user's; ``config``: resolved from them.
-        say: is told of each engine.
+        say: called with a line about each engine.
     """
     speculation = config.speculative_config
     assert speculation is not None

@@ -116,12 +116,12 @@ class Engines:
         self._ended = asyncio.Event()
         self._open: set[str] = set()
         self._numbers = count()
-        self._set = ReplicaSet(settings, self._hear, self._exited, module)
+        self._set = ReplicaSet(settings, self._handle, self._exited, module)
 
     async def ready(self) -> EngineConfig:
         """Wait for all replicas. Raises WeftError if one does not start."""
         await self._ready
-        assert self._config is not None, "an engine tells its settings before it is ready"
+        assert self._config is not None, "an engine reports its settings before it is ready"
         return self._config
 
     async def run(self, prompts: Sequence[list[int]], lengths: Sequence[int], temperature: float) -> float:
@@ -143,7 +143,7 @@ class Engines:
     async def close(self) -> None:
         await self._set.stop()
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Configured():
                 self._config = message.config

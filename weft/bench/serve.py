@@ -189,7 +189,7 @@ async def _ask(client: HttpClient, body: bytes) -> Outcome:
     except (HttpError, OSError, EOFError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.e2e_s, outcome.text = last, "".join(texts)
-    if not outcome.output_tokens and last:  # a server that tells no usage: most send a chunk per token
+    if not outcome.output_tokens and last:  # a server that sends no usage: most send a chunk per token
         outcome.output_tokens = 1 + len(outcome.gaps_s)
     return outcome
 

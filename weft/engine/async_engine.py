@@ -36,7 +36,7 @@ class Link(Protocol):
 
 
 class TokenTimes(Protocol):
-    """Hears when tokens come, in seconds."""
+    """Takes the moments of tokens, in seconds."""
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token, so long after its arrival."""
@@ -55,7 +55,7 @@ class AsyncEngine:
         link: towards the engine.
         inputs: validates and resolves requests for this model.
         tokenizer: None: token ids only.
-        token_times: hear when tokens come.
+        token_times: called with the moments of tokens.
         numbers: of looks into the engine; None: from 0 on. (One of several processes before an engine has its own.)
     """
 
@@ -230,7 +230,7 @@ class AsyncEngine:
         self._link.send(wire.ResetPrefixCache())
         return await pending
 
-    def told_reset(self, message: wire.PrefixCacheReset) -> None:
+    def on_prefix_cache_reset(self, message: wire.PrefixCacheReset) -> None:
         """The engine has answered the oldest of these questions."""
         pending = self._pending_resets.pop(0)
         if not pending.done():

@@ -102,16 +102,16 @@ class AsyncLLM:
             raise ConfigError(f"AsyncLLM needs {error.name}; install it with: pip install 'weft[server]'") from error
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("AsyncLLM must be started in the main thread: the engine ends with the thread it is from")
-        return EngineProcess(self._settings, self._hear, self._on_exit)
+        return EngineProcess(self._settings, self._handle, self._on_exit)
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Outputs():
                 if self._engine is not None:
                     self._engine.receive(message)
             case wire.PrefixCacheReset():
                 assert self._engine is not None
-                self._engine.told_reset(message)
+                self._engine.on_prefix_cache_reset(message)
             case wire.Configured():
                 self.config = message.config
             case wire.Ready():

@@ -103,7 +103,7 @@ class EngineHandle(ABC):
     def _take(self, content: bytes) -> None:
         try:
             message = wire.decode_from_engine(content)
-            self._hear(message)
+            self._handle(message)
         except Exception:
             # Its last messages are lost. Nothing that waits for it may wait for ever.
             logger.exception("a message of the engine could not be handled; the engine is ended")
@@ -114,7 +114,7 @@ class EngineHandle(ABC):
         if isinstance(message, wire.Failed):
             self._has_failed.set()
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         self._on_message(message)
 
     async def _settle(self, status: int) -> None:
@@ -178,7 +178,7 @@ class EngineProcess(EngineHandle):
     def silence_s(self) -> float:
         return self.pulse.silence_s
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         if isinstance(message, wire.Ready):
             # Both sides are connected and mapped: nothing needs the files any more, and nothing can be left behind.
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -45,9 +45,9 @@ class Completion:
     cumulative_logprob: float = 0.0
     logprobs: list[LogprobsDict] = field(default_factory=list)
     is_flushed: bool = False
-    num_chars_told: int = 0
-    num_tokens_told: int = 0
-    end_told: bool = False
+    num_chars_sent: int = 0
+    num_tokens_sent: int = 0
+    end_sent: bool = False
 
     @property
     def stop(self) -> str | None:
@@ -218,13 +218,13 @@ class OutputStream:
         return [delta for delta in map(self._delta, self._completions) if delta is not None]
 
     def _delta(self, completion: Completion) -> CompletionDelta | None:
-        request, start = completion.request, completion.num_tokens_told
-        has_ended = request.finish_reason is not None and not completion.end_told
+        request, start = completion.request, completion.num_tokens_sent
+        has_ended = request.finish_reason is not None and not completion.end_sent
         if completion.num_tokens_seen == start and not has_ended:
             return None
-        text = completion.text[completion.num_chars_told :]
-        completion.num_chars_told, completion.num_tokens_told = len(completion.text), completion.num_tokens_seen
-        completion.end_told = request.finish_reason is not None
+        text = completion.text[completion.num_chars_sent :]
+        completion.num_chars_sent, completion.num_tokens_sent = len(completion.text), completion.num_tokens_seen
+        completion.end_sent = request.finish_reason is not None
         token_ids = request.output_token_ids[start : completion.num_tokens_seen]
         logprobs = completion.logprobs[start:] if self._params.logprobs is not None else None
         reason = request.finish_reason

@@ -31,7 +31,7 @@ STEP = 64
 CHUNK = 1024
 """Tokens that are hashed at a time."""
 
-MAX_TOLD = 8192
+MAX_REPORTED = 8192
 """Prefixes that one replica reports; the ones used latest."""
 
 _BASE = 0x9E3779B97F4A7C15
@@ -86,7 +86,7 @@ def reusable_prefixes(tree: RadixTree, *, needs_state: bool) -> list[int]:
         last = node.end // STEP * STEP - node.start
         at_end = int(hashes[-1]) if len(hashes) else before
         stack += [(c, at_end, int(hashes[last - 1]) if last > 0 else at_step) for c in node.children.values()]
-    return sorted(found, key=found.__getitem__, reverse=True)[:MAX_TOLD]
+    return sorted(found, key=found.__getitem__, reverse=True)[:MAX_REPORTED]
 
 
 def _positions(node: Node, needs_state: bool) -> list[tuple[int, int]]:

@@ -234,7 +234,7 @@ def main(make: Start = start_core) -> int:
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineStart)
     die_with_parent(start.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the server hears them too and says when to leave
+        signal.signal(number, signal.SIG_IGN)  # the server gets them too and says when to leave
     level = logging.INFO if start.verbose else logging.WARNING
     log = configure_logging(logging.Formatter("engine: %(name)s: %(message)s"), level)
     heartbeat = Heartbeat(Path(start.heartbeat), start.parent_pid)

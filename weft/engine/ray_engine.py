@@ -62,7 +62,7 @@ class RayEngine(EngineHandle):
         self._settings, self._module, self._verbose, self._patience_s = plain(settings), module, verbose, patience_s
         self._actor: Any = None
         self._pid = 0
-        self._told_silence_s, self._told_at = 0.0, time.monotonic()
+        self._reported_silence_s, self._reported_at = 0.0, time.monotonic()
         self._clock = ClockOffset()
         self._life = asyncio.create_task(self._live())
 
@@ -72,7 +72,7 @@ class RayEngine(EngineHandle):
 
     @property
     def silence_s(self) -> float:
-        return self._told_silence_s + max(0.0, time.monotonic() - self._told_at - _SLACK_S)
+        return self._reported_silence_s + max(0.0, time.monotonic() - self._reported_at - _SLACK_S)
 
     def kill(self) -> None:
         if self._actor is None:
@@ -120,13 +120,13 @@ class RayEngine(EngineHandle):
             beats.cancel()
 
     async def _ask(self) -> None:
-        """Is it alive? An error is the actor's end, which ``_run`` hears of."""
+        """Is it alive? An error is the actor's end, which ends ``_run``."""
         with contextlib.suppress(Exception):
             while True:
                 asked = time.monotonic()
                 self._pid, silence_s, theirs = await self._actor.beat.remote()
-                self._told_silence_s, self._told_at = silence_s, time.monotonic()
-                self._clock.note(asked, theirs, self._told_at)
+                self._reported_silence_s, self._reported_at = silence_s, time.monotonic()
+                self._clock.note(asked, theirs, self._reported_at)
                 await asyncio.sleep(_BEAT_S)
 
     # -- moments -------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class RayEngine(EngineHandle):
             message = replace(message, arrival_time=message.arrival_time - offset)
         super().send(message)
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         offset = self._clock.seconds
         if offset and isinstance(message, wire.Outputs):
             message = replace(message, updates=[wire.moved(update, offset) for update in message.updates])

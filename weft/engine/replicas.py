@@ -134,19 +134,19 @@ class ReplicaSet:
     def _start(self, member: Member) -> None:
         member.capacity, member.failed, member.stats = None, None, EngineStats()
         member.process = self._launch(
-            member, lambda message: self._hear(member, message), lambda status: self._ended(member, status)
+            member, lambda message: self._handle(member, message), lambda status: self._ended(member, status)
         )
 
     def _launch(
-        self, member: Member, hear: Callable[[wire.FromEngine], None], ended: Callable[[int], None]
+        self, member: Member, on_message: Callable[[wire.FromEngine], None], ended: Callable[[int], None]
     ) -> EngineHandle:
         if not self._on_ray:
             environment = self._devices(member.index)
             return EngineProcess(
-                self._settings, hear, ended, self._module, verbose=self._verbose, environment=environment
+                self._settings, on_message, ended, self._module, verbose=self._verbose, environment=environment
             )
         patience_s = None if self._is_ready else PLACEMENT_PATIENCE_S  # one that comes back waits for its turn
-        return RayEngine(self._settings, hear, ended, self._module, verbose=self._verbose, patience_s=patience_s)
+        return RayEngine(self._settings, on_message, ended, self._module, verbose=self._verbose, patience_s=patience_s)
 
     # -- towards the replicas ------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class ReplicaSet:
 
     # -- from the replicas ---------------------------------------------------------------------------------------
 
-    def _hear(self, member: Member, message: wire.FromEngine) -> None:
+    def _handle(self, member: Member, message: wire.FromEngine) -> None:
         match message:
             case wire.Outputs():
                 self._take(member, message)

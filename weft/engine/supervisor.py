@@ -91,7 +91,7 @@ class EngineSupervisor:
         self._failed, self._ready_at = None, None
         many = (self._settings.get("data_parallel_size") or 1) > 1 or is_on_ray(self._settings)
         self._process = (ReplicaSet if many else EngineProcess)(
-            self._settings, self._hear, self._on_exit, self._module, verbose=self._verbose
+            self._settings, self._handle, self._on_exit, self._module, verbose=self._verbose
         )
 
     @property
@@ -124,7 +124,7 @@ class EngineSupervisor:
         if self._process is not None:
             await self._process.stop(grace_s)
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         if isinstance(message, wire.Failed):
             self._failed = message
             return

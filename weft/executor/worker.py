@@ -1,10 +1,10 @@
 """A rank other than 0: ``python -m weft.executor.worker``, started by ``MultiProcessExecutor``.
 
-Job: load libraries, hear what to be a rank of, join the group, build the rank's runner, then run every step that comes
+Job: load libraries, read what to be a rank of, join the group, build the rank's runner, then run every step that comes
 through the ring. Owns: this process's life. Does not know: requests, results (rank 0 reads its own copy of them).
 
 It ends when it is asked to (an empty message), when the process of rank 0 has gone, or with the error that broke it,
-which it reports first. It ignores the signals that a terminal sends to the whole group: rank 0 hears them too.
+which it reports first. It ignores the signals that a terminal sends to the whole group: rank 0 gets them too.
 """
 
 from __future__ import annotations

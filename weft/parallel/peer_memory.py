@@ -35,6 +35,6 @@ class PeerMemory:
 
         self._buffer: Tensor = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         self._buffer.zero_()
-        torch.cuda.synchronize(device)  # nobody is told the address before all flags are zero
+        torch.cuda.synchronize(device)  # no rank gets the address before all flags are zero
         self._handle = symmetric_memory.rendezvous(self._buffer, group)
         self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)

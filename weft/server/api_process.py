@@ -4,7 +4,7 @@ Job: the same server as ``main.py`` runs alone, over an engine that the main pro
 Does not know: the other API processes.
 
 It outlives nobody: the kernel kills it when its parent dies. It ignores the signals that ask a service to end, because
-the main process hears them too and then says ``Drain``.
+the main process gets them too and then says ``Drain``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RemoteEngine:
         self._socket = socket.socket(fileno=start.link_fd)
         self._frames = link.Frames(self._receive, lambda: self.lost())
         self._pulse = link.Pulse(None, None, 0, None)
-        self._heard_at = time.monotonic()
+        self._pulse_at = time.monotonic()
         self._gathers: dict[int, asyncio.Future[list[bytes]]] = {}
         self._is_open = asyncio.Event()
         self._numbers = itertools.count()
@@ -80,7 +80,7 @@ class RemoteEngine:
         """The main process may stand still as well."""
         if self._pulse.silence_s is None:
             return float("inf")
-        return self._pulse.silence_s + time.monotonic() - self._heard_at
+        return self._pulse.silence_s + time.monotonic() - self._pulse_at
 
     @property
     def replicas(self) -> list[ReplicaView] | None:
@@ -120,7 +120,7 @@ class RemoteEngine:
             case wire.Outputs() | wire.Configured() | wire.Ready() | wire.Inspected():
                 self._on_message(message)
             case link.Pulse():
-                self._pulse, self._heard_at = message, time.monotonic()
+                self._pulse, self._pulse_at = message, time.monotonic()
             case link.Lost():
                 self._on_lost(message.failure, message.is_restarting)
             case link.Report():

@@ -88,12 +88,8 @@ class ApiServers:
         *,
         verbose: bool = False,
     ) -> None:
-        self._settings, self._supervisor, self._report_stage, self._verbose = (
-            settings,
-            supervisor,
-            report_stage,
-            verbose,
-        )
+        self._settings, self._supervisor, self._verbose = settings, supervisor, verbose
+        self._report_stage = report_stage
         self._members = [ApiProcess(index, listener) for index, listener in enumerate(listeners)]
         self._owners: dict[str, ApiProcess] = {}
         self._gathering = Gathering()
@@ -104,7 +100,7 @@ class ApiServers:
         self._configured: wire.Configured | None = None
         self._ready: wire.Ready | None = None
         self._began = time.monotonic()
-        self._has_told = self._is_leaving = False
+        self._has_opened = self._is_leaving = False
         self.ended = asyncio.Event()
         self.failure: wire.Failed | None = None
 
@@ -115,7 +111,7 @@ class ApiServers:
 
     async def run(self) -> None:
         """Until it is over."""
-        self._supervisor.listen(self._hear, self._lost)
+        self._supervisor.listen(self._handle, self._lost)
         self._supervisor.start()
         for member in self._members:
             self._start(member)
@@ -229,7 +225,7 @@ class ApiServers:
 
     # -- from the engine -----------------------------------------------------------------------------------------
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Outputs():
                 self._stats = message.stats
@@ -306,10 +302,10 @@ class ApiServers:
 
     def _begins(self, member: ApiProcess) -> None:
         member.is_serving = True
-        if self._has_told:
+        if self._has_opened:
             member.send(link.Open())
         elif all(m.is_serving for m in self._members) and self._ready is not None:
-            self._has_told = True
+            self._has_opened = True
             self._broadcast(link.Open())
             note = f"{len(self._members)} API processes; {describe(self._ready.capacity)}"
             self._report_stage("ready", time.monotonic() - self._began, note)

@@ -71,7 +71,7 @@ class Service:
         became_ready: set when it was READY for the first time.
         ended: set when the service is over; ``failure`` then says why, or is None.
         history: what it did in the last hour, restarts of the engine included.
-        token_times: hear when tokens come.
+        token_times: called with the moments of tokens.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Service:
         self.token_times: list[TokenTimes] = [self.history]
         self.engine_client = engine
         self.peers = peers or NoPeers()
-        engine.listen(self._hear, self._lost)
+        engine.listen(self._handle, self._lost)
         self._grammars: GrammarChecker | None = None
         self._report_stage = report_stage
         self._counts = counts or OpenCounts()
@@ -193,7 +193,7 @@ class Service:
         self._began = time.monotonic()
         self._num_starts += 1
 
-    def _hear(self, message: wire.FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Outputs():
                 assert self._engine is not None

@@ -101,7 +101,7 @@ class Counts(msgspec.Struct):
 
 
 class Tally:
-    """Counts as things happen; hears of tokens as ``TokenTimes`` do."""
+    """Counts as things happen; takes the moments of tokens as ``TokenTimes`` do."""
 
     def __init__(self) -> None:
         self.counts = Counts()
