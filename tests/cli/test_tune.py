@@ -56,8 +56,8 @@ def profile_in(folder: Path) -> tuple[Path, GraphProfile]:
 
 def test_every_mode_is_measured_at_the_ends_of_every_size(tuned: Path) -> None:
     _, profile = profile_in(tuned)
-    assert [t.num_tokens for t in profile.prefill] == [1, 16, 17, 40]
-    assert [t.num_tokens for t in profile.mixed] == [2, 16, 17, 40]
+    assert [t.num_tokens for t in profile.prefill] == [1, 16, 17, 34, 40]
+    assert [t.num_tokens for t in profile.mixed] == [2, 16, 17, 34, 40]
     assert [t.num_tokens for t in profile.decode] == [1, 2, 3]
     for timing in profile.prefill + profile.mixed + profile.decode:
         assert set(timing.ms) == {"NONE", "PIECEWISE", "FULL"} and min(timing.ms.values()) > 0
@@ -69,7 +69,7 @@ def test_split_points_are_measured_too(tuned: Path) -> None:
     path, profile = profile_in(tuned)
     assert list(profile.splits) == ["attention", "attention gated_delta_net"]
     for timings in profile.splits.values():
-        assert [t.num_tokens for t in timings] == [1, 16, 17, 40]
+        assert [t.num_tokens for t in timings] == [1, 16, 17, 34, 40]
         assert all(set(t.ms) == {"PIECEWISE"} and t.ms["PIECEWISE"] > 0 for t in timings)
     assert " ".join(profile.splitting_ops) == fastest_split(profile.splits)
     for names in (["attention"], ["attention", "gated_delta_net"]):

@@ -34,9 +34,18 @@ def table(**kinds: dict[int, dict[str, float]]) -> ModeTable:
     return ModeTable.of(GraphProfile(device="", model="", settings={}, versions={}, **timings))  # type: ignore[arg-type]
 
 
-def test_points_are_the_ends_of_every_size() -> None:
+def test_points_are_the_ends_of_every_size_and_doublings_between() -> None:
     assert points_to_measure([]) == []
-    assert points_to_measure([1, 2, 16, 64]) == [1, 2, 3, 16, 17, 64]
+    assert points_to_measure([1, 2, 16, 64]) == [1, 2, 3, 6, 12, 16, 17, 34, 64]
+    assert points_to_measure([64, 128, 256]) == [1, 64, 65, 128, 129, 256], "padded to less than twice"
+
+
+def test_launches_one_by_one_take_the_time_of_the_host_until_the_device_is_slower() -> None:
+    """14 ms of launches, or 3.5 us a token; a graph of 8,192 always takes 20. By one line over the whole size 5,000
+    tokens would take 22 ms without a graph, and not 17.5."""
+    points = points_to_measure([1024, 8192])
+    found = table(prefill={n: {"NONE": max(14.0, 0.0035 * n), "FULL": 20.0} for n in points})
+    assert found.mode(BatchDescriptor(5000)) is NONE and found.mode(BatchDescriptor(6000)) is FULL
 
 
 def test_lines_cross_where_padding_stops_being_worth_it() -> None:

@@ -5,7 +5,9 @@ measured sizes. Does not know: how the figures were measured, where they are kep
 
 Between two measured sizes every mode's time is taken to grow in a straight line: within one captured size a step
 without a graph computes its real rows, and a graph computes nearly the same whatever its padding, so that the lines
-cross where padding stops being worth it. So measure the smallest and the largest batch of every captured size.
+cross where padding stops being worth it. So measure the smallest and the largest batch of every captured size, and of a
+wide one every doubling between: launched one by one, kernels take the host's time until the device's is longer, which
+is no straight line.
 """
 
 from __future__ import annotations
@@ -109,5 +111,12 @@ def _last(run: Iterable[tuple[int, GraphMode]]) -> tuple[int, GraphMode]:
 
 
 def points_to_measure(sizes: Sequence[int]) -> list[int]:
-    """The smallest and the largest batch of each of the ascending captured sizes."""
-    return sorted({n for before, size in pairwise([0, *sizes]) for n in (before + 1, size)})
+    """The smallest and the largest batch of each of the ascending captured sizes, and from the second size on every
+    doubling of the smallest between them."""
+    points = {n for before, size in pairwise([0, *sizes]) for n in (before + 1, size)}
+    for before, size in pairwise(sizes):
+        between = 2 * (before + 1)
+        while between < size:
+            points.add(between)
+            between *= 2
+    return sorted(points)

@@ -164,7 +164,8 @@ class Effort:
 def measure_modes(
     runner: ModelRunner, profile: GraphProfile, effort: Effort, *, show_progress: bool = True
 ) -> GraphProfile:
-    """The profile with figures: every mode that has a graph for it, at the ends of every captured size.
+    """The profile with figures: every mode that has a graph for it, at both ends of every captured size
+    and between them (``points_to_measure``).
 
     Args:
         runner: idle, with graphs of every mode; its caches are overwritten.
@@ -190,7 +191,7 @@ def measure_modes(
 
 
 def measure_pieces(runner: ModelRunner, effort: Effort) -> list[Timing]:
-    """Prompts alone in pieces, at the ends of every captured size."""
+    """Prompts alone in pieces, of the same sizes."""
     maker, timings = StepMaker(runner, effort.context), []
     for num_tokens in points_to_measure(runner.graphs.dispatcher.token_sizes):
         pieces = {str(GraphMode.PIECEWISE): forced(GraphMode.PIECEWISE, num_tokens)}
