@@ -213,8 +213,9 @@ def time_layer_ops(lens: list[int]) -> dict[str, float]:
     sets = [torch.randn(n, CONV_DIM + HV * V + 2 * HV, device=DEVICE).bfloat16() for _ in range(3)]
     mixed, norm = torch.randn(n, HV, V, device=DEVICE).bfloat16(), torch.randn(V, device=DEVICE).bfloat16()
     gates = [x[:, CONV_DIM : CONV_DIM + HV * V].unflatten(-1, (HV, V)) for x in sets]
+    conv = partial(causal_conv1d_triton, chunk_size=CHUNK_SIZE)
     return {
-        "conv": time_us([lambda x=x: causal_conv1d_triton(x[:, :CONV_DIM], weight, None, states, batch) for x in sets]),
+        "conv": time_us([lambda x=x: conv(x[:, :CONV_DIM], weight, None, states, batch) for x in sets]),
         "conv floor": n * CONV_DIM * 4 / PEAK_BYTES_PER_S * 1e6,
         "norm": time_us([lambda x=x: gated_rms_norm_triton(mixed, x, norm, 1e-6) for x in gates]),
         "norm floor": n * HV * V * 6 / PEAK_BYTES_PER_S * 1e6,
