@@ -43,7 +43,7 @@ class ContextLengthError(RequestError):
 
 
 class NotSupportedError(WeftError, AttributeError):
-    """A method that Weft's peers have and Weft has not, and what to do instead."""
+    """A method of vLLM's ``LLM`` that Weft does not have, and what to do instead."""
 
 
 class CapacityError(WeftError, RuntimeError):

@@ -206,7 +206,7 @@ def test_unknown_settings_name_what_was_meant(name: str, hint: str) -> None:
 )
 def test_vllms_settings_say_what_to_write_instead(settings: dict[str, Any], hint: str) -> None:
     (name, value), *_ = settings.items()
-    with pytest.raises(ConfigError, match=rf"{name}={value!r} is a setting of vLLM that Weft has not: .*{hint}"):
+    with pytest.raises(ConfigError, match=rf"{name}={value!r} is a setting of vLLM that Weft does not have: .*{hint}"):
         resolve(**settings)
 
 

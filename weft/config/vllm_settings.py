@@ -102,5 +102,5 @@ def without_vllms(user: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if setting.harmless == (ANY,):
             warnings += [f"{name} has no effect: {setting.why}"] if value else []
         elif not any(value == one and type(value) is type(one) for one in setting.harmless):
-            raise ConfigError(f"{name}={value!r} is a setting of vLLM that Weft has not: {setting.why}")
+            raise ConfigError(f"{name}={value!r} is a setting of vLLM that Weft does not have: {setting.why}")
     return kept, sorted(warnings)
