@@ -4,8 +4,6 @@ Job: scopes without collections, or with cheap ones. Owns: nothing. Does not kno
 
 Two things want none. Loading torch makes some 200,000 objects that stay, and the collector would walk through all of
 them again and again: a fifth of the time of the import. And a tensor freed in the middle of a capture would spoil it.
-Scopes that callers enter again and again freeze nothing: each ``gc.freeze`` makes all young garbage old and forgets how
-much there is, so that it would never be collected, and ``gc.unfreeze`` also ends a freeze of the caller's own.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-_RARER = 10
 
 
 @contextmanager
@@ -38,15 +34,3 @@ def objects_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def fewer_full_collections() -> Iterator[None]:
-    """In the body collections of all objects, which take a tenth of a second, are ten times as rare; those of young
-    objects are as they were. What is counted until the next one lasts from body to body."""
-    young, middle, full = gc.get_threshold()
-    gc.set_threshold(young, middle, _RARER * full)
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, full)

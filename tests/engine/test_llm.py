@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 from pathlib import Path
@@ -72,13 +71,6 @@ def test_samples_that_end_at_different_times(llm: LLM) -> None:
     assert [c.index for c in last.outputs] == [0, 1, 2] and last.finished
     assert last.outputs[1].token_ids[-1] == stop == last.outputs[1].stop_reason
     assert last.outputs[2].token_ids == free[2].token_ids
-
-
-def test_collections_of_all_objects_are_rare_meanwhile(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, meanwhile, step = gc.get_threshold(), [], llm._core.step
-    monkeypatch.setattr(llm._core, "step", lambda: (meanwhile.append(gc.get_threshold()), step())[1])
-    llm.generate(TEXT, SHORT, use_tqdm=False)
-    assert min(meanwhile) == (*before[:2], 10 * before[2]) and gc.get_threshold() == before
 
 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

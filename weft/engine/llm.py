@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from weft.collector import collector_off, fewer_full_collections
+from weft.collector import collector_off
 from weft.config import EngineConfig, resolve
 from weft.config.parallelism import refuse_replicas
 from weft.engine.chat_prompts import ChatPrompts
@@ -158,7 +158,7 @@ class LLM:
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        with fewer_full_collections(), Progress(total=len(ids), enabled=use_tqdm) as progress:  # one may take 0.1 s
+        with Progress(total=len(ids), enabled=use_tqdm) as progress:
             while not self.is_finished():
                 changed = self._advance()
                 progress.step(changed)

@@ -58,13 +58,8 @@ class StepSampler:
         rows: RowTable,
         rejection_sampler: RejectionSampler,
     ) -> None:
-        self._sampler, self._inputs, self._builder, self._rows, self._rejection_sampler = (
-            sampler,
-            inputs,
-            builder,
-            rows,
-            rejection_sampler,
-        )
+        self._sampler, self._inputs, self._builder, self._rows = sampler, inputs, builder, rows
+        self._rejection_sampler = rejection_sampler
 
     def __call__(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SampledLogits | None = None
