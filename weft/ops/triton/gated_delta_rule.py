@@ -35,15 +35,14 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
-from weft.config.triton_version import is_known
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
 from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
 
-GLUON_IS_KNOWN = is_known(triton.__version__)
 if GLUON_IS_KNOWN:
     from weft.ops.triton import delta_scan_hopper as hopper
 

@@ -23,15 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
-from weft.config.triton_version import is_known
 from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
-if is_known(triton.__version__):
+if GLUON_IS_KNOWN:
     from weft.ops.triton import gdn_verify_gluon as gluon
 
 
@@ -195,7 +195,7 @@ def _gdn_verify_kernel(
 
 def serves_decodes(state: Tensor, num_rows: int) -> bool:
     """Whether one token of each of so few rows takes less time here than in the decode kernel (measured on an H200)."""
-    return num_rows > 0 and is_known(triton.__version__) and gluon.takes(state, 2 * num_rows)
+    return num_rows > 0 and GLUON_IS_KNOWN and gluon.takes(state, 2 * num_rows)
 
 
 def gdn_verify_triton(
@@ -226,7 +226,7 @@ def gdn_verify_triton(
     width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
     vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
     if num_seqs:
-        in_two = is_known(triton.__version__) and gluon.takes(state, num_seqs)
+        in_two = GLUON_IS_KNOWN and gluon.takes(state, num_seqs)
         block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,

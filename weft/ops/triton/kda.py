@@ -39,7 +39,8 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
-from weft.ops.triton.gated_delta_rule import GLUON_IS_KNOWN, Tile, _check_rows, _precision, choose_tile
+from weft.ops.triton.gated_delta_rule import Tile, _check_rows, _precision, choose_tile
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.unit_lower_inverse import unit_lower_inverse

@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.config.mamba import CHUNK_SIZE
-from weft.config.triton_version import is_known
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA
 from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
-if is_known(triton.__version__):
+if GLUON_IS_KNOWN:
     from weft.ops.triton import selective_scan_gluon as gluon
 
 _BLOCK_C = 64
@@ -207,7 +207,7 @@ def selective_scan_triton(
     chunks, (num_rows, channels), size = batch.chunks[CHUNK_SIZE], x.shape, b.shape[1]
     _check(x, z, dt, b, c, A_log, state)
     out = x.new_empty(x.shape)
-    if is_known(triton.__version__) and gluon.takes(x, b):
+    if GLUON_IS_KNOWN and gluon.takes(x, b):
         gluon.launch_selective_scan(x, z, dt, b, c, dt_bias, A_log, D, state, out, batch)
         return out
     block = min(_BLOCK_C, next_power_of_2(channels))
