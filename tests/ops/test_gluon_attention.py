@@ -9,10 +9,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from tests.ops.test_triton_attention import plain_attention
 from weft.forward_context import Batch, Mixture
 from weft.ops.attention import paged_attention
 from weft.ops.backend import Backend
-from weft.ops.triton import attention, attention_prefill_hopper
+from weft.ops.triton import attention, attention_prefill_hopper, graph_branch
 from weft.ops.triton.attention import paged_attention_triton
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.launch import launches_handled
@@ -235,10 +235,15 @@ def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, *, branches: bool =
     names: list[str] = []
 
     @contextmanager
-    def branch(device: torch.device) -> Iterator[SimpleNamespace]:
-        names.append("fork")
-        yield SimpleNamespace(join=lambda: names.append("join"))
+    def on_branch() -> Iterator[None]:
+        yield
         names.append("back")
+
+    @contextmanager
+    def branch(device: torch.device) -> Iterator[Any]:
+        names.append("fork")
+        yield on_branch()
+        names.append("join")
 
     if branches:
         monkeypatch.setattr(attention, "graph_branch", branch)
@@ -282,6 +287,18 @@ def test_decodes_of_a_large_captured_mixture_stand_on_a_branch(monkeypatch: pyte
     monkeypatch.setattr(attention, "_BRANCH_HEADS", 4 * 600)
     assert names(600, mixture=4)[0] == "fork" and names(601, mixture=4) == ["decode", "hopper"], "beyond one wave"
     assert names(512) == ["decode", "hopper"], "no graph"
+
+
+def test_a_branch_is_joined_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that ends with a forked stream would hide the error."""
+    main, side = MagicMock(), MagicMock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(graph_branch, "_stream", lambda device: side)
+    with pytest.raises(KeyError), graph_branch.graph_branch(torch.device("cuda")) as branch, branch:
+        raise KeyError
+    side.wait_stream.assert_called_once_with(main)
+    main.wait_stream.assert_called_once_with(side)
 
 
 TAKEN = {"heads": (16, 8, 128), "page": 16, "dtype": torch.bfloat16, "hopper": True}

@@ -35,7 +35,9 @@ def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_p
     assert all(run["compiled_here"] == 0 and run["kernels"] == 2 and run["left"] == 0 for run in runs)
 
 
-def test_a_kernel_is_locked_while_another_process_compiles_it_and_no_longer(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_kernel_is_locked_while_another_process_compiles_it_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel, other = SimpleNamespace(hash=lambda: "a"), SimpleNamespace(hash=lambda: "b")
     holds, ends = multiprocessing.Pipe()
@@ -46,6 +48,8 @@ def test_a_kernel_is_locked_while_another_process_compiles_it_and_no_longer(tmp_
         assert (is_mine, is_mine_too) == (False, True)
     with compile_lock.held(other, {}) as is_mine:
         assert is_mine
+    assert not compile_lock.wait(kernel, {}, limit_s=0.0), "it hangs: who waits goes on alone"
+    assert f"process {process.pid} has been compiling" in caplog.text
     waits = Thread(target=compile_lock.wait, args=(kernel, {}), daemon=True)
     waits.start()
     assert waits.is_alive()

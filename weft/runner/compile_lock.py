@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
+import os
+import struct
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +22,15 @@ from typing import IO, Any
 
 from triton import knobs
 
+logger = logging.getLogger(__name__)
+
+LIMIT_S = 60.0
+"""Seconds. The slowest kernels take three; a process that has ended holds nothing."""
+
+_LOOK_S = 0.02
 _NAME = "weft-compiling.lock"
+_FLOCK = "@hhqqi4x"
+"""C's ``struct flock``: type, whence, start, length, process id."""
 
 
 @contextmanager
@@ -40,14 +52,32 @@ def held(src: Any, options: Mapping[str, Any]) -> Iterator[bool]:
         yield is_mine
 
 
-def wait(src: Any, options: Mapping[str, Any]) -> bool:
-    """Until no other process holds the lock. False: nothing can be locked after all."""
+def wait(src: Any, options: Mapping[str, Any], limit_s: float = LIMIT_S) -> bool:
+    """Until no other process holds the lock. False, and the caller had better compile itself: nothing can be locked
+    after all, or another process has held it for ``limit_s`` seconds, which a warning names."""
+    place, deadline = _place(src, options), time.monotonic() + limit_s
     try:
         with _opened() as file:
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, _place(src, options))
+            while True:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                    return True
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        holder = _holder(file, place)
+                        logger.warning(
+                            "process %s has been compiling a kernel for %g s; it is compiled here too", holder, limit_s
+                        )
+                        return False
+                time.sleep(_LOOK_S)
     except OSError:
         return False
-    return True
+
+
+def _holder(file: IO[str], place: int) -> int:
+    """The id of the process that has locked the byte; 0 if it is not known. Raises OSError."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    return int(struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[-1])
 
 
 def _place(src: Any, options: Mapping[str, Any]) -> int:

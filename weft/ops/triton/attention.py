@@ -56,13 +56,12 @@ def paged_attention_triton(
     prefills = not only_decodes or (num_rows > num_seqs and batch.mixture is None)
     branches = decodes and prefills and batch.mixture is not None
     branches = branches and num_rows >= _BRANCH_ROWS and num_rows * q.shape[1] <= _BRANCH_HEADS
-    with graph_branch(q.device) if branches else nullcontext() as branch:
+    with graph_branch(q.device) if branches else nullcontext(nullcontext()) as branch:
         if decodes:
-            _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out)
-    if prefills:
-        _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes)
-    if branch is not None:
-        branch.join()
+            with branch:
+                _decode(q, k_cache, v_cache, batch, scale, sinks, v_scale, out)
+        if prefills:
+            _prefill(q, k_cache, v_cache, batch, scale, sinks, v_scale, out, skip_decodes=decodes)
     return out
 
 

@@ -1,30 +1,16 @@
 """Work beside the main chain of a captured graph: launches on a second stream, which become a branch of the graph.
 
-Job: fork and join. Owns: the second stream of each device. Does not know: what runs there.
-
-The branch starts when all that was launched before it has ended; what is launched after ``join`` waits for both. Memory
-that is allocated in the branch belongs to its stream and is used there alone.
+The branch starts when all that was launched before it has ended; what comes after it waits for both. Memory that is
+allocated in the branch belongs to its stream and is used there alone.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-
-
-class Branch:
-    """A branch, until it is joined."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-
-    def join(self) -> None:
-        """From here on the current stream waits for the branch."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 @functools.cache
@@ -33,13 +19,18 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def graph_branch(device: torch.device) -> Iterator[Branch]:
-    """The body's launches run beside what follows it, up to ``join`` of what this yields. Where there are no streams
-    they run in order."""
+def graph_branch(device: torch.device) -> Iterator[AbstractContextManager[object]]:
+    """Fork, and join at the end of the body, also after an error: a capture cannot end while a stream is forked.
+
+    Yields the scope whose launches go to the branch; the body's others run beside them. Where there are no streams all
+    run in order.
+    """
     if device.type != "cuda":
-        yield Branch(None)
+        yield nullcontext()
         return
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield Branch(stream)
+    try:
+        yield torch.cuda.stream(stream)
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)
