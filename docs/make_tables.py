@@ -303,7 +303,8 @@ def all_reduce_table() -> Table:
     for ranks in RANKS:
         files.append(name := f"all-reduce-{ranks}xh200")
         found = {row["rows"]: row for row in read(name)["rows"]}
-        for who, key in (("Weft, words", "packed_us"), ("Weft, flags", "fused_us"), ("NCCL and a norm", "plain_us")):
+        variants = (("Weft, packed", "packed_us"), ("Weft, signalled", "fused_us"), ("NCCL and a norm", "plain_us"))
+        for who, key in variants:
             if key in found[1]:
                 rows.append([str(ranks), who, *(shown(found[size].get(key)) for size in sizes)])
     return files, ("GPUs", "us by rows", *(f"{size:,}" for size in sizes)), rows
