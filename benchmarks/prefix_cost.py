@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from weft import report
 from weft.cache.manager import Manager
-from weft.cache.replay import replay_request
 from weft.cache.spec import CacheSpec
+from weft.cache.tuning import replay_request
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.layer_spec import CacheDtypes
 from weft.messages import ModelOutput, RowSampling

@@ -26,8 +26,8 @@ from typing import Any
 from weft import report
 from weft.bench.prefix_workloads import make_workload
 from weft.cache.manager import Manager
-from weft.cache.replay import ReplayCounts, replay_request
 from weft.cache.spec import CacheSpec
+from weft.cache.tuning import ReplayCounts, replay_request
 from weft.config import resolve
 from weft.config.cpu import cpu_name
 from weft.engine.prefix_hashes import chunks_of_hashes, passing, reusable_prefixes

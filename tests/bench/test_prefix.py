@@ -11,8 +11,8 @@ import pytest
 from tests.tiny import make_checkpoint
 from weft.bench import prefix
 from weft.bench.prefix_workloads import WORKLOADS, make_workload
-from weft.cache.checkpoints import CheckpointPolicy
 from weft.cache.spec import CacheSpec
+from weft.cache.state_plan import CheckpointPolicy
 from weft.cli import main
 from weft.config.checkpoint import read_checkpoint_config
 from weft.config.layer_spec import CacheDtypes

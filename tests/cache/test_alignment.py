@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from tests.cache.test_manager import make
-from weft.cache.checkpoints import CheckpointPolicy
-from weft.cache.replay import replay_request
+from weft.cache.state_plan import CheckpointPolicy
+from weft.cache.tuning import replay_request
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "prefix-cache.md"
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from tests.specs import make_spec
-from weft.cache.draft_states import DraftStates
-from weft.cache.lease import Lease
+from weft.cache.lease import DraftStates, Lease
 from weft.cache.manager import Manager
 
 PROMPT = list(range(40))

@@ -9,12 +9,11 @@ import pytest
 from tests.cache.fake_memory import FakeMemory
 from tests.cache.test_manager import PROMPT, begin, make, run
 from tests.cache.test_manager_fuzz import make_spec
-from weft.cache.checkpoints import prefill_positions
 from weft.cache.dump import dump_tree
 from weft.cache.manager import Manager
 from weft.cache.policy import FlopAware, ReuseOdds
-from weft.cache.replay import replay_request
-from weft.cache.tuning import AlphaTuner
+from weft.cache.state_plan import prefill_positions
+from weft.cache.tuning import AlphaTuner, replay_request
 
 
 def tokens(length: int, seed: int) -> list[int]:

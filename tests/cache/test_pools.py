@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from weft.cache.page_pool import PagePool
-from weft.cache.state_pool import StatePool
+from weft.cache.pools import PagePool, StatePool
 
 
 def test_pages_are_handed_out_once_and_never_page_zero() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.specs import make_spec
 from weft.bench.prefix_workloads import make_workload
 from weft.cache.manager import Manager
-from weft.cache.replay import ReplayCounts, replay_request
+from weft.cache.tuning import ReplayCounts, replay_request
 from weft.engine.prefix_hashes import CHUNK, STEP, chunks_of_hashes, prefix_hashes, reusable_prefixes
 from weft.engine.router import FULL_TOKENS, LOAD_TOKENS, RECENT_S, NoReplicaError, Router
 

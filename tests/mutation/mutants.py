@@ -141,7 +141,7 @@ MUTANTS = (
         "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
-        "boundaries-dropped", "states are stored at turn boundaries", "weft/cache/checkpoints.py",
+        "boundaries-dropped", "states are stored at turn boundaries", "weft/cache/state_plan.py",
         "wanted += latest_first[1:]", "wanted += []", "tests/cache/test_policy.py",
     ),
     # -- scheduler -------------------------------------------------------------------------------------------------

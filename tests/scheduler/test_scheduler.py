@@ -10,9 +10,9 @@ import pytest
 from tests import specs
 from tests.fake_runner import VOCAB, FakeRunner, oracle
 from tests.late_device import Owned
-from weft.cache.checkpoints import CheckpointPolicy
 from weft.cache.manager import Manager
 from weft.cache.spec import CacheSpec
+from weft.cache.state_plan import CheckpointPolicy
 from weft.messages import ModelOutput, RowSampling, SchedulerOutput
 from weft.request import Request
 from weft.scheduler.scheduler import Scheduler

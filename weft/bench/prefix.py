@@ -19,12 +19,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, get_args
 
 from weft.bench.prefix_workloads import Turn, make_workload
-from weft.cache.checkpoints import CheckpointPolicy
 from weft.cache.manager import Manager
 from weft.cache.policy import FlopAware
-from weft.cache.replay import ReplayCounts, replay_request
 from weft.cache.spec import CacheSpec
-from weft.cache.tuning import AlphaTuner
+from weft.cache.state_plan import CheckpointPolicy
+from weft.cache.tuning import AlphaTuner, ReplayCounts, replay_request
 from weft.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

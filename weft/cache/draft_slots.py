@@ -1,7 +1,7 @@
 """Pages and slots of steps that verify drafts.
 
 Job: find room for drafts, say which slots receive the states after them, and make the slot of the last accepted
-position the working slot. Owns: nothing; the slots belong to the leases (``cache/draft_states.py``).
+position the working slot. Owns: nothing; the slots belong to the leases (``cache/lease.py``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from weft.cache.eviction import Evictor
 from weft.cache.lease import Lease
+from weft.cache.pools import StatePool
 from weft.cache.spec import CacheSpec
 from weft.cache.state_plan import StatePlan
-from weft.cache.state_pool import StatePool
 
 
 class DraftSlots:

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from weft.cache.nodes import Checkpoint, Node
-from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, ReuseOdds
+from weft.cache.pools import PagePool, StatePool
 from weft.cache.radix_tree import RadixTree
 from weft.cache.spec import CacheSpec
-from weft.cache.state_pool import StatePool
 
 Item = TypeVar("Item", Node, Checkpoint)
 

@@ -11,8 +11,8 @@ import itertools
 from weft.cache.lease import Lease
 from weft.cache.nodes import Node, Tokens
 from weft.cache.policy import ReuseOdds
+from weft.cache.pools import StatePool
 from weft.cache.radix_tree import RadixTree
-from weft.cache.state_pool import StatePool
 
 
 def insert(lease: Lease, tokens: Tokens, tree: RadixTree, slots: StatePool, odds: ReuseOdds) -> None:

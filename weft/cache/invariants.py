@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 from weft.cache.lease import Lease
 from weft.cache.nodes import Node
-from weft.cache.page_pool import PagePool
+from weft.cache.pools import PagePool, StatePool
 from weft.cache.radix_tree import RadixTree
-from weft.cache.state_pool import StatePool
 
 
 def check_accounts(pages: PagePool, slots: StatePool, tree: RadixTree, leases: Iterable[Lease]) -> None:

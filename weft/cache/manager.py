@@ -33,21 +33,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.cache.checkpoints import CheckpointPolicy
 from weft.cache.draft_slots import DraftSlots
-from weft.cache.draft_states import DraftStates
 from weft.cache.eviction import Evictor
 from weft.cache.insertion import insert, move_lock
 from weft.cache.invariants import check_accounts
-from weft.cache.lease import Lease
+from weft.cache.lease import DraftStates, Lease
 from weft.cache.match import Match, explain
 from weft.cache.nodes import Checkpoint, Node, Prefix, Tokens, as_tokens
-from weft.cache.page_pool import PagePool
 from weft.cache.policy import EvictionPolicy, make_policy
+from weft.cache.pools import PagePool, StatePool
 from weft.cache.radix_tree import RadixTree
 from weft.cache.spec import CacheSpec
-from weft.cache.state_plan import StatePlan
-from weft.cache.state_pool import StatePool
+from weft.cache.state_plan import CheckpointPolicy, StatePlan
 from weft.stats import CacheStats
 
 NOTHING = Prefix(None, 0)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cache.checkpoints import CheckpointKind
+CheckpointKind = Literal["divergence", "boundary", "inside", "end"]
+"""Why a state stands where it stands; ``inside``: the prompt's end less one, and every 4,096 tokens."""
 
 Tokens = NDArray[np.int64]
 """Token ids; in the place of an image's, a negative id of the image (``weft/multimodal/items.py``)."""

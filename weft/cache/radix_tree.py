@@ -25,10 +25,8 @@ from typing import Protocol
 
 import numpy as np
 
-from weft.cache.checkpoints import CheckpointKind
-from weft.cache.nodes import Checkpoint, Node, Prefix, Tokens, common_prefix
-from weft.cache.page_pool import PagePool
-from weft.cache.state_pool import StatePool
+from weft.cache.nodes import Checkpoint, CheckpointKind, Node, Prefix, Tokens, common_prefix
+from weft.cache.pools import PagePool, StatePool
 
 MAX_REMEMBERED = 256
 """Evicted continuations that one node remembers, for explanations only."""

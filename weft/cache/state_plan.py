@@ -1,17 +1,29 @@
-"""Which states are to be stored: by a prefill, for itself or for a request that waits for it, and while decoding.
+"""Where recurrent states are stored: by a prefill, for itself or for a request that waits for it, and while decoding.
 
-Job: apply the checkpoint policy to leases. Owns: nothing of its own. Does not know: slots, when a step is launched.
+Job: the three checkpoint policies, applied to leases. Does not know: slots, trees, when a step is launched, or whether
+a chosen checkpoint finds room.
+
+* ``exact``: any position. The divergence from what is stored, turn boundaries, the prompt's end less one, every
+  4,096 tokens; at the end of the request the working state itself.
+* ``aligned``: multiples of the recurrent layers' chunk length only. The same divergence and prompt end rounded down;
+  while decoding a snapshot at each multiple, of which the last is kept.
+* ``finish_only``: nothing but the working state at the end of the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from weft.cache.checkpoints import CheckpointKind, CheckpointPolicy, is_decode_position, prefill_positions
-from weft.cache.lease import Lease, LeaseCheckpoints
+from weft.cache.lease import MAX_CHECKPOINTS, Lease, LeaseCheckpoints
 from weft.cache.match import Match
-from weft.cache.nodes import common_prefix
+from weft.cache.nodes import CheckpointKind, common_prefix
 from weft.cache.spec import CacheSpec
+
+CheckpointPolicy = Literal["exact", "aligned", "finish_only"]
+
+STRIDE = 4096
+"""Tokens between the checkpoints inside a very long prompt."""
 
 
 class StatePlan:
@@ -34,7 +46,7 @@ class StatePlan:
 
     def takes_snapshot(self, position: int) -> bool:
         """Does a decoding request keep its state after ``position`` tokens?"""
-        return self._keeps and is_decode_position(self._policy, position, self._alignment)
+        return self.at_multiples and position % self._alignment == 0
 
     def plan(self, match: Match, num_prompt_tokens: int, boundaries: Sequence[int]) -> LeaseCheckpoints:
         """Where the prefill stores states, and why."""
@@ -73,3 +85,33 @@ class StatePlan:
     def _can_store(self, lease: Lease, position: int) -> bool:
         is_ahead = position > lease.num_committed_tokens
         return self._policy == "exact" and lease.checkpoints.has_room and is_ahead
+
+
+def prefill_positions(
+    policy: CheckpointPolicy,
+    *,
+    reused: int,
+    divergence: int | None,
+    boundaries: Sequence[int],
+    num_prompt_tokens: int,
+    alignment: int,
+) -> list[int]:
+    """Positions at which the prefill of a prompt stores a state, ascending.
+
+    Args:
+        reused: tokens whose state is reused; nothing is stored at or before it.
+        divergence: where the prompt leaves what is stored, if no state stands there.
+        boundaries: turn boundaries, in any order.
+        num_prompt_tokens: tokens of the prompt.
+        alignment: tokens between the positions of ``aligned``.
+    """
+    if policy == "finish_only":
+        return []
+    latest_first = sorted(boundaries, reverse=True)
+    wanted = [*([divergence] if divergence is not None else []), *latest_first[:1], num_prompt_tokens - 1]
+    wanted += latest_first[1:]
+    wanted += range((num_prompt_tokens - 1) // STRIDE * STRIDE, 0, -STRIDE)
+    if policy == "aligned":
+        wanted = [p // alignment * alignment for p in wanted]
+    chosen = [p for p in dict.fromkeys(wanted) if reused < p <= num_prompt_tokens]
+    return sorted(chosen[:MAX_CHECKPOINTS])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.cache.checkpoints import MAX_CHECKPOINTS
+from weft.cache.lease import MAX_CHECKPOINTS
 from weft.forward_context import Batch, ChunkTable, Mixture, Verification
 from weft.graph.capture_sizes import MAX_PREFILLS, chunk_capacity
 from weft.messages import ScheduledRequest, SchedulerOutput

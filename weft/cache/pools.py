@@ -1,10 +1,11 @@
-"""The pool of KV pages: the free list, reference counts, and pins by running requests.
+"""The pools of KV pages and of recurrent-state slots: free lists, and the reference counts and pins of pages.
 
-Job: hand out page ids, count references and pins, take pages back. Owns: the free list and the counts.
-Does not know: what is in a page, who uses it, or any tensor. Page 0 is reserved for padding and never handed out.
+Do not know: what is in a page or slot, who uses it, or any tensor. Page 0 and slot 0 are reserved for padding and never
+handed out.
 
 A *reference* keeps a page's content: one per tree node that lists it, one per request that brought it. A *pin* says
-that a running request reads it: pages in use without a pin can be had back by evicting what keeps them.
+that a running request reads it: pages in use without a pin can be had back by evicting what keeps them. A slot has one
+owner; states are shared by copying.
 """
 
 from __future__ import annotations
@@ -16,10 +17,6 @@ class PagePool:
     """Reference-counted page ids ``1 .. num_pages - 1``."""
 
     def __init__(self, num_pages: int) -> None:
-        """
-        Args:
-            num_pages: pages in the pool, the reserved page 0 included.
-        """
         assert num_pages >= 2, "a page pool needs the reserved page and at least one more"
         self.num_pages = num_pages
         self._references = [0] * num_pages
@@ -99,3 +96,44 @@ class PagePool:
             assert (page in free) == (self._references[page] == 0), f"page {page} is both free and in use, or neither"
             assert self._pins[page] <= self._references[page], f"page {page} has more pins than references"
         assert self._num_pinned == sum(count > 0 for count in self._pins), "pinned pages are miscounted"
+
+
+class StatePool:
+    """Slot ids ``1 .. num_slots - 1``. A model without recurrent layers has a pool of size 1: nothing to hand out."""
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 1, "a state pool needs the reserved slot"
+        self.num_slots = num_slots
+        self._in_use = [False] * num_slots
+        self._in_use[0] = True
+        self._free = list(range(num_slots - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        """Slots that can be handed out in all."""
+        return self.num_slots - 1
+
+    def allocate(self) -> int | None:
+        """A slot, or None if none is free. Its content is whatever was there before."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._in_use[slot] = True
+        return slot
+
+    def release(self, slot: int) -> None:
+        assert slot > 0 and self._in_use[slot], f"slot {slot} is released but not in use"
+        self._in_use[slot] = False
+        self._free.append(slot)
+
+    def check(self) -> None:
+        """Assert that every slot is exactly one of reserved, free, in use."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a slot is in the free list twice"
+        assert 0 not in free and self._in_use[0], "the reserved slot was handed out or released"
+        for slot in range(1, self.num_slots):
+            assert (slot in free) != self._in_use[slot], f"slot {slot} is both free and in use, or neither"
