@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +43,7 @@ def decode_orders(runner: ModelRunner, batch: int, context: int) -> SchedulerOut
     def prompt() -> list[int]:
         return [rng.randrange(runner.config.model_config.vocab_size) for _ in range(context + 1)]
 
-    new = [NewRequest(r, prompt(), context + 1, RowSampling(temperature=0.0)) for r in range(batch)]
+    new = [NewRequest(r, array("I", prompt()), context + 1, RowSampling(temperature=0.0)) for r in range(batch)]
     orders = [
         ScheduledRequest(r, context, 1, list(range(1 + r * pages, 1 + (r + 1) * pages)), r + 1, True)
         for r in range(batch)

@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -74,10 +75,10 @@ def mixed_orders(runner: ModelRunner, length: int, decodes: int, context: int) -
     new, requests = [], []
     for r in range(decodes):
         tokens = [(r * 7919 + i * 31) % vocabulary for i in range(context + 1)]
-        new.append(NewRequest(r, tokens, context + 1, greedy))
+        new.append(NewRequest(r, array("I", tokens), context + 1, greedy))
         own = list(range(1 + r * pages, 1 + (r + 1) * pages))
         requests.append(ScheduledRequest(r, context, 1, own, r + 1, True))
-    new.append(NewRequest(decodes, [i * 37 % vocabulary for i in range(rest)], rest, greedy))
+    new.append(NewRequest(decodes, array("I", [i * 37 % vocabulary for i in range(rest)]), rest, greedy))
     first = 1 + decodes * pages
     own = list(range(first, first + runner.spec.pages_for(rest)))
     requests.append(ScheduledRequest(decodes, 0, rest, own, decodes + 1, True))

@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def prefill_orders(runner: ModelRunner, length: int) -> SchedulerOutput:
     pages = list(range(1, 1 + runner.spec.pages_for(length)))
     rng = random.Random(length)  # equal tokens would all choose the same experts
     prompt = [rng.randrange(runner.config.model_config.vocab_size) for _ in range(length)]
-    new = NewRequest(0, prompt, length, RowSampling(temperature=0.0))
+    new = NewRequest(0, array("I", prompt), length, RowSampling(temperature=0.0))
     return SchedulerOutput(1, [ScheduledRequest(0, 0, length, pages, 1, True)], [new])
 
 

@@ -157,7 +157,8 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
     @property
     def cache_token_ids(self) -> list[int]:
         """Prompt and output known on the host as the prefix cache knows them (a copy): with images by their content."""
-        return cache_token_ids(self.prompt_token_ids, self.media) + self.output_token_ids
+        known = self.known_token_ids
+        return cache_token_ids(known, self.media) if self.media else known
 
     @property
     def is_finished(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from array import array
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -86,7 +87,7 @@ def random_verification(rng: random.Random, num_drafts: int, state_slot: int) ->
         drafts = [0] * (num_drafts if same else rng.randint(1, num_drafts))
         states = [(start + 1 + i, state_slot) for i in range(len(drafts))]
         requests.append(ScheduledRequest(row, start, 1 + len(drafts), [], state_slot, True, states, 0, drafts))
-        new.append(NewRequest(row, [0] * (start + 1), start + 1, rng.choice(warmup.SAMPLERS)))
+        new.append(NewRequest(row, array("I", [0] * (start + 1)), start + 1, rng.choice(warmup.SAMPLERS)))
     return SchedulerOutput(0, requests, new)
 
 

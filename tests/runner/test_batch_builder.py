@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from msgspec.structs import replace
 
@@ -53,8 +55,8 @@ def test_chunks_do_not_depend_on_how_a_prefill_is_split() -> None:
 
 def test_mixed_batch() -> None:
     table, builder = make()
-    table.fill(NewRequest(3, [7] * 20, 20, RowSampling()))
-    table.fill(NewRequest(5, list(range(100, 210)), 110, RowSampling()))
+    table.fill(NewRequest(3, array("I", [7] * 20), 20, RowSampling()))
+    table.fill(NewRequest(5, array("I", list(range(100, 210))), 110, RowSampling()))
     build(table, builder, [ScheduledRequest(3, 0, 20, [9, 4], 2, True)])
     table.set_last_tokens(torch.tensor([3]), torch.tensor([42]))
     requests = [
@@ -85,7 +87,7 @@ def test_mixed_batch() -> None:
 def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
     table, builder = make()
     for row in (1, 2):
-        table.fill(NewRequest(row, [5, 6], 2, RowSampling()))
+        table.fill(NewRequest(row, array("I", [5, 6]), 2, RowSampling()))
         build(table, builder, [ScheduledRequest(row, 0, 2, [row], row, True)])
     table.set_last_tokens(torch.tensor([1, 2]), torch.tensor([11, 22]))
     step = build(table, builder, [ScheduledRequest(r, 2, 1, [], r, True) for r in (2, 1)])
@@ -95,7 +97,7 @@ def test_decode_batch_has_no_chunks_and_feeds_the_sampled_tokens() -> None:
 
 def test_resumed_request_feeds_the_tokens_it_brought() -> None:
     table, builder = make()
-    table.fill(NewRequest(0, [1, 2, 3, 4, 5], 3, RowSampling()))
+    table.fill(NewRequest(0, array("I", [1, 2, 3, 4, 5]), 3, RowSampling()))
     table.set_last_tokens(torch.tensor([0]), torch.tensor([99]))
     step = build(table, builder, [ScheduledRequest(0, 0, 5, [3], 1, True)])
     assert step.input_ids.tolist() == [1, 2, 3, 4, 5]
@@ -105,7 +107,7 @@ def test_what_is_stored_already_is_read_and_not_written() -> None:
     """Positions below ``write_start`` are computed again: their KV goes to page 0, whichever chunk they come in."""
     table, builder = make()
     for start, count, written in ((16, 60, 40), (16, 8, 40), (40, 36, 40), (16, 60, 0)):
-        table.fill(NewRequest(3, list(range(90)), 90, RowSampling()))
+        table.fill(NewRequest(3, array("I", list(range(90))), 90, RowSampling()))
         batch = build(table, builder, [ScheduledRequest(3, start, count, [5, 6, 7, 8, 9], 2, False, [], written)]).batch
         real = [(5 + p // PAGE) * PAGE + p % PAGE for p in range(start, start + count)]
         expected = [0 if p < written else slot for p, slot in zip(range(start, start + count), real, strict=True)]
@@ -116,9 +118,9 @@ def test_what_is_stored_already_is_read_and_not_written() -> None:
 
 def test_refilled_row_starts_with_an_empty_page_table() -> None:
     table, builder = make()
-    table.fill(NewRequest(0, [1] * 40, 40, RowSampling()))
+    table.fill(NewRequest(0, array("I", [1] * 40), 40, RowSampling()))
     build(table, builder, [ScheduledRequest(0, 0, 40, [3, 4, 5], 1, True)])
-    table.fill(NewRequest(0, [2] * 10, 10, RowSampling()))
+    table.fill(NewRequest(0, array("I", [2] * 10), 10, RowSampling()))
     step = build(table, builder, [ScheduledRequest(0, 0, 10, [8], 1, True)])
     assert step.batch.page_table.tolist() == [[8]]
 
@@ -127,7 +129,7 @@ def test_largest_step_fits_the_buffers() -> None:
     """Every sequence in the worst place: each token count that adds the most chunks, all checkpoints taken."""
     table, builder = make(rows=8)
     for row in range(8):
-        table.fill(NewRequest(row, [0] * 200, 200, RowSampling()))
+        table.fill(NewRequest(row, array("I", [0] * 200), 200, RowSampling()))
     pages = list(range(1, 14))
     requests = [ScheduledRequest(r, 63, 64, pages, r + 1, False, [(p, 9) for p in (70, 80, 90, 100)]) for r in range(8)]
     step = build(table, builder, requests)
@@ -137,7 +139,7 @@ def test_largest_step_fits_the_buffers() -> None:
 def test_sampling_parameters_travel_with_the_step() -> None:
     table, builder = make()
     params = RowSampling(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**64 - 1)
-    table.fill(NewRequest(4, [1, 2, 3], 3, params))
+    table.fill(NewRequest(4, array("I", [1, 2, 3]), 3, params))
     samples = build(table, builder, [ScheduledRequest(4, 0, 3, [1], 1, True)]).samples
     assert (
         samples.temperature.tolist() == [0.5] and samples.top_p.tolist() == [0.25] and samples.min_p.tolist() == [0.125]
@@ -149,7 +151,7 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     """Padding decodes token 0 at position 0 of page 0 with slot 0, whatever an earlier, larger step left behind."""
     table, builder = make()
     for row in range(8):
-        table.fill(NewRequest(row, [9] * 40, 40, RowSampling(temperature=1.0, top_p=0.5, seed=5)))
+        table.fill(NewRequest(row, array("I", [9] * 40), 40, RowSampling(temperature=1.0, top_p=0.5, seed=5)))
     build(
         table, builder, [ScheduledRequest(r, 0, 40, [3 * r + 1, 3 * r + 2, 3 * r + 3], r + 1, True) for r in range(8)]
     )
@@ -174,7 +176,7 @@ def test_padding_of_a_mixture_claims_no_token_and_no_chunk() -> None:
     """Sequences that fill a step up are empty: no tokens, no slot, no chunk, whatever a larger step left behind."""
     table, builder = make()
     for row in range(8):
-        table.fill(NewRequest(row, [9] * 60, 60, RowSampling()))
+        table.fill(NewRequest(row, array("I", [9] * 60), 60, RowSampling()))
     pages = [[3 * r + 1, 3 * r + 2, 3 * r + 3, 30 + r] for r in range(8)]
     build(table, builder, [ScheduledRequest(r, 0, 40, pages[r][:3], r + 1, True) for r in range(8)])
     requests = [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6)]
@@ -198,7 +200,7 @@ def test_equally_many_drafts_are_one_verification() -> None:
     """Every state has its slot, the working slot comes last; anything else in the step makes it a short prefill."""
     table, builder = make(rows=3, num_drafts=2)
     for row in range(3):
-        table.fill(NewRequest(row, list(range(40)), 40, RowSampling()))
+        table.fill(NewRequest(row, array("I", list(range(40))), 40, RowSampling()))
     alike = [
         ScheduledRequest(0, 40, 3, [1, 2, 3, 4, 5, 6], 7, True, [(41, 8), (42, 9)], 0, [5, 6]),
         ScheduledRequest(2, 41, 3, [11, 12, 13, 14, 15, 16], 3, True, [(42, 4), (43, 5)], 0, [7, 8]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def mixture(runner: ModelRunner) -> SchedulerOutput:
     lengths, starts, counts = (9, 30, 21, 120), (9, 30, 0, 40), (1, 1, 21, 37)
     has_states = int(runner.spec.has_states)
     new = [
-        NewRequest(row, [rng.randrange(vocab) for _ in range(length + 1)], length + 1, RowSampling(temperature=0.0))
+        NewRequest(
+            row, array("I", [rng.randrange(vocab) for _ in range(length + 1)]), length + 1, RowSampling(temperature=0.0)
+        )
         for row, length in enumerate(lengths)
     ]
     pages = [[1 + 20 * row + i for i in range(20)] for row in range(4)]
@@ -139,7 +142,7 @@ def test_a_row_that_is_padding_is_no_sequence_s_last(tmp_path: Path) -> None:
     runner = ModelRunner(resolve(model=str(folder), cuda_graph_mode="NONE", **SIZES))
     builder = runner.steps.builder
     for counts, spare in (((4, 4), 0), ((1, 1, 6), 2), ((1, 1, 1), 3), ((1, 2), 1)):
-        new = [NewRequest(row, [1] * 8, 8, RowSampling()) for row in range(len(counts))]
+        new = [NewRequest(row, array("I", [1] * 8), 8, RowSampling()) for row in range(len(counts))]
         requests = [ScheduledRequest(row, 0, count, [1 + row], 0, True) for row, count in enumerate(counts)]
         runner.steps.prepare(SchedulerOutput(0, requests, new))
         shape = builder.fill(SchedulerOutput(0, requests))
@@ -154,7 +157,7 @@ def test_rows_of_no_sequence_are_sent_to_no_expert(tmp_path: Path, monkeypatch: 
     folder = make_checkpoint("Qwen3MoeForCausalLM", tmp_path)
     settings = SIZES | {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1], "piecewise_cuda_graph_tokens": [16]}
     steps = ModelRunner(resolve(model=str(folder), **settings)).steps
-    new = [NewRequest(row, [1] * 4, 4, RowSampling()) for row in range(2)]
+    new = [NewRequest(row, array("I", [1] * 4), 4, RowSampling()) for row in range(2)]
     requests = [ScheduledRequest(row, 0, 4, [1 + row], 0, True) for row in range(2)]
     steps.prepare(SchedulerOutput(0, requests, new))
     steps.builder.pad_mixture(steps.builder.fill(SchedulerOutput(0, requests)), 16)

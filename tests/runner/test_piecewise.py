@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ def step(sequences: list[tuple[int, int, int]], page_size: int = 4, pages_each: 
         pages = [1 + row * pages_each + i for i in range(pages_each)] if start == 0 else []
         if start == 0:
             rng = random.Random(row)
-            new.append(NewRequest(row, [rng.randrange(200) for _ in range(300)], 300, RowSampling(temperature=0.0)))
+            new.append(
+                NewRequest(row, array("I", [rng.randrange(200) for _ in range(300)]), 300, RowSampling(temperature=0.0))
+            )
         requests.append(ScheduledRequest(row, start, count, pages, 1 + row, True))
     return SchedulerOutput(0, requests, new)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Rig:
         self.lengths: dict[int, int] = {}
 
     def fill(self, row: int, prompt: list[int], output: list[int] | None = None, **params: Any) -> None:
-        new = NewRequest(row, prompt + (output or []), len(prompt), RowSampling(**params))
+        new = NewRequest(row, array("I", prompt + (output or [])), len(prompt), RowSampling(**params))
         self.rows.fill(new)
         self.inputs.fill(new)
         self.lengths[row] = len(new.token_ids)

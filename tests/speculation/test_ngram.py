@@ -4,6 +4,7 @@ the speed changes; stop strings that are found a step late leave nothing behind.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +127,7 @@ def drafter_of(num_drafts: int, low: int, high: int) -> tuple[RowTable, NgramDra
 def test_the_longest_suffix_that_counts_is_looked_up(low: int, high: int, follows: int) -> None:
     """Of the prompt and what was sampled."""
     rows, drafter = drafter_of(1, low, high)
-    new = NewRequest(0, [1, 2, 3, 9, 4, 2, 3, 8, 1, 2], 10, RowSampling())
+    new = NewRequest(0, array("I", [1, 2, 3, 9, 4, 2, 3, 8, 1, 2]), 10, RowSampling())
     rows.fill(new)
     drafter.fill(new)
     nothing: Any = None
@@ -155,7 +156,7 @@ def test_rows_remember_what_the_drafts_of_their_step_came_to() -> None:
     Here outside a graph, as after a step with a request whose logits are edited."""
     rows, drafter = drafter_of(2, 2, 3)
     for row in (0, 1):
-        new = NewRequest(row, [5, 6, 7, 8, 5], 5, RowSampling())
+        new = NewRequest(row, array("I", [5, 6, 7, 8, 5]), 5, RowSampling())
         rows.fill(new)
         drafter.fill(new)
     requests = [ScheduledRequest(row, 4, 3, [], 0, True, draft_token_ids=[6, 7]) for row in (0, 1)]

@@ -10,8 +10,9 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta, ValidationError, convert
 from msgspec.structs import replace
 
 from weft.config import EngineConfig
@@ -55,6 +56,7 @@ class InputProcessor:
         media: MediaProcessor | None = None,
     ) -> None:
         self._vocab_size = config.model_config.vocab_size
+        self._token_ids: Any = list[Annotated[int, Meta(ge=0, lt=self._vocab_size)]]
         self._generation: GenerationDefaults = config.generation
         self._seed = config.seed
         self._num_processes = config.tensor_parallel_size
@@ -188,15 +190,16 @@ class InputProcessor:
     def _check_ids(self, name: str, ids: Any) -> list[int]:
         if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Sequence):
             raise RequestError(f"{name} is a {type(ids).__name__}; it must be a list of integers", name)
-        ids = list(ids)
-        if [*map(type, ids)].count(int) < len(ids):
-            wrong = next(token for token in ids if type(token) is not int)
-            raise RequestError(f"{name} holds {wrong!r}; every entry must be an integer", name)
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            size = self._vocab_size
-            raise RequestError(f"{name} holds {wrong}; the vocabulary has {size} ids, 0 to {size - 1}", name)
-        return ids
+        ids = ids if isinstance(ids, list) else list(ids)
+        try:
+            return convert(ids, self._token_ids)  # a copy
+        except ValidationError:
+            others = [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]
+        if others:
+            raise RequestError(f"{name} holds {others[0]!r}; every entry must be an integer", name)
+        size = self._vocab_size
+        wrong = next(token for token in ids if not 0 <= token < size)
+        raise RequestError(f"{name} holds {wrong}; the vocabulary has {size} ids, 0 to {size - 1}", name)
 
     def _check_length(self, prompt: PreparedPrompt) -> None:
         """Says it in the words by which OpenAI's and Anthropic's clients know an overflow."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 
@@ -89,7 +90,9 @@ class StepMaker:
         for row, length in enumerate(lengths, start=first_row):
             pages = self._pages(self._runner.spec.pages_for(length + 1))
             requests.append(self._request(row, 0, length, pages))
-            new.append(NewRequest(row, [self._rng.randrange(vocabulary) for _ in range(length)], length, GREEDY))
+            new.append(
+                NewRequest(row, array("I", [self._rng.randrange(vocabulary) for _ in range(length)]), length, GREEDY)
+            )
         return SchedulerOutput(0, requests, new)
 
     def _request(self, row: int, start: int, num_tokens: int, pages: list[int]) -> ScheduledRequest:

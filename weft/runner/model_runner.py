@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -299,7 +300,7 @@ class ModelRunner:
         self._attach(CachePlan(2, 2, count, config.max_model_len, 0, {}))
         greedy = RowSampling(temperature=1.0, top_p=0.9)
         slot = 1 if self.spec.has_states else 0
-        new = [NewRequest(row, [0] * length, length, greedy) for row in range(count)]
+        new = [NewRequest(row, array("I", [0] * length), length, greedy) for row in range(count)]
         more = [1] * (self.spec.pages_for(config.max_model_len) - pages)
         prefills = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
         most = min(config.max_model_len, config.max_num_batched_tokens // count) - 1

@@ -77,9 +77,9 @@ class SamplingInputs:
         """Start the histories that the new request of a row needs."""
         self.forget(new.row)
         params = new.sampling
-        output = new.token_ids[new.num_prompt_tokens :]
+        output = new.token_ids[new.num_prompt_tokens :].tolist()
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
-            self._counts[new.row] = self._start_counts(new.token_ids[: new.num_prompt_tokens], output)
+            self._counts[new.row] = self._start_counts(new.token_ids[: new.num_prompt_tokens].tolist(), output)
         if params.bad_words:
             self._bad_words[new.row] = self._start_bad_words(params.bad_words, output)
         if params.allowed_token_ids is not None:

@@ -11,6 +11,7 @@ captured and runs on the real rows, with kernels for their number, so there resu
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -283,7 +284,7 @@ def _start(runner: ModelRunner, count: int, rng: random.Random, query_len: int =
 def _prefill(runner: ModelRunner, sequence: _Sequence, rng: random.Random) -> None:
     prompt = [rng.randrange(runner.config.model_config.vocab_size) for _ in range(sequence.length)]
     sampling = RowSampling(temperature=float(sequence.row % 2), top_p=0.9, seed=sequence.row)
-    new = NewRequest(sequence.row, prompt, len(prompt), sampling)
+    new = NewRequest(sequence.row, array("I", prompt), len(prompt), sampling)
     request = ScheduledRequest(sequence.row, 0, len(prompt), sequence.pages, sequence.slot, True)
     runner.run(SchedulerOutput(0, [request], [new]))
 

@@ -12,6 +12,7 @@ two meet every tile. All layers of one kind use the same kernels, so one of each
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
 
 def step(sequences: list[tuple[int, int]], state_slot: int, sampling: RowSampling = GREEDY) -> SchedulerOutput:
     """A step of sequences given as ``(start, num_tokens)``, decodes first; they have no pages, so all use page 0."""
-    new = [NewRequest(row, [0] * count, count, sampling) for row, (_, count) in enumerate(sequences)]
+    new = [NewRequest(row, array("I", [0] * count), count, sampling) for row, (_, count) in enumerate(sequences)]
     requests = [
         ScheduledRequest(row, start, count, [], state_slot, True) for row, (start, count) in enumerate(sequences)
     ]
@@ -114,7 +115,7 @@ def step(sequences: list[tuple[int, int]], state_slot: int, sampling: RowSamplin
 
 def image_step(state_slot: int, merge: int) -> SchedulerOutput:
     """A step of one token: an image of ``merge * merge`` patches that was never encoded."""
-    new = NewRequest(0, [0], 1, GREEDY, [(0, 1, merge, merge)])
+    new = NewRequest(0, array("I", [0]), 1, GREEDY, [(0, 1, merge, merge)])
     return SchedulerOutput(0, [ScheduledRequest(0, 0, 1, [], state_slot, True, media=[(0, 1, 0)])], [new])
 
 
