@@ -19,6 +19,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -132,8 +133,8 @@ def compare_decode(weft: Weft, reference: Transformers, source: Tokens, repeats:
     seconds: dict[str, list[float]] = {"weft_1": [], "weft_all": [], "transformers_1": [], "transformers_all": []}
     for _ in range(repeats):
         for name, engine in (("weft", weft), ("transformers", reference)):
-            seconds[f"{name}_1"].append(timed(lambda e=engine: e.generate(short))[0])
-            seconds[f"{name}_all"].append(timed(lambda e=engine: e.generate(long))[0])
+            seconds[f"{name}_1"].append(timed(partial(engine.generate, short))[0])
+            seconds[f"{name}_all"].append(timed(partial(engine.generate, long))[0])
     per_token = {
         name: (median(seconds[f"{name}_all"]) - median(seconds[f"{name}_1"])) / DECODE_STEPS * 1e3
         for name in ("weft", "transformers")
@@ -159,7 +160,7 @@ def compare_queue(weft: Weft, reference: Transformers, queue: list[Request], rep
     tokens: dict[str, list[Tokens]] = {}
     for _ in range(repeats):
         for name, run in ways.items():
-            elapsed, tokens[name] = timed(lambda r=run: r(queue))
+            elapsed, tokens[name] = timed(partial(run, queue))
             seconds[name].append(elapsed)
     middle = {name: median(values) for name, values in seconds.items()}
     num_tokens = sum(length for _, length in queue)

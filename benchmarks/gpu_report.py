@@ -50,7 +50,7 @@ def main() -> None:
         result["startup"] = llm.startup
         ceilings = ceilings_of(llm.config.device)
         result |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
-        runner = llm._core._executor._runner
+        runner = llm._core._executor._runner  # type: ignore[attr-defined]
         captured = {
             "decode": runner.graphs.decode, "forward": runner.graphs.forward, "sample": runner.graphs.samples,
             "pieces": runner.graphs.pieces, "encoder": runner.media.graphs.graphs if runner.media else None,

@@ -7,7 +7,7 @@ estimate is not begun, and is named at the end. Afterwards put the files into ``
 ``python docs/make_tables.py``, which writes the tables of the documents from them.
 
 ``tables``: engine figures with graphs, without, in pieces; starts; prefix reuse. ``choices``: what defaults rest on
-(segments of long prompts, width of page tables, modes by measurement, a second stream).
+(segments of long prompts, width of page tables, modes by measurement).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +39,9 @@ class Job:
     seconds: int
 
 
-def _report(name: str, seconds: int, model: str, settings: dict[str, object], *flags: str) -> Job:
+def _report(name: str, seconds: int, model: str, settings: Mapping[str, object], *flags: str) -> Job:
     state = BF16_STATE if model == B else {}
-    given = json.dumps(state | settings)
+    given = json.dumps({**state, **settings})
     return Job(name, ("benchmarks/gpu_report.py", "--model", model, "--settings", given, *flags), seconds)
 
 
@@ -84,7 +84,6 @@ def _choices() -> list[Job]:
     jobs = [
         Job(f"context-tables-{A}-h200", (tables, "--model", A, "--rules", "as it is", "long splits", "held to 4096",
                                          "held to 16384"), 65),
-        Job(f"second-stream-{B}-h200", ("benchmarks/second_stream.py", "--model", B), 20),
         Job(f"context-tables-{B}-h200", own, 45),
     ]  # fmt: skip
     long = {

@@ -112,7 +112,7 @@ def difference(plain: LLM, prompt: str, params: SamplingParams, first: list[int]
         temperature=0,
         max_tokens=params.max_tokens,
         ignore_eos=True,
-        logits_processors=[logits],  # type: ignore[list-item]
+        logits_processors=[logits],
     )
     plain.generate([prompt], again, use_tqdm=False)
     top, second_best = logits.rows[place].tolist()

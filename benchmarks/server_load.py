@@ -191,7 +191,7 @@ def serve(api_server_count: int) -> int:
     from weft.server.settings import ServerSettings
 
     engine = {"device": "cpu"}
-    count = (
+    count: dict[str, Any] = (
         {"api_server_count": api_server_count} if api_server_count > 1 else {}
     )  # an older tree knows no such setting
     return serve(

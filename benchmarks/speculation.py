@@ -43,7 +43,8 @@ def step_ms(llm: LLM, batch_size: int) -> dict[str, Any]:
     for seed, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=8 * STEPS, ignore_eos=True, detokenize=False, seed=seed)
         llm.add_request({"prompt_token_ids": prompt}, params)
-    intervals, previous = [], None
+    intervals: list[float] = []
+    previous: float | None = None
     for _ in range(STEPS + 40):
         whole = len(llm.step()) == batch_size
         now = time.perf_counter()

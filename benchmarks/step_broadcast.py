@@ -39,7 +39,8 @@ def read(address: Address, spin_s: float, queue: Any) -> None:
 def measure(num_requests: int, spin_s: float, steps: int) -> dict[str, Any]:
     """Microseconds of one kind of step."""
     requests = [ScheduledRequest(row, 1000 + row, 1, [], row + 1, True) for row in range(num_requests)]
-    writer, queue = Writer(1), multiprocessing.Queue()
+    writer = Writer(1)
+    queue: multiprocessing.Queue[Any] = multiprocessing.Queue()
     process = multiprocessing.Process(target=read, args=(writer.address, spin_s, queue))
     process.start()
     queue.get()

@@ -97,7 +97,7 @@ def engine(began: float, settings: dict[str, Any], wanted: list[str], path: Path
             workload = prefill.PrefillWorkload(LENGTHS, repeats=9 if ON_GPU else 2)
             keep("first_token", [prefill._measure_length(llm, workload, n, None) for n in LENGTHS])
         if "throughput" in wanted:
-            tiny = {} if ON_GPU else {"num_prompts": 3, "prompt_len": (4, 9), "output_len": (2, 5)}
+            tiny: dict[str, Any] = {} if ON_GPU else {"num_prompts": 3, "prompt_len": (4, 9), "output_len": (2, 5)}
             keep("throughput", throughput.measure(llm, throughput.ThroughputWorkload(**tiny)))
         print("shutting down", flush=True)
     found["ended"] = True

@@ -18,6 +18,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -49,10 +50,7 @@ BATCHES = (1, 2, 3, 8, 9, 32, 33, 64, 128, 256)
 def candidates(profile: GraphProfile) -> dict[str, Change]:
     """The fixed modes by their rules, and the tuned one by its table."""
     table = ModeTable.of(profile)
-    found: dict[str, Change] = {
-        str(mode): lambda d, mode=mode: dataclasses.replace(d, mode=mode, table=None)
-        for mode in FIXED  # type: ignore[misc]
-    }
+    found: dict[str, Change] = {str(mode): partial(dataclasses.replace, mode=mode, table=None) for mode in FIXED}
     return found | {TUNED: lambda d: dataclasses.replace(d, table=table)}
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -108,7 +109,7 @@ def first_tokens(requests: Requests, repeats: int) -> dict[str, Any]:
         more = [*plain.prompt_token_ids, *plain.output_token_ids, *requests.text(100)]
         text_turn.append(requests.seconds([requests.of(more)]))
         eight.append(requests.seconds([requests.with_image(requests.image(), requests.text(100)) for _ in range(8)]))
-    result = {
+    result: dict[str, Any] = {
         "first_token": ms(alone[1:]), "eight_at_once": ms(eight[1:]), "second_turn": ms(second[1:]),
         "text_second_turn": ms(text_turn[1:]),
     }  # fmt: skip
@@ -153,8 +154,8 @@ def encoder(core: EngineCore, vision: VisionConfig, side: int) -> list[dict[str,
     for grids in [*squares, [(1, side, side)] * 8, [(16, half, half)]]:
         count = sum(t * h * w for t, h, w in grids)
         patches = torch.randn(count, vision.patch_dim, device=media.embeddings.device, dtype=media.embeddings.dtype)
-        eager = device_ms(lambda patches=patches, grids=grids: media.run_eager(patches, grids))
-        took = device_ms(lambda patches=patches, grids=grids: media.run(patches, grids))
+        eager = device_ms(partial(media.run_eager, patches, grids))
+        took = device_ms(partial(media.run, patches, grids))
         flops = encoder_flops(vision, grids)
         row = {"grids": f"{len(grids)} x {grids[0]}", "patches": count, "captured": media.graphs.size_for(count),
                "ms": round(took, 3), "eager_ms": round(eager, 3),

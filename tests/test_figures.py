@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ def test_figures_stand_in_the_files_that_are_named(path: Path) -> None:
 def test_files_that_are_named_exist(path: Path) -> None:
     named = re.findall(r"benchmarks/results/([\w.*-]+\.json)", path.read_text(encoding="utf-8"))
     assert all(list(RESULTS.glob(name)) for name in named), named
+
+
+def test_every_file_of_results_is_named() -> None:
+    """By a document, a script that makes documents, a model card, or a test; perhaps as ``name-*.json``."""
+    pages = ("docs/*.py", "demo/*.md", "weft/assets/*/*.md", "tests/**/*.py")
+    places = [*DOCUMENTS, *(place for page in pages for place in ROOT.glob(page))]
+    patterns = {name for place in places for name in re.findall(r"[\w.*-]+\.json", place.read_text(encoding="utf-8"))}
+    patterns = {name for name in patterns if not name.startswith("*")}
+    files = [file.name for file in RESULTS.iterdir()]
+    assert [name for name in files if not any(fnmatchcase(name, pattern) for pattern in patterns)] == []
 
 
 def test_a_wrong_figure_is_found() -> None:

@@ -17,10 +17,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
-
-if not ON_GPU:
-    from tests.ops import interpreter  # noqa: F401
-
 from weft.forward_context import Batch
 from weft.ops.triton.attention import GLUON_IS_KNOWN
 from weft.ops.triton.attention_decode import decode_tile, launch_decode

@@ -27,10 +27,6 @@ from torch import Tensor
 
 from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-
-if not ON_GPU:
-    from tests.ops import interpreter  # noqa: F401
-
 from weft import report
 from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul_reference
@@ -259,9 +255,11 @@ class Experts:
             routings.append((torch.rand(ids.shape, device=device), ids))
         return x, routings
 
-    def matrices(self, tokens: int) -> tuple[Tensor, ...]:
+    def matrices(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gate and up, their scales, down, its scales."""
         count = self.num_experts + (tokens <= MOST_ROUTED_ROWS)
-        return tuple(tensor[:count] for tensor in (*self.gate_up, *self.down))
+        (gate_up, gate_up_scale), (down, down_scale) = self.gate_up, self.down
+        return gate_up[:count], gate_up_scale[:count], down[:count], down_scale[:count]
 
     def run(self, x: Tensor, routing: tuple[Tensor, Tensor], tiles: Tiles | None) -> Tensor:
         return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, block=128, tiles=tiles)
@@ -385,8 +383,9 @@ def measure_square() -> list[dict[str, Any]]:
     return rows
 
 
-def square_call(product: Product, x: Tensor, config: ManyRows | Library) -> Callable[[], None]:
+def square_call(product: Product, x: Tensor, config: Config) -> Callable[[], None]:
     """The product alone."""
+    assert not isinstance(config, FewRows)  # no candidate of a large product
     values, scales = quantize_inputs_triton(x, None, block=product.size.block)
     out = torch.empty(SQUARE, SQUARE, dtype=DTYPE, device=DEVICE)
     weight, scale = product.weights[0]
@@ -405,7 +404,7 @@ def _square(name: str, call: Callable[[], Any]) -> dict[str, Any]:
 
 def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles]) -> None:
     """Compile what one candidate launches; what fails fails again, and visibly, when it is launched."""
-    early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
+    early_launch._can_launch_early = lambda device: True
 
     def compile_only(kernel: Kernel, grid: Any, args: Any, options: dict[str, Any]) -> None:
         kernel.run(*args, grid=grid, warmup=True, **options)

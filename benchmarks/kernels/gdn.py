@@ -4,7 +4,7 @@
 
 Geometry of Qwen3-Next: 16 key heads, 32 value heads, K = V = 128, convolution of 4. Times are medians over replays of a
 CUDA graph that rotates through more data than the L2 cache holds. Where flash-linear-attention is installed, its
-chunked kernels are timed beside ours. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks
+chunked kernels are timed beside ours. Without a GPU, ``--check-only`` rehearses the checks
 at a small size.
 """
 
@@ -23,12 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.measure import graph_ms
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, error, time_us
 from weft import report
-from weft.config.gated_delta_net import (
-    CHUNK_SIZE,
-    GatedDeltaNetConfig,
-)
+from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates_reference
 from weft.ops.gdn_decode import gdn_decode_reference
@@ -37,10 +34,8 @@ from weft.ops.triton.causal_conv1d import causal_conv1d_triton
 from weft.ops.triton.gated_norm import gated_rms_norm_triton
 from weft.ops.triton.gdn_decode import Shape, gdn_decode_triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 4)
 CONV_DIM = 2 * HK * K + HV * V
-PEAK_BYTES_PER_S = 4.25e12
 TILES: list[gdr.Tile | None] = [None] + [gdr.Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 3))]
 """None: the kernel's own choice, on Hopper another kernel."""
 DECODE_SHAPES = [
@@ -74,8 +69,8 @@ def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Ba
     def ints(x: list[int]) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=DEVICE)
 
-    columns = [ints(list(c)) for c in zip(*rows, strict=True)]
-    chunks = ChunkTable(CHUNK_SIZE, *columns, ints(first + [first[-1]] * pad), max_seqs=len(lens))
+    seqs, starts, lengths, slots = (ints(list(c)) for c in zip(*rows, strict=True))
+    chunks = ChunkTable(CHUNK_SIZE, seqs, starts, lengths, slots, ints(first + [first[-1]] * pad), max_seqs=len(lens))
     cu = [0, *itertools.accumulate(lens)]
     none = ints([0])
     return Batch(
@@ -84,13 +79,14 @@ def make_batch(lens: list[int], *, checkpoint: bool = False, pad: int = 0) -> Ba
     )  # fmt: skip
 
 
-def make_inputs(num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+def make_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta, with keys that resemble each other and decays from none to strong."""
     q, k = (torch.randn(num_tokens, HK, K, device=DEVICE) + 0.5 for _ in range(2))
     v = torch.randn(num_tokens, HV, V, device=DEVICE)
     a, b = (torch.randn(num_tokens, HV, device=DEVICE) for _ in range(2))
     a_log, dt_bias = torch.empty(HV, device=DEVICE).uniform_(-5, 2), torch.empty(HV, device=DEVICE).uniform_(-4, 1)
-    return [q.to(dtype), k.to(dtype), v.to(dtype), *gdn_gates_reference(a, b, a_log, dt_bias)]
+    g, beta = gdn_gates_reference(a, b, a_log, dt_bias)
+    return q.to(dtype), k.to(dtype), v.to(dtype), g, beta
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, at: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,10 +103,6 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, at: int) ->
         out[t] = torch.einsum("hkv,hk->hv", state, q[t]) * K**-0.5
         checkpoint = state if t + 1 == at else checkpoint
     return out, state, checkpoint
-
-
-def relative(x: Tensor, reference: Tensor) -> float:
-    return ((x.double() - reference).norm() / reference.norm()).item()
 
 
 def _or_nan(value: float) -> float:
@@ -132,10 +124,11 @@ def check_chunk(dtype: torch.dtype, tile: gdr.Tile | None, lens: list[int]) -> d
     assert state[0].isnan().all() and state[-1].isnan().all(), "foreign slots touched"
     errors, start = {"out": 0.0, "state": 0.0, "checkpoint": 0.0}, 0
     for s, length in enumerate(lens):
-        expected, final, at3 = oracle(*(t[start : start + length] for t in x), at=3)
-        worst = {"out": relative(out[start : start + length], expected), "state": relative(state[s + 1], final)}
+        q, k, v, g, beta = (t[start : start + length] for t in x)
+        expected, final, at3 = oracle(q, k, v, g, beta, at=3)
+        worst = {"out": error(out[start : start + length], expected), "state": error(state[s + 1], final)}
         if s == len(lens) - 1:
-            worst["checkpoint"] = relative(state[len(lens) + 1], at3)
+            worst["checkpoint"] = error(state[len(lens) + 1], at3)
         errors = {key: max(value, worst.get(key, 0.0), key=_or_nan) for key, value in errors.items()}
         start += length
     return errors
@@ -167,15 +160,10 @@ def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape) -> 
     gdn_decode_triton(**arguments, state_slots=slots, geometry=GEOMETRY, out=out, shape=shape)
     assert (out[4] == 0).all(), "padding rows must be zero"
     return {
-        "out": relative(out, expected.double()),
-        "state": relative(arguments["state"][1:], upcast["state"][1:].double()),
-        "conv": relative(arguments["conv_state"][1:], upcast["conv_state"][1:].double()),
+        "out": error(out, expected),
+        "state": error(arguments["state"][1:], upcast["state"][1:]),
+        "conv": error(arguments["conv_state"][1:], upcast["conv_state"][1:]),
     }
-
-
-def time_us(calls: list[Callable[[], Any]]) -> float:
-    """Median time of one call, microseconds; see ``graph_ms``."""
-    return graph_ms(calls) * 1e3
 
 
 def time_chunk(lens: list[int], tiles: list[gdr.Tile | None]) -> dict[str, float]:
@@ -183,10 +171,10 @@ def time_chunk(lens: list[int], tiles: list[gdr.Tile | None]) -> dict[str, float
     state = torch.zeros(len(lens) + 2, HV, K, V, device=DEVICE)
     sets = [make_inputs(batch.num_tokens, torch.bfloat16) for _ in range(3)]
     times = {}
-    calls = [lambda x=x: gdr._prepare(x[0], x[1], x[3], x[4], batch.chunks[CHUNK_SIZE]) for x in sets]
-    times["prepare"] = time_us(calls)
+    prepare = [partial(gdr._prepare, q, k, g, beta, batch.chunks[CHUNK_SIZE]) for q, k, _, g, beta in sets]
+    times["prepare"] = time_us(prepare)
     for tile in tiles:
-        calls = [lambda x=x, t=tile: gdr.chunk_gated_delta_rule_triton(*x, state, batch, tile=t) for x in sets]
+        calls = [partial(gdr.chunk_gated_delta_rule_triton, *x, state, batch, tile=tile) for x in sets]
         times[f"total {tile_name(tile)}"] = time_us(calls)
     return times
 
@@ -195,14 +183,14 @@ def time_fla(lens: list[int]) -> dict[str, float]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     sets = [make_inputs(sum(lens), torch.bfloat16) for _ in range(3)]
-    sets = [[t.unflatten(0, (len(lens), -1)) for t in x] for x in sets]
+    by_prompt = [[t.unflatten(0, (len(lens), -1)) for t in x] for x in sets]
     initial = torch.zeros(len(lens), HV, K, V, device=DEVICE)
 
     def call(x: list[Tensor]) -> None:
         with torch.no_grad():
             chunk_gated_delta_rule(*x, initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
-    return {"fla": time_us([lambda x=x: call(x) for x in sets])}
+    return {"fla": time_us([partial(call, x) for x in by_prompt])}
 
 
 def time_layer_ops(lens: list[int]) -> dict[str, float]:
@@ -215,10 +203,10 @@ def time_layer_ops(lens: list[int]) -> dict[str, float]:
     gates = [x[:, CONV_DIM : CONV_DIM + HV * V].unflatten(-1, (HV, V)) for x in sets]
     conv = partial(causal_conv1d_triton, chunk_size=CHUNK_SIZE)
     return {
-        "conv": time_us([lambda x=x: conv(x[:, :CONV_DIM], weight, None, states, batch) for x in sets]),
-        "conv floor": n * CONV_DIM * 4 / PEAK_BYTES_PER_S * 1e6,
-        "norm": time_us([lambda x=x: gated_rms_norm_triton(mixed, x, norm, 1e-6) for x in gates]),
-        "norm floor": n * HV * V * 6 / PEAK_BYTES_PER_S * 1e6,
+        "conv": time_us([partial(conv, x[:, :CONV_DIM], weight, None, states, batch) for x in sets]),
+        "conv floor": n * CONV_DIM * 4 / COPY_BYTES_PER_S * 1e6,
+        "norm": time_us([partial(gated_rms_norm_triton, mixed, x, norm, 1e-6) for x in gates]),
+        "norm floor": n * HV * V * 6 / COPY_BYTES_PER_S * 1e6,
     }
 
 
@@ -230,7 +218,7 @@ def time_decode(rows: int, state_dtype: torch.dtype, shapes: list[Shape]) -> dic
     slots = [order[i * rows : (i + 1) * rows].contiguous() for i in range(sets)]
     state_bytes = 2 * rows * HV * K * V * state_dtype.itemsize
     other = rows * (CONV_DIM * (2 * W - 1) + HV * V * 2) * 2
-    times = {"floor": (state_bytes + other) / PEAK_BYTES_PER_S * 1e6}
+    times = {"floor": (state_bytes + other) / COPY_BYTES_PER_S * 1e6}
     for shape in shapes:
         run = partial(gdn_decode_triton, **arguments, geometry=GEOMETRY, shape=shape)
         calls = [partial(run, state_slots=s) for s in slots]
@@ -242,8 +230,8 @@ def attempt(results: dict[str, Any], name: str, function: Callable[[], Any]) -> 
     """Record a result or the error: one broken configuration must not cost the others."""
     try:
         results[name] = function()
-    except Exception as error:
-        results[name] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
+    except Exception as failure:
+        results[name] = f"FAILED {type(failure).__name__}: {str(failure)[:200]}"
         traceback.print_exc(limit=3)
     print(name, json.dumps(results[name]), flush=True)
 
@@ -260,25 +248,25 @@ def main() -> None:
     lens = [1, 63, 64, 65, 130, 210] if on_gpu else [1, 70]
     for seed, tile in itertools.product(range(2), TILES if on_gpu else TILES[:1]):
         torch.manual_seed(seed)
-        attempt(results, f"check {half} {tile_name(tile)} seed {seed}", lambda t=tile: check_chunk(half, t, lens))
+        attempt(results, f"check {half} {tile_name(tile)} seed {seed}", partial(check_chunk, half, tile, lens))
     for tile in (gdr.Tile(32, 4, 1), gdr.Tile(16, 4, 1)):
-        attempt(results, f"check float32 {tuple(tile)}", lambda t=tile: check_chunk(torch.float32, t, lens))
+        attempt(results, f"check float32 {tuple(tile)}", partial(check_chunk, torch.float32, tile, lens))
     for shape in DECODE_SHAPES if on_gpu else DECODE_SHAPES[:1]:
         for dtype, state_dtype in ((half, torch.float32), (half, half), (torch.float32, torch.float32)):
             attempt(
                 results, f"check decode {dtype} state {state_dtype} {tuple(shape)}",
-                lambda d=dtype, s=state_dtype, shape=shape: check_decode(d, s, shape),
+                partial(check_decode, dtype, state_dtype, shape),
             )  # fmt: skip
     if on_gpu and not options.check_only:
         if not options.decode_only:
             for lens in ([64], [1024], [4096], [8192], [2048] * 2, [2048] * 4, [256] * 32, [1024] * 16):
-                attempt(results, f"chunk {len(lens)} x {lens[0]} us", lambda n=lens: time_chunk(n, TILES))
+                attempt(results, f"chunk {len(lens)} x {lens[0]} us", partial(time_chunk, lens, TILES))
             for lens in ([4096], [8192], [2048] * 4):
-                attempt(results, f"fla {len(lens)} x {lens[0]} us", lambda n=lens: time_fla(n))
+                attempt(results, f"fla {len(lens)} x {lens[0]} us", partial(time_fla, lens))
             for lens in ([64], [4096], [2048] * 4):
-                attempt(results, f"conv and norm {len(lens)} x {lens[0]} us", lambda n=lens: time_layer_ops(n))
+                attempt(results, f"conv and norm {len(lens)} x {lens[0]} us", partial(time_layer_ops, lens))
         for rows, dtype in itertools.product((1, 8, 32, 64, 128, 256), (torch.float32, torch.bfloat16)):
-            attempt(results, f"decode {rows} {dtype} us", lambda n=rows, d=dtype: time_decode(n, d, DECODE_SHAPES))
+            attempt(results, f"decode {rows} {dtype} us", partial(time_decode, rows, dtype, DECODE_SHAPES))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

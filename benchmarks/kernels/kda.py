@@ -5,7 +5,7 @@
 Kimi Delta Attention has 32 heads of 128, latent attention 32 heads of 512 + 64; windows are those of gpt-oss (64
 and 8 heads of 64, window 128) and of Gemma 3 (8 and 4 heads of 256, window 1,024). Times are medians over replays of a
 CUDA graph that rotates through several sets of data. ``--peers`` measures prefill alone, beside
-flash-linear-attention's. Without a GPU, ``--check-only`` under ``TRITON_INTERPRET=1`` rehearses the checks at a small
+flash-linear-attention's. Without a GPU, ``--check-only`` rehearses the checks at a small
 size.
 """
 
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.gdn import DEVICE, PEAK_BYTES_PER_S, attempt, make_batch, relative, time_us
+from benchmarks.kernels.gdn import attempt, make_batch
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, time_us
 from weft import report
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.config.kimi import KimiDeltaConfig
@@ -37,7 +38,6 @@ from weft.ops.triton.kda_decode import kda_decode_triton
 from weft.ops.triton.latent_attention import latent_attention_triton
 from weft.ops.triton.window_attention import window_attention_decode_triton, window_attention_triton
 
-ON_GPU = DEVICE == "cuda"
 H, K, W = (32, 128, 4) if ON_GPU else (2, 16, 4)
 WINDOWS = {"gpt-oss": (64, 8, 64, 128), "gemma3": (8, 4, 256, 1024)}
 PREPARE_SHAPES = [
@@ -59,12 +59,13 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def rule_inputs(num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+def rule_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta, with keys that resemble each other and decays from none to strong."""
     q, k = (torch.randn(num_tokens, H, K, device=DEVICE) + 0.5 for _ in range(2))
     v, f, b = random(num_tokens, H, K), random(num_tokens, H * K), random(num_tokens, H)
     a_log, dt_bias = torch.empty(H, device=DEVICE).uniform_(-5, 2), torch.empty(H * K, device=DEVICE).uniform_(-4, 1)
-    return [q.to(dtype), k.to(dtype), v.to(dtype), *kda_gates_reference(f, b, a_log, dt_bias)]
+    g, beta = kda_gates_reference(f, b, a_log, dt_bias)
+    return q.to(dtype), k.to(dtype), v.to(dtype), g, beta
 
 
 def check_chunk(dtype: torch.dtype, lens: list[int]) -> dict[str, float]:
@@ -72,9 +73,9 @@ def check_chunk(dtype: torch.dtype, lens: list[int]) -> dict[str, float]:
     x = rule_inputs(batch.num_tokens + 5, dtype)
     states = [torch.zeros(len(lens) + 3, H, K, K, device=DEVICE) for _ in range(2)]
     out = chunk_kda_triton(*x, states[0], batch)
-    wide = [y.float() for y in x]
-    want = chunk_gated_delta_rule_reference(*wide, states[1], batch)
-    return {"out": relative(out, want.double()), "states": relative(states[0], states[1].double())}
+    q, k, v, g, beta = (y.float() for y in x)
+    want = chunk_gated_delta_rule_reference(q, k, v, g, beta, states[1], batch)
+    return {"out": error(out, want), "states": error(states[0], states[1])}
 
 
 def decode_arguments(rows: int, slots: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -94,14 +95,14 @@ def decode_arguments(rows: int, slots: int, dtype: torch.dtype) -> dict[str, Any
 
 def check_decode(dtype: torch.dtype) -> dict[str, float]:
     arguments, slots = decode_arguments(5, 12, dtype), torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
-    upcast = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    upcast: dict[str, Any] = {n: x.float().clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     want = kda_decode_reference(**upcast, state_slots=slots, geometry=GEOMETRY)
     errors = {}
     for shape in SHAPES:
-        given = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        given: dict[str, Any] = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
         out = kda_decode_triton(**given, state_slots=slots, geometry=GEOMETRY, shape=shape)
-        errors[f"out {tuple(shape)}"] = relative(out, want.double())
-        errors[f"state {tuple(shape)}"] = relative(given["state"][1:], upcast["state"][1:].double())
+        errors[f"out {tuple(shape)}"] = error(out, want)
+        errors[f"state {tuple(shape)}"] = error(given["state"][1:], upcast["state"][1:])
     return errors
 
 
@@ -139,7 +140,7 @@ def time_decode(rows: int) -> dict[str, float]:
     run = partial(kda_decode_triton, **arguments, geometry=GEOMETRY)
     calls = [partial(run, state_slots=order[i * rows : (i + 1) * rows].contiguous()) for i in range(sets)]
     moved = rows * (2 * H * K * K * 4 + H * K * (3 * 2 * (2 * W - 1) + 6))
-    times = {"floor": moved / PEAK_BYTES_PER_S * 1e6, "kernel": time_us(calls)}
+    times = {"floor": moved / COPY_BYTES_PER_S * 1e6, "kernel": time_us(calls)}
     times["share"] = times["floor"] / times["kernel"]
     return times | {str(tuple(s)): time_us([partial(call, shape=s) for call in calls]) for s in SHAPES}
 
@@ -160,7 +161,7 @@ def time_latent(rows: int, context: int) -> dict[str, float]:
     latents = random(max(1, rows) * -(-context // 16) + 1, 16, 576)
     sets = [random(batch.num_tokens, 32, 576) for _ in range(3)]
     times = {"us": time_us([partial(latent_attention_triton, q, latents, batch, rank=512, scale=0.07) for q in sets])}
-    return times | {"bytes floor": max(1, rows) * context * 576 * 2 / PEAK_BYTES_PER_S * 1e6}
+    return times | {"bytes floor": max(1, rows) * context * 576 * 2 / COPY_BYTES_PER_S * 1e6}
 
 
 def time_window(name: str, rows: int, length: int) -> dict[str, float]:
@@ -172,9 +173,9 @@ def time_window(name: str, rows: int, length: int) -> dict[str, float]:
     if rows:
         slots = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)
         positions = torch.full((rows,), length, device=DEVICE)
-        run = window_attention_decode_triton
-        calls = [partial(run, *x, *windows, slots, positions, scale=0.1, sinks=sinks) for x in sets]
-        floor = rows * 2 * window * kv_heads * dim * 2 / PEAK_BYTES_PER_S * 1e6
+        decode = partial(window_attention_decode_triton, scale=0.1, sinks=sinks)
+        calls = [partial(decode, *x, *windows, slots, positions) for x in sets]
+        floor = rows * 2 * window * kv_heads * dim * 2 / COPY_BYTES_PER_S * 1e6
         return {"us": time_us(calls), "floor": floor}
     batch, run = make_batch([length]), partial(window_attention_triton, chunk_size=CHUNK_SIZE, scale=0.1, sinks=sinks)
     return {"us": time_us([partial(run, *x, *windows, batch) for x in sets])}

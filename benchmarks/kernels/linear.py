@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
-
-if not ON_GPU:
-    from tests.ops import interpreter  # noqa: F401
-
 from weft.ops.triton import skinny_linear as skinny
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.norm import rms_norm_triton
@@ -257,7 +254,7 @@ class Bench:
         for config in candidates(size, tokens):
             try:
                 worst = worst_error(x, self.weights[0], want, config, size.silu_mul)
-                us = self.us(x, lambda x, w, c=config: skinny_linear_triton(x, w, None, c, silu_mul=size.silu_mul))
+                us = self.us(x, partial(skinny_linear_triton, bias=None, config=config, silu_mul=size.silu_mul))
             except Exception as problem:  # a tile may not fit in shared memory
                 print(f"{size.name} {tokens} {tuple(config)}: {type(problem).__name__} {str(problem)[:80]}")
                 continue

@@ -5,7 +5,7 @@
 Geometry of Nemotron-H: 64 heads of 64 channels, a state of 128, 8 groups, convolution of 4; and of Granite 4.0-H-Tiny:
 48 heads of 64, one group. Times are medians over replays of a CUDA graph that rotates through more data than the L2
 cache holds. ``--peers`` measures prefill and the state's step alone, beside ``mamba_ssm``'s Triton kernels. Without a
-GPU the checks run under ``TRITON_INTERPRET=1`` at a small size, and times are zero.
+GPU the checks run under the interpreter at a small size, and times are zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
-from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, error, graph_ms, write_json
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, error, time_us, write_json
 from weft.config.linear_attention import CHUNK_SIZE
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.linear_attention import chunk_linear_attention_reference
@@ -59,12 +59,14 @@ def weights_of(geometry: Mamba2Config, dtype: torch.dtype = DTYPE) -> Mamba2Weig
     return Mamba2Weights(conv, conv_bias, a_log, dt_bias, random(heads), norm, 1e-5)
 
 
-def chunk_inputs(geometry: Mamba2Config, rows: int, dtype: torch.dtype) -> list[Any]:
+def chunk_inputs(
+    geometry: Mamba2Config, rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta, skip of the chunked recurrence."""
     x, b, c = split_heads(random(rows, geometry.conv_dim).to(dtype), geometry)
     w = weights_of(geometry)
     g, step = mamba2_gates_reference(random(rows, geometry.num_heads), w.A_log, w.dt_bias, (0.0, math.inf))
-    return [c, b, x, g, step, w.D]
+    return c, b, x, g, step, w.D
 
 
 def state_of(geometry: Mamba2Config, slots: int) -> Tensor:
@@ -90,7 +92,7 @@ def check_decode(geometry: Mamba2Config, dtype: torch.dtype) -> dict[str, Any]:
     conv, state = random(5, geometry.conv_dim, geometry.conv_kernel - 1).to(dtype), state_of(geometry, 5)
     exact = [conv.float().clone(), state.clone()]
     got = mamba2_decode_triton(projected, w, conv, state, slots, geometry)
-    wide = Mamba2Weights(*(x.float() if isinstance(x, Tensor) else x for x in w))
+    wide = Mamba2Weights(*(x.float() if isinstance(x, Tensor) else x for x in w))  # type: ignore[arg-type]
     want = mamba2_decode_reference(projected.float(), wide, *exact, slots, geometry)
     return {"out": error(got, want), "state": error(state[1:], exact[1][1:])}
 
@@ -104,7 +106,7 @@ def time_prefill(geometry: Mamba2Config, lens: list[int]) -> dict[str, Any]:
     }
     for tile in TILES:
         calls = [partial(chunk_linear_attention_triton, *x, state, batch, tile=tile) for x in sets]
-        times[str(tuple(tile))] = attempt(lambda c=calls: graph_ms(c) * 1e3)  # type: ignore[misc]
+        times[str(tuple(tile))] = attempt(partial(time_us, calls))
     w, conv = weights_of(geometry), random(len(lens) + 2, geometry.conv_dim, geometry.conv_kernel - 1).to(DTYPE)
     wide = [random(rows, sum(geometry.part_sizes)).to(DTYPE) for _ in range(3)]
     parts = [x.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1) for x in wide]
@@ -118,12 +120,12 @@ def time_prefill(geometry: Mamba2Config, lens: list[int]) -> dict[str, Any]:
         ],
         "norm": [partial(norm, y, p[0]) for p in parts],
     }  # fmt: skip
-    return times | {name: graph_ms(calls) * 1e3 for name, calls in around.items()}
+    return times | {name: time_us(calls) for name, calls in around.items()}
 
 
 def time_mamba_ssm(geometry: Mamba2Config, lens: list[int]) -> float:
     """Microseconds of ``mamba_chunk_scan_combined``, gates and skip included, final states kept."""
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # type: ignore[import-not-found]
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     w, g = weights_of(geometry), geometry
     shape, options = (len(lens), lens[0]), {"D": w.D, "dt_bias": w.dt_bias, "dt_softplus": True}
@@ -134,14 +136,12 @@ def time_mamba_ssm(geometry: Mamba2Config, lens: list[int]) -> float:
         b, c = (random(*shape, g.num_groups, g.state_size).to(DTYPE) for _ in range(2))
         dt = random(*shape, g.num_heads).to(DTYPE)
         calls.append(partial(mamba_chunk_scan_combined, x, dt, a, b, c, 256, return_final_states=True, **options))
-    return graph_ms(calls) * 1e3
+    return time_us(calls)
 
 
 def time_mamba_ssm_step(geometry: Mamba2Config, rows: int) -> dict[str, float]:
     """Microseconds of ``selective_state_update`` with time steps per head, beside our step; neither convolves."""
-    from mamba_ssm.ops.triton.selective_state_update import (  # type: ignore[import-not-found]
-        selective_state_update,
-    )
+    from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
     w, g = weights_of(geometry), geometry
     row_bytes = 2 * g.num_heads * g.state_size * g.head_dim * 4
@@ -166,7 +166,7 @@ def time_mamba_ssm_step(geometry: Mamba2Config, rows: int) -> dict[str, float]:
     step = partial(
         linear_attention_step, c, b, x, w.A_log, ours, dt=dt, dt_bias=w.dt_bias, skip=w.D, dt_limit=(0.0, math.inf)
     )
-    return {"mamba_ssm": graph_ms(theirs) * 1e3, "weft": graph_ms([partial(step, s) for s in order]) * 1e3}
+    return {"mamba_ssm": time_us(theirs), "weft": time_us([partial(step, s) for s in order])}
 
 
 def time_decode(geometry: Mamba2Config, rows: int, state_dtype: torch.dtype) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def time_decode(geometry: Mamba2Config, rows: int, state_dtype: torch.dtype) -> 
     z, xbc, dt = projected.split([geometry.inner_size, geometry.conv_dim, geometry.num_heads], dim=-1)
     x, b, c = split_heads(xbc.contiguous(), geometry)
     whole = [partial(mamba2_decode_triton, projected, w, conv, state, s, geometry) for s in slots]
-    total = graph_ms(whole) * 1e3
+    total = time_us(whole)
     other = (
         rows * (sum(geometry.part_sizes) + geometry.inner_size + 2 * geometry.conv_dim * (geometry.conv_kernel - 1)) * 2
     )
@@ -192,14 +192,12 @@ def time_decode(geometry: Mamba2Config, rows: int, state_dtype: torch.dtype) -> 
     )
     times = {"us": total, "floor_us": floor, "share": floor / total if total else 0.0}
     for tile in STEP_TILES:
-        times[f"step {tuple(tile)}"] = attempt(lambda t=tile: graph_ms([partial(step, s, tile=t) for s in slots]) * 1e3)  # type: ignore[misc]
-    times["conv"] = (
-        graph_ms([partial(causal_conv1d_update_triton, xbc, w.conv_weight, conv, s, bias=w.conv_bias) for s in slots])
-        * 1e3
-    )
+        times[f"step {tuple(tile)}"] = attempt(partial(time_us, [partial(step, s, tile=tile) for s in slots]))
+    update = partial(causal_conv1d_update_triton, xbc, w.conv_weight, conv, bias=w.conv_bias)
+    times["conv"] = time_us([partial(update, state_slots=s) for s in slots])
     y = random(rows, geometry.inner_size).to(DTYPE)
     norm = partial(gated_group_norm_triton, y, z, w.norm_weight, 1e-5, geometry.num_groups)
-    times["norm"] = graph_ms([partial(norm, state_slots=s) for s in slots]) * 1e3
+    times["norm"] = time_us([partial(norm, state_slots=s) for s in slots])
     return times
 
 

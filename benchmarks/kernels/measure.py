@@ -1,6 +1,7 @@
-"""Timing and checking shared by the kernel benchmarks.
+"""Timing and checking shared by the kernel benchmarks: import it before any kernel.
 
-Job: medians of graph replays, and relative errors. Owns: the measured ceilings. Does not know: any kernel.
+Job: medians of graph replays, and relative errors; without a GPU, Triton's interpreter instead of the compiler.
+Owns: the measured ceilings. Does not know: any kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ MATRIX_FLOP_PER_S = 785e12
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU:
+    from tests.ops import interpreter  # noqa: F401
 L2_BYTES = 64 << 20
 
 
@@ -53,6 +56,11 @@ def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 15) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return statistics.median(times[2:]) / len(calls)
+
+
+def time_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Microseconds per call; see ``graph_ms``."""
+    return graph_ms(calls) * 1e3
 
 
 def error(actual: Tensor, want: Tensor) -> float:

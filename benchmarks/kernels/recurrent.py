@@ -6,7 +6,7 @@ Geometries of Jamba-mini (8,192 channels, a state of 16, convolution of 4), Mini
 (2,048 channels, convolution of 3). Times are medians over replays of a CUDA graph that rotates through more data than
 the L2 cache holds; the kernels' results are held to their references by ``tests/ops``. ``--peers`` measures prefill
 beside flash-linear-attention's lightning attention and short convolution. Without a GPU it rehearses at a small size
-under ``TRITON_INTERPRET=1``, and times are zero.
+under the interpreter, and times are zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.mamba2 import TILES, attempt
-from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, graph_ms, write_json
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, time_us, write_json
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.causal_conv1d import causal_conv1d_triton
@@ -50,19 +50,20 @@ def slots_of(rows: int, row_bytes: int) -> tuple[int, list[Tensor]]:
 
 
 def times_of(calls: Sequence[Callable[[], Any]], moved: int) -> dict[str, float]:
-    floor, us = moved / COPY_BYTES_PER_S * 1e6, graph_ms(calls) * 1e3
+    floor, us = moved / COPY_BYTES_PER_S * 1e6, time_us(calls)
     return {"us": us, "floor_us": floor, "share": floor / us if us else 0.0}
 
 
-def scan_inputs(rows: int) -> list[Tensor]:
+def scan_inputs(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x, z, dt, b, c of the selective scan."""
-    return [random(rows, size) for size in (MAMBA_C, MAMBA_C, MAMBA_C, MAMBA_N, MAMBA_N)]
+    x, z, dt = (random(rows, MAMBA_C) for _ in range(3))
+    return x, z, dt, random(rows, MAMBA_N), random(rows, MAMBA_N)
 
 
-def scan_weights() -> list[Tensor]:
+def scan_weights() -> tuple[Tensor, Tensor, Tensor]:
     """dt_bias, A_log, D."""
     a_log = torch.arange(1, MAMBA_N + 1, device=DEVICE).log()[:, None].repeat(1, MAMBA_C)
-    return [torch.empty(MAMBA_C, device=DEVICE).uniform_(-7, -2), a_log, torch.ones(MAMBA_C, device=DEVICE)]
+    return torch.empty(MAMBA_C, device=DEVICE).uniform_(-7, -2), a_log, torch.ones(MAMBA_C, device=DEVICE)
 
 
 def scan_decode(rows: int) -> dict[str, Any]:
@@ -96,7 +97,8 @@ def lightning_decode(rows: int) -> dict[str, Any]:
     state_bytes = 2 * HEADS * HEAD_DIM * HEAD_DIM * 4
     num_slots, slots = slots_of(rows, state_bytes)
     state, heads = random(num_slots, HEADS, HEAD_DIM, HEAD_DIM, dtype=torch.float32), random(rows, 3, HEADS, HEAD_DIM)
-    calls = [partial(linear_attention_step, *heads.unbind(1), log_decay(), state, s) for s in slots]
+    q, k, v = heads.unbind(1)
+    calls = [partial(linear_attention_step, q, k, v, log_decay(), state, s) for s in slots]
     return times_of(calls, rows * (state_bytes + 4 * HEADS * HEAD_DIM * 2))
 
 
@@ -107,17 +109,17 @@ def lightning_prefill(lens: list[int]) -> dict[str, Any]:
     run = partial(chunk_linear_attention_triton, g=g, beta=None, skip=None, state=state, batch=batch)
     times: dict[str, Any] = times_of([partial(run, *x) for x in sets], rows * 4 * HEADS * HEAD_DIM * 2)
     for tile in TILES if ON_GPU else ():
-        times[str(tuple(tile))] = attempt(lambda t=tile: graph_ms([partial(run, *x, tile=t) for x in sets]) * 1e3)
+        times[str(tuple(tile))] = attempt(partial(time_us, [partial(run, *x, tile=tile) for x in sets]))
     return times
 
 
 def fla_lightning(lens: list[int]) -> float:
     """Microseconds of ``chunk_simple_gla`` with fixed rates, which lightning attention is there; final states kept."""
-    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found]
+    from fla.ops.simple_gla import chunk_simple_gla
 
     shape, options = (len(lens), lens[0], HEADS, HEAD_DIM), {"g_gamma": log_decay(), "output_final_state": True}
     calls = [partial(chunk_simple_gla, *(random(*shape) for _ in range(3)), scale=1.0, **options) for _ in range(3)]
-    return graph_ms(calls) * 1e3
+    return time_us(calls)
 
 
 def conv_decode(rows: int) -> dict[str, Any]:
@@ -142,11 +144,11 @@ def conv_prefill(lens: list[int]) -> dict[str, Any]:
 
 def fla_conv(lens: list[int]) -> float:
     """Microseconds of ``causal_conv1d`` without activation, final states kept."""
-    from fla.modules.causal_conv1d import causal_conv1d  # type: ignore[import-not-found]
+    from fla.modules.causal_conv1d import causal_conv1d
 
     weight = random(CONV_C, CONV_W)
     inputs = [random(len(lens), lens[0], CONV_C) for _ in range(24)]
-    return graph_ms([partial(causal_conv1d, x, weight, output_final_state=True) for x in inputs]) * 1e3
+    return time_us([partial(causal_conv1d, x, weight, output_final_state=True) for x in inputs])
 
 
 def main() -> None:

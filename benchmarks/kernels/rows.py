@@ -16,12 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-
-if not ON_GPU:
-    from tests.ops import interpreter  # noqa: F401
-
 from benchmarks.kernels.gdn import make_batch
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.ops.causal_conv1d import causal_conv1d_reference
 from weft.ops.qk_norm_rope import qk_norm_rope_reference

@@ -11,13 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-
-if not ON_GPU:
-    from tests.ops import interpreter  # noqa: F401
-
 from weft.ops.norm import rms_norm_reference
 from weft.ops.sampling import sample_reference
 from weft.ops.triton.activation import sigmoid_mul_triton, silu_and_mul_triton
@@ -44,7 +39,7 @@ def sampling_rows(num_rows: int, spread: float) -> list[dict[str, Any]]:
     logits = torch.randn(num_rows, VOCAB, device=DEVICE) * spread
     rows = []
     for name, (temperature, top_k, top_p, min_p) in MIXTURES.items():
-        given: dict[str, Tensor] = {
+        given: dict[str, Any] = {
             "temperature": torch.full((num_rows,), temperature),
             "top_k": torch.full((num_rows,), top_k),
             "top_p": torch.full((num_rows,), top_p),
@@ -53,17 +48,15 @@ def sampling_rows(num_rows: int, spread: float) -> list[dict[str, Any]]:
             "positions": torch.arange(num_rows),
         }
         given = {key: value.to(DEVICE) for key, value in given.items()}
-        flags = {
+        flags: dict[str, Any] = {
             "all_greedy": temperature == 0.0,
             "candidates": VOCAB if top_k or top_p < 1 else 0,
             "uses_min_p": min_p > 0,
         }
 
-        def call(g=given, f=flags) -> Tensor:
-            return sample_triton(logits, **g, **f)[0]
-
+        call = partial(sample_triton, logits, **given, **flags)
         want, _ = sample_reference(logits, **given, **flags)
-        differ = (call() != want).float().mean().item()
+        differ = (call()[0] != want).float().mean().item()
         ms = graph_ms([call] * 3, repeats=9)
         floor = logits.numel() * 4 / COPY_BYTES_PER_S * 1e6
         rows.append({"op": f"{name} b{num_rows} std{spread:g}", "us": ms * 1e3, "floor_us": floor, "error": differ})
@@ -87,14 +80,15 @@ def small_rows(num_tokens: int) -> list[dict[str, Any]]:
         norms = [torch.randn(dim, device=DEVICE, dtype=DTYPE) for _ in range(2)]
         attended = torch.randn(num_tokens, hq * dim, device=DEVICE, dtype=DTYPE)
 
-        sizes = {"num_heads": hq, "num_kv_heads": hkv, "head_dim": dim, "gated": bool(gated)}
-        given = (qkv, *norms, 1e-6, bool(gated), cos_sin, positions, *caches, slots)
-        rope = partial(qk_norm_rope_triton, *given, **sizes)
+        rope = partial(
+            qk_norm_rope_triton, qkv, norms[0], norms[1], 1e-6, bool(gated), cos_sin, positions, caches[0], caches[1],
+            slots, num_heads=hq, num_kv_heads=hkv, head_dim=dim, gated=bool(gated),
+        )  # fmt: skip
         calls: dict[str, tuple[Callable[[], Any], int]] = {
-            "residual + norm": (lambda a=(x, weight, 1e-6), r=residual: rms_norm_triton(*a, residual=r), 8 * hidden),
-            "silu and mul": (lambda w=wide: silu_and_mul_triton(w), 3 * 6144),
+            "residual + norm": (partial(rms_norm_triton, x, weight, 1e-6, residual=residual), 8 * hidden),
+            "silu and mul": (partial(silu_and_mul_triton, wide), 3 * 6144),
             "qk norm rope": (rope, 2 * qkv.shape[1] * 2),
-            "sigmoid gate": (lambda a=attended: sigmoid_mul_triton(a, a), 6 * hq * dim),
+            "sigmoid gate": (partial(sigmoid_mul_triton, attended, attended), 6 * hq * dim),
         }
         for name, (call, row_bytes) in calls.items():
             ms = graph_ms([call] * 10)

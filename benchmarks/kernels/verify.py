@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels import attention, gdn  # without a GPU, this switches Triton's interpreter on
-from benchmarks.kernels.measure import ON_GPU
+from benchmarks.kernels import attention, gdn
+from benchmarks.kernels.measure import COPY_BYTES_PER_S, ON_GPU, error, time_us
 from weft import report
 from weft.forward_context import Verification
 from weft.ops.gdn_verify import gdn_verify_reference
@@ -51,30 +52,21 @@ def gdn_row(num_seqs: int, num_drafts: int, sets: int) -> dict[str, Any]:
     wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in before.items()}
     want = gdn_verify_reference(**wide, state_slots=working, slots=table, geometry=gdn.GEOMETRY)
     errors = {
-        "out": gdn.relative(out, want.double()),
-        "state": gdn.relative(
-            arguments["state"][table.flatten().long()], wide["state"][table.flatten().long()].double()
-        ),
+        "out": error(out, want),
+        "state": error(arguments["state"][table.flatten().long()], wide["state"][table.flatten().long()].double()),
     }
     verify = [
-        lambda p=p: gdn_verify_triton(**arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY) for p in places
+        partial(gdn_verify_triton, **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY) for p in places
     ]
     one = arguments | {"projected": arguments["projected"][:num_seqs]}
-    decode = [lambda p=p: gdn_decode_triton(**one, state_slots=p[0], geometry=gdn.GEOMETRY) for p in places]
-    times = {"verify_us": gdn.time_us(verify), "decode_us": gdn.time_us(decode)}
+    decode = [partial(gdn_decode_triton, **one, state_slots=p[0], geometry=gdn.GEOMETRY) for p in places]
+    times = {"verify_us": time_us(verify), "decode_us": time_us(decode)}
     trials = {
-        str(warps): gdn.time_us(
-            [
-                lambda p=p, warps=warps: gdn_verify_triton(
-                    **arguments, state_slots=p[0], slots=p[1], geometry=gdn.GEOMETRY, num_warps=warps
-                )
-                for p in places
-            ]
-        )
+        str(warps): time_us([partial(call, num_warps=warps) for call in verify])
         for warps in (WARPS if num_drafts == 2 else ())
     }
     state_bytes = num_seqs * gdn.HV * gdn.K * gdn.V * 4
-    floor = (tokens + 1) * state_bytes / gdn.PEAK_BYTES_PER_S * 1e6
+    floor = (tokens + 1) * state_bytes / COPY_BYTES_PER_S * 1e6
     return {
         "op": "gdn",
         "seqs": num_seqs,
@@ -109,7 +101,7 @@ def attention_row(num_seqs: int, num_drafts: int) -> dict[str, Any]:
         return us, attention.worst_error(outs[-1], *cases[-1], sorted({0, num_seqs - 1}))
 
     (verify, error), (decode, _) = timed(tokens), timed(1)
-    floor = kv_bytes / gdn.PEAK_BYTES_PER_S * 1e6
+    floor = kv_bytes / COPY_BYTES_PER_S * 1e6
     return {"op": "attention", "seqs": num_seqs, "drafts": num_drafts, "verify_us": verify, "decode_us": decode,
             "floor_us": floor, "errors": {"out": error}}  # fmt: skip
 
