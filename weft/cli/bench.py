@@ -48,11 +48,30 @@ def _add_latency(kinds: Any) -> None:
     default = latency.LatencyWorkload()
     parser = add_verb(kinds, "latency", run_latency, "milliseconds per decode step", usage="bench latency [flags]")
     group = parser.add_argument_group("workload")
-    group.add_argument("--batch-sizes", type=int, nargs="+", default=default.batch_sizes, metavar="N")
-    group.add_argument("--prompt-len", type=int, default=default.prompt_len, metavar="N", help="tokens per prompt")
-    group.add_argument("--output-len", type=int, default=default.output_len, metavar="N", help="new tokens, 2 or more")
-    group.add_argument("--temperature", type=float, default=default.temperature, metavar="X", help="0 is greedy")
+    sizes = " ".join(map(str, default.batch_sizes))
+    group.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=default.batch_sizes, metavar="N",
+        help=f"sequences that decode together, one run each; default: {sizes}",
+    )  # fmt: skip
+    group.add_argument(
+        "--prompt-len",
+        type=int,
+        default=default.prompt_len,
+        metavar="N",
+        help="tokens per prompt; default: %(default)s",
+    )
+    group.add_argument(
+        "--output-len", type=int, default=default.output_len, metavar="N",
+        help="new tokens, 2 or more; default: %(default)s",
+    )  # fmt: skip
+    _add_temperature(group, default.temperature)
     _add_common(parser, group, default.repeats)
+
+
+def _add_temperature(group: argparse._ArgumentGroup, default: float) -> None:
+    group.add_argument(
+        "--temperature", type=float, default=default, metavar="X", help="0 is greedy; default: %(default)s"
+    )
 
 
 def _add_throughput(kinds: Any) -> None:
@@ -61,7 +80,7 @@ def _add_throughput(kinds: Any) -> None:
         kinds, "throughput", run_throughput, "tokens per second over a queue", usage="bench throughput [flags]"
     )
     group = parser.add_argument_group("workload")
-    group.add_argument("--num-prompts", type=int, default=default.num_prompts, metavar="N")
+    group.add_argument("--num-prompts", type=int, default=default.num_prompts, metavar="N", help="default: %(default)s")
     for name, (low, high) in (("prompt", default.prompt_len), ("output", default.output_len)):
         group.add_argument(
             f"--{name}-len",
@@ -69,10 +88,12 @@ def _add_throughput(kinds: Any) -> None:
             nargs=2,
             default=(low, high),
             metavar=("MIN", "MAX"),
-            help=f"default: {low} {high}",
+            help=f"tokens per {name}; default: {low} {high}",
         )
-    group.add_argument("--temperature", type=float, default=default.temperature, metavar="X", help="0 is greedy")
-    group.add_argument("--warmups", type=int, default=default.warmups, metavar="N", help="runs that do not count")
+    _add_temperature(group, default.temperature)
+    group.add_argument(
+        "--warmups", type=int, default=default.warmups, metavar="N", help="runs that do not count; default: %(default)s"
+    )
     _add_common(parser, group, default.repeats)
 
 
@@ -80,9 +101,11 @@ def _add_prefill(kinds: Any) -> None:
     default = prefill.PrefillWorkload()
     parser = add_verb(kinds, "prefill", run_prefill, "milliseconds to the first token", usage="bench prefill [flags]")
     group = parser.add_argument_group("workload")
+    lengths = " ".join(map(str, default.prompt_lens))
     group.add_argument(
-        "--prompt-lens", type=int, nargs="+", default=default.prompt_lens, metavar="N", help="tokens per prompt"
-    )
+        "--prompt-lens", type=int, nargs="+", default=default.prompt_lens, metavar="N",
+        help=f"tokens per prompt, one run each; default: {lengths}",
+    )  # fmt: skip
     _add_common(parser, group, default.repeats)
 
 
@@ -93,11 +116,13 @@ def _add_startup(kinds: Any) -> None:
     )
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--cold-repeats", type=int, default=default.cold_repeats, metavar="N", help="starts with an empty kernel cache"
-    )
+        "--cold-repeats", type=int, default=default.cold_repeats, metavar="N",
+        help="starts with an empty kernel cache; default: %(default)s",
+    )  # fmt: skip
     group.add_argument(
-        "--warm-repeats", type=int, default=default.warm_repeats, metavar="N", help="starts after each of those"
-    )
+        "--warm-repeats", type=int, default=default.warm_repeats, metavar="N",
+        help="starts after each of those; default: %(default)s",
+    )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="write the figures there")
     add_engine_flags(parser)
 
@@ -108,11 +133,14 @@ def _add_prefix(kinds: Any) -> None:
     group.add_argument("--workload", choices=list(WORKLOADS), default="chat", help="default: chat")
     group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="default: 0")
     group.add_argument(
-        "--replay", action="store_true", help="caches without a model: every checkpoint policy, eviction and size"
+        "--replay",
+        action="store_true",
+        help="run no model: replay the workload on caches of every checkpoint policy, eviction and size",
     )
     group.add_argument(
-        "--cache-shares", type=float, nargs="+", default=[1 / 3, 1 / 6], metavar="X", help="cache sizes of --replay"
-    )
+        "--cache-shares", type=float, nargs="+", default=[1 / 3, 1 / 6], metavar="X",
+        help="cache sizes of --replay, as shares of what an unbounded cache stores; default: 1/3 and 1/6",
+    )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="write the figures there")
     add_engine_flags(parser)
 

@@ -39,13 +39,16 @@ def add_parser(kinds: Any) -> None:
         metavar="N",
         help="conversations at a time, one run each; 0: no limit (default: 16, without limit at a --request-rate)",
     )
-    group.add_argument("--input-words", type=int, nargs=2, default=(20, 200), metavar=("MIN", "MAX"))
-    group.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default: 64")
-    group.add_argument("--turns", type=int, default=4, metavar="N", help="questions of a multi-turn conversation")
+    group.add_argument(
+        "--input-words", type=int, nargs=2, default=(20, 200), metavar=("MIN", "MAX"),
+        help="words of a message; default: 20 200",
+    )  # fmt: skip
+    group.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of an answer; default: 64")
+    group.add_argument("--turns", type=int, default=4, metavar="N", help="questions each (multi-turn); default: 4")
     group.add_argument("--trace", metavar="FILE", help="JSON lines with timestamp, prompt, max_tokens")
     group.add_argument("--no-ignore-eos", action="store_true", help="let answers end by themselves")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
-    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts; default: 0")
     group.add_argument("--slo", nargs="+", default=[], metavar="NAME=MS", help="limits for goodput: ttft, tpot, e2e")
     group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, such as {"top_k": 5}')
     group.add_argument("--json", metavar="FILE", help="write the figures there")

@@ -98,7 +98,7 @@ class EngineConfig:
         "bool", False, "split a mixture of experts by whole experts, not by their width"
     )
     disable_custom_all_reduce: bool = _option(
-        "bool", False, "let NCCL sum over GPUs where a kernel of Weft's own, fused with the norm, is faster"
+        "bool", False, "leave every all-reduce to NCCL, also where Weft's kernel (fused with the norm) is faster"
     )
     data_parallel_backend: Literal["mp", "ray"] = _option(
         "text", None, "where replicas run: mp (processes of this machine) or ray (actors on the machines of a Ray "
@@ -130,13 +130,18 @@ class EngineConfig:
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
     # scheduling
-    max_num_seqs: int = _option("int", None, "most requests that run at a time", low=1, high=4096)
+    max_num_seqs: int = _option(
+        "int", None, "most requests that run at a time; default: 256 on a GPU, 128 on the CPU", low=1, high=4096
+    )
     max_logprobs: int = _option(
         "int", 20, "most log probabilities per token that a request may ask for; -1: the vocabulary", low=-1
     )
-    max_num_batched_tokens: int = _option("int", None, "token budget of one step; longer prompts run in chunks", low=1)
+    max_num_batched_tokens: int = _option(
+        "int", None, "token budget of one step; longer prompts run in chunks; default: 8192 on a GPU, 2048 on the CPU",
+        low=1,
+    )  # fmt: skip
     schedule_policy: Literal["fcfs", "priority", "lpm"] = _option(
-        "text", "fcfs", "which request goes first: fcfs, priority, or lpm (longest prefix match)",
+        "text", "fcfs", "which waiting request is admitted first: fcfs, priority, or lpm (longest cached prefix)",
         choices=("fcfs", "priority", "lpm"),
     )  # fmt: skip
     enable_overlap: bool = _option(
@@ -176,14 +181,15 @@ class EngineConfig:
         "texts", None, "messages may name images at these hosts (NAME or NAME:PORT); default: nothing is fetched"
     )
     # prefix cache
-    enable_prefix_caching: bool = _option("bool", True, "reuse KV and states")
+    enable_prefix_caching: bool = _option("bool", True, "reuse KV and recurrent states of shared prefixes")
     state_checkpoint_policy: Literal["exact", "aligned", "finish_only"] = _option(
         "text", "exact", "where recurrent states are kept for reuse", choices=("exact", "aligned", "finish_only"),
         synonyms={"extra_buffer": "aligned", "no_buffer": "finish_only"},
     )  # fmt: skip
     eviction_policy: Literal["flops", "lru"] = _option(
-        "text", "flops", "what leaves the cache first", choices=("flops", "lru")
-    )
+        "text", "flops", "what is evicted first: flops (old entries that save few FLOPs per byte) or lru",
+        choices=("flops", "lru"),
+    )  # fmt: skip
     # graphs
     enforce_eager: bool = _option("bool", False, "run without CUDA graphs")
     cuda_graph_mode: str = _option(
