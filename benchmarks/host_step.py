@@ -16,6 +16,7 @@ import json
 import pstats
 import sys
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,7 +71,9 @@ class Host:
         rng = np.random.default_rng(0)
         for i in range(count):
             prompt = rng.integers(0, 1000, PROMPT).tolist()
-            self.scheduler.add(Request(f"r{i}", prompt, RowSampling(temperature=1.0, top_p=0.9, seed=i), 3000))
+            self.scheduler.add(
+                Request(f"r{i}", array("I", prompt), RowSampling(temperature=1.0, top_p=0.9, seed=i), 3000)
+            )
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -16,6 +16,7 @@ import argparse
 import random
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
@@ -94,7 +95,7 @@ def steps_ms(manager: Manager, count: int) -> list[float]:
     replay_request(manager, shared, 200)
     for i in range(BATCH):
         prompt = (shared if i % 2 else []) + tokens(rng, 100)
-        scheduler.add(Request(f"r{i}", prompt, RowSampling(), max_tokens=2000, arrival=i))
+        scheduler.add(Request(f"r{i}", array("I", prompt), RowSampling(), max_tokens=2000, arrival=i))
 
     def step(_: int = 0) -> int:
         orders = scheduler.schedule()

@@ -22,8 +22,8 @@ import numpy as np
 
 from weft import report
 from weft.executor.ring import Address, Reader, Writer
-from weft.executor.worker import STOP
-from weft.messages import ScheduledRequest, SchedulerOutput, decode_step, encode_step
+from weft.executor.worker import STOP, decode_step, encode_step
+from weft.messages import ScheduledRequest, SchedulerOutput
 
 
 def read(address: Address, spin_s: float, queue: Any) -> None:

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,9 @@ class Requests:
     def of(self, ids: list[int], max_tokens: int = 1, media: Sequence[MediaItem] = ()) -> Request:
         number = next(_numbers)
         sampling = RowSampling(temperature=0.0)
-        return Request.of(RequestSpec(f"{number}", ids, sampling, max_tokens, arrival=number, media=list(media)))
+        return Request.of(
+            RequestSpec(f"{number}", array("I", ids), sampling, max_tokens, arrival=number, media=list(media))
+        )
 
     def seconds(self, requests: Sequence[Request]) -> float:
         """Until the last of them has ended."""

@@ -60,7 +60,7 @@ class ByModel:
     mistakes: float = 0.2
 
     def propose(self, request: Request, count: int) -> list[int]:
-        tokens = request.known_token_ids
+        tokens = request.known_token_ids.tolist()
         for _ in range(self.rng.randint(0, count)):
             tokens.append(self.rng.randrange(VOCAB) if self.rng.random() < self.mistakes else self.next_token(tokens))
         return tokens[len(request.known_token_ids) :]

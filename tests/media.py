@@ -6,6 +6,7 @@ Does not know: image files, processors.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,8 +129,8 @@ class Engine:
     def request(self, prompt: Prompt, max_tokens: int = 4, **sampling: Any) -> Request:
         salt = sampling.pop("cache_salt", None)
         spec = RequestSpec(
-            f"r{next(self._numbers)}", prompt.token_ids, RowSampling(temperature=0.0, **sampling), max_tokens,
-            arrival=next(self._numbers), media=prompt.media, cache_salt=salt,
+            f"r{next(self._numbers)}", array("I", prompt.token_ids), RowSampling(temperature=0.0, **sampling),
+            max_tokens, arrival=next(self._numbers), media=prompt.media, cache_salt=salt,
         )  # fmt: skip
         return Request.of(spec)
 

@@ -311,7 +311,7 @@ def check_drafts(engine: Poisoned, path: str, length: int) -> None:
     engine.finish()
     assert request.num_cached_tokens == num_cached
     for each in (request, *companions):
-        assert each.output_token_ids == engine.reference(each.prompt_token_ids, len(each.output_token_ids))
+        assert each.output_token_ids == engine.reference(each.prompt_token_ids.tolist(), len(each.output_token_ids))
     engine.llm._core.scheduler.check()
 
 
@@ -329,6 +329,6 @@ def check(engine: Poisoned, path: str, phase: str, length: int) -> None:
         else:
             assert request.num_cached_tokens <= num_cached
     for each in (request, *companions):
-        engine.reference.check(each.prompt_token_ids, each.output_token_ids)
+        engine.reference.check(each.prompt_token_ids.tolist(), each.output_token_ids)
         assert each.finish_reason == "length" or (path, phase, each) == ("preempted", "prefill", companions[0])
     engine.llm._core.scheduler.check()

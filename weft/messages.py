@@ -11,7 +11,6 @@ run, then the batch, then sampling. ``finished_rows`` are forgotten before anyth
 from __future__ import annotations
 
 from array import array
-from typing import Any
 
 import msgspec
 
@@ -57,8 +56,8 @@ class NewRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         row: place in the runner's tables, 0 to ``max_num_seqs - 1``.
-        token_ids: every token known: the prompt, and after a preemption also the tokens generated so far. Type code
-            ``"I"``, 4 bytes each: long prompts go through memory once instead of number by number.
+        token_ids: every token known: the prompt, and after a preemption also the tokens generated so far. As in
+            ``RequestSpec.prompt_token_ids``.
         num_prompt_tokens: how many of ``token_ids`` are prompt.
         sampling: resolved parameters.
         media_runs: ``(position, tokens, height, width)`` of each run of placeholders, ascending: a frame's, or an
@@ -189,18 +188,3 @@ class ModelOutput(msgspec.Struct, frozen=True):
     num_padding_tokens: int = 0
     draft_token_ids: dict[int, list[int]] = {}
     encoder_seconds: float = 0.0
-
-
-def _encode_array(value: Any) -> bytes:
-    if not isinstance(value, array):
-        raise NotImplementedError(f"{type(value).__name__} cannot be part of a step")
-    return value.tobytes()
-
-
-def _decode_array(kind: type, value: bytes) -> Any:
-    return array("I", value)
-
-
-encode_step = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-decode_step = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_decode_array).decode
-"""A ``SchedulerOutput`` as bytes, for the other ranks."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,7 +51,8 @@ class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
 
     Attributes:
         request_id: unique among live requests.
-        prompt_token_ids: at least one token.
+        prompt_token_ids: at least one token; of type code ``"I"``, 4 bytes each, never changed. A list of so many
+            numbers is sent, converted and freed one by one.
         sampling: resolved sampling parameters, for the runner.
         max_tokens: most tokens to generate; prompt and output together fit the context.
         arrival: place of the request in order of arrival, or in the fair order of a server's callers.
@@ -65,7 +67,7 @@ class RequestSpec(msgspec.Struct, frozen=True, tag="add"):
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: array
     sampling: RowSampling
     max_tokens: int
     arrival: int = 0
@@ -150,13 +152,15 @@ class Request(RequestSpec, frozen=False, eq=False):  # type: ignore[misc]  # msg
         return known + self.num_pending - self.num_computed_tokens
 
     @property
-    def known_token_ids(self) -> list[int]:
-        """Prompt and output known on the host (a copy)."""
-        return self.prompt_token_ids + self.output_token_ids
+    def known_token_ids(self) -> array:
+        """Prompt and output known on the host."""
+        if not self.output_token_ids:
+            return self.prompt_token_ids
+        return self.prompt_token_ids + array("I", self.output_token_ids)
 
     @property
-    def cache_token_ids(self) -> list[int]:
-        """Prompt and output known on the host as the prefix cache knows them (a copy): with images by their content."""
+    def cache_token_ids(self) -> Sequence[int]:
+        """Prompt and output known on the host as the prefix cache knows them: with images by their content."""
         known = self.known_token_ids
         return cache_token_ids(known, self.media) if self.media else known
 

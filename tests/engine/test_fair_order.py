@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 from weft.engine import fair_order
 from weft.engine.fair_order import FairOrder
@@ -23,7 +24,7 @@ def order_of(calls: list[tuple[str, int]], num_running: int = 8) -> list[int]:
 
     for number, (caller, max_tokens) in enumerate(calls):
         place = fair.place(caller, max_tokens)
-        queue.push(Request(str(number), [1], RowSampling(), max_tokens, arrival=place, caller=caller))
+        queue.push(Request(str(number), array("I", [1]), RowSampling(), max_tokens, arrival=place, caller=caller))
         if number < num_running:
             serve()
     while len(queue):
@@ -67,7 +68,9 @@ def test_what_is_remembered_of_callers_is_bounded() -> None:
 
 
 def test_a_spec_and_its_request_have_the_same_fields() -> None:
-    request = Request("r", [1, 2], RowSampling(), 5, arrival=3, cache_salt="s", caller="c", arrival_time=1.5)
+    request = Request(
+        "r", array("I", [1, 2]), RowSampling(), 5, arrival=3, cache_salt="s", caller="c", arrival_time=1.5
+    )
     again = Request.of(request.spec)
     assert again.spec == request.spec and isinstance(again.spec, RequestSpec) and again.times.arrival == 1.5
     assert again is not request and again != request and again.output_token_ids is not request.output_token_ids

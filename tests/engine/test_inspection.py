@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 
 from msgspec.structs import asdict
 
@@ -27,7 +28,7 @@ def scheduled(row: int, num_tokens: int) -> ScheduledRequest:
 
 
 def request(name: str, tokens: list[int]) -> Request:
-    return Request(name, tokens, RowSampling(), max_tokens=4)
+    return Request(name, array("I", tokens), RowSampling(), max_tokens=4)
 
 
 def test_steps_are_counted_and_only_the_latest_kept() -> None:

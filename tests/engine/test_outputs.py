@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from weft.engine.outputs import OutputStream
+from weft.engine.prompts import PreparedPrompt
 from weft.messages import RowSampling, TokenLogprobs
 from weft.request import Request
 from weft.sampling_params import SamplingParams
@@ -33,13 +35,13 @@ def play(tokenizer: Tokenizer) -> Callable[..., Any]:
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=list(stop_ids), **fields)
         request = Request(
             "r/0",
-            [5],
+            array("I", [5]),
             RowSampling(min_tokens=params.min_tokens),
             max_tokens,
             stop_token_ids=frozenset(stop_ids),
             eos_token_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
         )
-        stream = OutputStream("r", None, [request], params, tokenizer)
+        stream = OutputStream("r", PreparedPrompt(None, [5]), [request], params, tokenizer)
         texts: list[str] = []
         for token in tokens:
             request.append(token, TokenLogprobs([token], [-0.5], 1) if params.logprobs is not None else None)

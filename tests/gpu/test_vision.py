@@ -89,7 +89,7 @@ def test_engine(arch: str, mode: str, tmp_path: Path) -> None:
     with compiled_kernels() as compiled:
         for requests in (engine.run(*PROMPTS, max_tokens=6), *(engine.run(p, max_tokens=6) for p in PROMPTS)):
             for request in requests:
-                prompt = next(p for p in PROMPTS if p.token_ids == request.prompt_token_ids)
+                prompt = next(p for p in PROMPTS if p.token_ids == request.prompt_token_ids.tolist())
                 tokens = prompt.token_ids + request.output_token_ids
                 logits = reference_logits(reference, tokens, prompt.media)[len(prompt.token_ids) - 1 : -1]
                 assert logits.argmax(-1).tolist() == request.output_token_ids

@@ -75,7 +75,7 @@ def test_conversation_goes_on_after_every_kind_of_end(depth: int) -> None:
         if depth < 2:  # further ahead, a step may have been fed a token that nobody learned: that state is dropped
             assert request.num_cached_tokens is not None and request.num_cached_tokens >= num_fed
         num_fed = len(request.prompt_token_ids) + len(request.output_token_ids) - 1
-        history = request.prompt_token_ids + request.output_token_ids + prompt(7, turn)
+        history = request.known_token_ids.tolist() + prompt(7, turn)
     assert_idle(rig)
 
 
@@ -180,7 +180,7 @@ def test_nan_forgets_all_that_the_request_had_filed(depth: int) -> None:
     match = rig.manager.match(request.prompt_token_ids)
     assert (match.num_kv_tokens, match.num_tokens) == (30, 0), "only the KV that another request needs is left"
     assert rig.manager.match([*prompt(30), *prompt(30, 1), 5]).num_tokens > 30
-    run(rig, make_request("again", request.prompt_token_ids, 3, 2))
+    run(rig, make_request("again", request.prompt_token_ids.tolist(), 3, 2))
     assert_idle(rig)
 
 
@@ -285,7 +285,7 @@ def test_random_branching_workloads(seed: int) -> None:
             if rig.scheduler.finish(victim.request_id, "abort"):
                 aborted.add(victim.request_id)
         rig.step(depth=rng.randint(0, 2))
-        corpus = [r.prompt_token_ids + r.output_token_ids for r in requests[-10:]] or corpus
+        corpus = [r.known_token_ids.tolist() for r in requests[-10:]] or corpus
     for request in requests:
         if request.request_id not in aborted:
             expect(request)
@@ -303,7 +303,7 @@ def test_a_decoding_request_keeps_one_snapshot(depth: int) -> None:
         assert rig.manager.slots.capacity - rig.manager.slots.num_free <= 3, "working slot, snapshot, the new one"
     expect(request)
     assert rig.manager.slots.capacity - rig.manager.slots.num_free == 1
-    tokens = request.prompt_token_ids + request.output_token_ids
+    tokens = request.known_token_ids.tolist()
     assert rig.manager.match(tokens).num_tokens == 192
     assert_idle(rig)
 

@@ -107,7 +107,7 @@ def test_random_branches_in_a_pool_of_one_context(seed: int) -> None:
         done.append(request)
         for _ in range(rng.randint(0, 30)):
             rig.step(depth=rng.randint(0, 2))
-        corpus = [r.prompt_token_ids + r.output_token_ids for r in done]
+        corpus = [r.known_token_ids.tolist() for r in done]
     rig.run()
     for request in done:
         expect(request)

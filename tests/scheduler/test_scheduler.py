@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 
 import pytest
@@ -100,7 +101,9 @@ def make_request(
     stop: frozenset[int] = frozenset(),
     priority: int = 0,
 ) -> Request:
-    return Request(name, prompt, RowSampling(), max_tokens, arrival=arrival, eos_token_ids=stop, priority=priority)
+    return Request(
+        name, array("I", prompt), RowSampling(), max_tokens, arrival=arrival, eos_token_ids=stop, priority=priority
+    )
 
 
 def random_requests(rng: random.Random, count: int, longest: int, most: int, stop: frozenset[int]) -> list[Request]:
@@ -112,7 +115,7 @@ def random_requests(rng: random.Random, count: int, longest: int, most: int, sto
 
 
 def expect(request: Request) -> None:
-    want = oracle(request.prompt_token_ids, request.max_tokens, request.eos_token_ids)
+    want = oracle(request.prompt_token_ids.tolist(), request.max_tokens, request.eos_token_ids)
     assert request.output_token_ids == want, request.request_id
     assert request.finish_reason == ("stop" if want[-1] in request.eos_token_ids else "length")
 
@@ -179,7 +182,7 @@ def test_fuzz_of_arrivals_and_aborts(seed: int) -> None:
     for request in started:
         if request.request_id in aborted:
             assert request.finish_reason == "abort"
-            want = oracle(request.prompt_token_ids, request.max_tokens, request.eos_token_ids)
+            want = oracle(request.prompt_token_ids.tolist(), request.max_tokens, request.eos_token_ids)
             assert request.output_token_ids == want[: len(request.output_token_ids)]
         else:
             expect(request)

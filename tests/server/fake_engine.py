@@ -80,7 +80,7 @@ class FakeCore:
         request.num_cached_tokens = request.num_cached_tokens or 0
         if request.priority == NAN:
             request.finish_reason = "error"
-        text = reply(request.prompt_token_ids)
+        text = reply(request.prompt_token_ids.tolist())
         if request.sampling.prompt_logprobs is not None and not request.prompt_logprobs:
             request.prompt_logprobs = [logprobs(t) for t in request.prompt_token_ids[1:]]
         for _ in range(1 if request.priority == SLOW else self.per_step):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_on_one_machine_the_sockets_are_files(tmp_path: Path) -> None:
 def test_pixels_of_several_completions_are_sent_once() -> None:
     prompt = Prompt().text(3).image(8, 8, 1).text(2).image(4, 4, 2)
     other = Prompt().image(8, 8, 1)
-    specs = [RequestSpec(f"r{i}", p.token_ids, RowSampling(), 4, arrival=i, media=p.media)
+    specs = [RequestSpec(f"r{i}", array("I", p.token_ids), RowSampling(), 4, arrival=i, media=p.media)
              for i, p in enumerate((prompt, prompt, other))]  # fmt: skip
     messages = [*specs, wire.FinishRequests(["x"])]
     content = wire.encode_to_engine(messages)

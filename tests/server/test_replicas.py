@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any, cast, get_args
 
@@ -60,7 +61,7 @@ class Server:
     def ask(self, request_id: str, prompt: list[int], count: int = 3, priority: int = 0) -> int:
         """Send a request. Returns the replica that got it."""
         sampling = RowSampling(temperature=0.0)
-        self.set.send(RequestSpec(request_id, prompt, sampling, count, priority=priority))
+        self.set.send(RequestSpec(request_id, array("I", prompt), sampling, count, priority=priority))
         return self.set._open[request_id].index
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -282,7 +283,7 @@ def replicas_without_processes(count: int) -> tuple[ReplicaSet, list[_Recorder],
     return replicas, processes, told
 
 
-SPEC = RequestSpec("new", [1, 2, 3], RowSampling(temperature=0.0), 1)
+SPEC = RequestSpec("new", array("I", [1, 2, 3]), RowSampling(temperature=0.0), 1)
 REACHES: list[tuple[wire.ToEngine, list[int]]] = [
     (SPEC, [0]),  # 1 and 2 are busy
     (wire.FinishRequests(["at 2"]), [2]),

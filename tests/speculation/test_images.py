@@ -54,7 +54,7 @@ def test_drafts_are_the_references(mode: str, tmp_path: Path) -> None:
         for prompt, request in zip(PROMPTS, requests, strict=True):
             room = min(NUM_DRAFTS, 14 - len(request.output_token_ids)) if len(request.output_token_ids) > 1 else 1
             if request.draft_token_ids and room > 0:
-                known = request.known_token_ids
+                known = request.known_token_ids.tolist()
                 want = drafts_of(head, known, prompt.media) if prompt.media else head.drafts(known, NUM_DRAFTS)
                 assert request.draft_token_ids[:room] == want[:room]
                 compared += 1

@@ -70,7 +70,7 @@ def check_drafts(request: Request, reference: ReferenceHead) -> int:
     """Compare what is drafted for ``request`` now. Returns how many drafts that were."""
     if not request.draft_token_ids:
         return 0
-    known = request.known_token_ids
+    known = request.known_token_ids.tolist()
     done = len(request.output_token_ids)  # behind the prompt, and near the end, pages for later drafts may be missing
     room = NUM_DRAFTS if 1 < done < request.max_tokens - NUM_DRAFTS else 1
     assert request.draft_token_ids[:room] == reference.drafts(known, room), f"after {len(known)} tokens"

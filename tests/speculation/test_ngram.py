@@ -144,7 +144,7 @@ def test_prompts_are_looked_up(engines: tuple[LLM, LLM, Steps]) -> None:
         drafting.step()
         for running in drafting._core.scheduler._running:
             history = drafting._core._executor._runner.steps._draft.history  # type: ignore[attr-defined]
-            known = running.request.known_token_ids
+            known = running.request.known_token_ids.tolist()
             if len(known) > len(prompt):  # before that, its first step may not have run
                 assert history[running.row, : len(known)].tolist() == known
                 seen += 1

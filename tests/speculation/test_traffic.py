@@ -44,7 +44,7 @@ def test_a_step_that_follows_a_decode_is_within_the_budget() -> None:
     rig.run(depth=1)
     assert rig.runner.num_followed > 0, "one request alone has room for its drafts"
     for request in requests:
-        assert request.output_token_ids == oracle(request.prompt_token_ids, request.max_tokens)
+        assert request.output_token_ids == oracle(request.prompt_token_ids.tolist(), request.max_tokens)
 
 
 def test_no_step_follows_one_that_may_be_the_last() -> None:

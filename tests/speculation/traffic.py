@@ -35,7 +35,7 @@ class Drafter:
     right: float
 
     def propose(self, request: Request, count: int) -> list[int]:
-        tokens = oracle(request.known_token_ids, self.rng.choice([count, self.rng.randint(0, count)]))
+        tokens = oracle(request.known_token_ids.tolist(), self.rng.choice([count, self.rng.randint(0, count)]))
         wrong = next((i for i in range(len(tokens)) if self.rng.random() >= self.right), len(tokens))
         return tokens[:wrong] + [self.rng.randrange(VOCAB) for _ in tokens[wrong:]]
 
@@ -111,7 +111,7 @@ class Episode:
                 aborted = rng.choice(rig.scheduler.requests)
                 self.num_aborted += rig.scheduler.finish(aborted.request_id, "abort")
             rig.step(depth)
-            corpus = (corpus + [r.prompt_token_ids + r.output_token_ids for r in self.sent.values()][-3:])[-8:]
+            corpus = (corpus + [r.known_token_ids.tolist() for r in self.sent.values()][-3:])[-8:]
         assert not rig.scheduler.has_work, "no end"
         for request in self.sent.values():
             self._check(request)
@@ -126,7 +126,7 @@ class Episode:
         return make_request(name, prompt, rng.randint(1, room), len(self.sent), stop, rng.randint(0, 2))
 
     def _check(self, request: Request) -> None:
-        want = oracle(request.prompt_token_ids, request.max_tokens, request.eos_token_ids)
+        want = oracle(request.prompt_token_ids.tolist(), request.max_tokens, request.eos_token_ids)
         got = request.output_token_ids
         assert got == want[: len(got)], f"{request.request_id}: {got} is not {want}"
         if request.finish_reason != "abort":

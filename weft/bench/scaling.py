@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -128,7 +129,9 @@ class Engines:
         """Seconds from the first request to the last token of all. Raises EngineDeadError if one fails."""
         began = time.monotonic()
         specs = [
-            RequestSpec(f"r{next(self._numbers)}", prompt, RowSampling(temperature=temperature, seed=seed), length)
+            RequestSpec(
+                f"r{next(self._numbers)}", array("I", prompt), RowSampling(temperature=temperature, seed=seed), length
+            )
             for seed, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
         self._open = {spec.request_id for spec in specs}

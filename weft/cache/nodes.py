@@ -24,10 +24,9 @@ def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
     """Token ids as an int64 array (the array itself if it is one)."""
     if isinstance(token_ids, np.ndarray):
         return token_ids
-    try:
-        return np.frombuffer(array("I", token_ids), dtype=np.uint32).astype(np.int64)  # half the time of "q"
-    except OverflowError:  # ids of images
-        return np.frombuffer(array("q", token_ids), dtype=np.int64)
+    if isinstance(token_ids, array):
+        return np.asarray(token_ids, dtype=np.int64)
+    return np.frombuffer(array("q", token_ids), dtype=np.int64)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

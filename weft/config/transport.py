@@ -1,10 +1,12 @@
-"""An ``EngineConfig`` between processes: what msgspec needs to know of its field types.
+"""Messages between processes: what msgspec needs to know of the types of their fields.
 
-Job: hooks for paths, mappings and the geometries of layers. Owns: nothing. Does not know: who sends what.
+Job: hooks for arrays of token ids, and for the paths, mappings and geometries of layers of an ``EngineConfig``.
+Owns: nothing. Does not know: who sends what.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +19,8 @@ from weft.config.model import Mixers
 
 def encode_other(value: Any) -> Any:
     """For ``enc_hook``."""
+    if isinstance(value, array):
+        return value.tobytes()
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mixers):
@@ -28,6 +32,8 @@ def encode_other(value: Any) -> Any:
 
 def decode_other(kind: type, value: Any) -> Any:
     """For ``dec_hook``."""
+    if kind is array:
+        return array("I", value)
     if kind is Path:
         return Path(value)
     if kind is Mixers:

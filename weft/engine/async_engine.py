@@ -117,7 +117,7 @@ class AsyncEngine:
         outputs = []
         for prompt in prompts:
             requests = self.inputs.make_requests(request_id, prompt, params, priority, grammar=grammar, caller=caller)
-            outputs.append(OutputStream(request_id, prompt.text, requests, params, self.tokenizer))
+            outputs.append(OutputStream(request_id, prompt, requests, params, self.tokenizer))
         stream = self._streams[request_id] = ResponseStream(self, request_id, outputs)
         for index, output in enumerate(outputs):
             for request in output.requests:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -244,23 +245,25 @@ class InputProcessor:
         if grammar is not None:
             resolved = replace(resolved, grammar=grammar)
         samplings = [replace(resolved, seed=_sample_seed(seed, i)) for i in range(params.n)]
-        return [self._make(request_id, prompt, params, sampling, priority, caller) for sampling in samplings]
+        ids = array("I", prompt.token_ids)
+        return [self._make(request_id, prompt, ids, params, sampling, priority, caller) for sampling in samplings]
 
     def _make(
         self,
         request_id: str,
         prompt: PreparedPrompt,
+        token_ids: array,
         params: SamplingParams,
         sampling: RowSampling,
         priority: int,
         caller: str,
     ) -> Request:
-        room = self._max_model_len - len(prompt.token_ids)
+        room = self._max_model_len - len(token_ids)
         max_tokens = max(params.max_tokens or self._generation.max_new_tokens or room, params.min_tokens)
         arrival = next(self._arrivals)
         return Request(
             request_id=f"{request_id}/{arrival}",
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=token_ids,
             sampling=sampling,
             max_tokens=min(max_tokens, room),
             arrival=arrival,
@@ -344,9 +347,9 @@ class InputProcessor:
         return grammar
 
     def _check_params(self, params: SamplingParams) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            self._check_ids(name, getattr(params, name) or [])
-        self._check_ids("logit_bias", list(params.logit_bias or {}))
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if given := getattr(params, name):
+                self._check_ids(name, list(given))
         if params.logits_processors and self._num_processes > 1:
             raise RequestError(
                 "logits_processors run in the process of the model, but tensor_parallel_size="

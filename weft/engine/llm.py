@@ -255,7 +255,7 @@ class LLM:
             raise RequestError(f"priority={priority!r} is not an integer; smaller ones go first", "priority")
         prepared = self._inputs.prepare_prompt(prompt, params)
         requests = self._inputs.make_requests(request_id, prepared, params, priority)
-        stream = OutputStream(request_id, prepared.text, requests, params, self.tokenizer)
+        stream = OutputStream(request_id, prepared, requests, params, self.tokenizer)
         self._streams[request_id] = stream
         for request in requests:
             self._by_request[request.request_id] = stream

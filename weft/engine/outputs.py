@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weft.detokenizer import Detokenizer, StopStrings, make_detokenizer
+from weft.engine.prompts import PreparedPrompt
 from weft.messages import TokenLogprobs
 from weft.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
 from weft.request import Request
@@ -65,7 +66,7 @@ class OutputStream:
 
     Args:
         request_id: the user's id.
-        prompt: text or None.
+        prompt: as it was given.
         requests: one per completion.
         params: as the user gave them.
         tokenizer: None: token ids only.
@@ -74,7 +75,7 @@ class OutputStream:
     def __init__(
         self,
         request_id: str,
-        prompt: str | None,
+        prompt: PreparedPrompt,
         requests: list[Request],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
@@ -94,7 +95,7 @@ class OutputStream:
         detokenizer = make_detokenizer(
             self._tokenizer,
             skip_special_tokens=params.skip_special_tokens,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=self._prompt.token_ids,
         )
         strings, include = params.stop_strings, params.include_stop_str_in_output
         return Completion(request, index, detokenizer, StopStrings(strings, include=include) if strings else None)
@@ -203,8 +204,8 @@ class OutputStream:
         first = self._completions[0].request
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=first.prompt_token_ids,
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt.token_ids,
             outputs=[self._completion_output(c) for c in self._completions],
             finished=self.finished,
             num_cached_tokens=first.num_cached_tokens or 0,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -39,12 +39,12 @@ _PASSING = 0x5555555555555555
 _powers = np.ones(1, dtype=np.uint64)
 
 
-def prefix_hashes(token_ids: list[int], salt: str | None = None) -> list[int]:
+def prefix_hashes(token_ids: Sequence[int], salt: str | None = None) -> list[int]:
     """``hashes[n - 1]`` is that of the first ``n * STEP`` tokens. Only ids of images are negative."""
     return list(chain.from_iterable(chunks_of_hashes(token_ids, salt)))
 
 
-def chunks_of_hashes(token_ids: list[int], salt: str | None = None) -> Iterator[list[int]]:
+def chunks_of_hashes(token_ids: Sequence[int], salt: str | None = None) -> Iterator[list[int]]:
     """``prefix_hashes``, those of ``CHUNK`` tokens at a time; nothing is hashed before it is asked for."""
     before = _seed(salt)
     for start in range(0, len(token_ids) // STEP * STEP, CHUNK):

@@ -15,7 +15,7 @@ prompt that come together, find each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weft.engine.prefix_hashes import STEP, chunks_of_hashes, passing
@@ -71,7 +71,7 @@ class Router:
         self.max_num_seqs = max_num_seqs
         self._clock = clock
 
-    def choose(self, token_ids: list[int], salt: str | None = None) -> int:
+    def choose(self, token_ids: Sequence[int], salt: str | None = None) -> int:
         """The replica for a prompt; it counts as sent there.
 
         Raises:
@@ -90,7 +90,7 @@ class Router:
         replica.sent.update(dict.fromkeys(hashes, now))
         return chosen
 
-    def _hashes(self, token_ids: list[int], salt: str | None, up: list[int]) -> list[int]:
+    def _hashes(self, token_ids: Sequence[int], salt: str | None, up: list[int]) -> list[int]:
         """Of the prompt's prefixes, up to the end of the first chunk that no replica has whole."""
         hashes: list[int] = []
         for chunk in chunks_of_hashes(token_ids, salt):

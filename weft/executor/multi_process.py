@@ -32,10 +32,10 @@ from weft.executor import external
 from weft.executor.rank import Rank
 from weft.executor.rank_process import RankProcess, StartedRank
 from weft.executor.ring import Writer
-from weft.executor.worker import STOP, WorkerStart
+from weft.executor.worker import STOP, WorkerStart, encode_step
 from weft.executor.workers import Workers
 from weft.layers.sampler import LogitsProcessor
-from weft.messages import ModelOutput, SchedulerOutput, encode_step
+from weft.messages import ModelOutput, SchedulerOutput
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
 

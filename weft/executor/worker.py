@@ -28,7 +28,7 @@ from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
 from weft.errors import ConfigError, WeftError
 from weft.executor.ring import Address, Reader
-from weft.messages import decode_step
+from weft.messages import SchedulerOutput
 from weft.preload import import_torch
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class Report(msgspec.Struct, frozen=True):
 encode_start = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
 decode_start = msgspec.msgpack.Decoder(tuple[WorkerStart, int, str, int], dec_hook=decode_other).decode
 """On standard input: the start, the rank, the file through which ranks find each other, the descriptor for reports."""
+encode_step = msgspec.msgpack.Encoder(enc_hook=encode_other).encode
+decode_step = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=decode_other).decode
 decode_report = msgspec.json.Decoder(Report).decode
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +24,6 @@ class Running:
     announced: bool = False
     num_pages_sent: int = 0
     failed: bool = False
-
-    def known_tokens(self) -> array:
-        """The request's tokens when it was admitted, for the runner. The lease has them already, but for images."""
-        if self.request.media:
-            return array("I", self.request.known_token_ids)
-        return array("I", self.lease.tokens.astype(np.uint32).tobytes())
 
     def cache_tokens(self) -> Tokens:
         """The request's tokens known on the host, as the prefix cache knows them. The lease has most of them already as

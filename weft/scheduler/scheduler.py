@@ -285,7 +285,7 @@ class Scheduler:
         running.announced = True
         request = running.request
         runs = [run for item in request.media for run in item.runs()]
-        return NewRequest(running.row, running.known_tokens(), request.num_prompt_tokens, request.sampling, runs)
+        return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling, runs)
 
     def _schedule(self, plan: Planned) -> ScheduledRequest:
         running, num_tokens, drafts = plan.running, plan.num_tokens, plan.drafts
