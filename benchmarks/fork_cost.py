@@ -56,8 +56,8 @@ def main() -> None:
     for count in args.counts:
         orders = [(1 + i, 1 + count + i) for i in range(count)]
         for name, move, num_bytes in (
-            ("states", runner.steps.mover.fork_states, spec.slot_bytes),
-            ("pages", runner.steps.mover.copy_pages, spec.kv_bytes_per_token * spec.page_size),
+            ("states", runner.steps.copier.fork_states, spec.slot_bytes),
+            ("pages", runner.steps.copier.copy_pages, spec.kv_bytes_per_token * spec.page_size),
         ):
             run = lambda move=move, orders=orders: move(orders)  # noqa: E731
             row = {

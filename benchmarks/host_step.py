@@ -96,7 +96,7 @@ class Host:
         with self.part("pad and send"):
             choice = self.graphs.choose(shape)
             if shape.is_decode:
-                self.builder.pad_decodes(shape, choice.size)
+                self.builder.pad_whole(shape, choice.size)
             self.builder.send()
         with self.part("sampling"):
             assert not self.sampling.edited(sampled) and not self.sampling.num_logprobs(sampled)

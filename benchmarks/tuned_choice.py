@@ -34,8 +34,8 @@ from weft.config.graph_modes import CudaGraphMode
 from weft.config.graph_profile import GraphProfile, empty_profile, read_profile
 from weft.graph.profile import ModeTable
 from weft.messages import SchedulerOutput
-from weft.runner.measuring import Change, Effort, StepMaker, compare, measure_modes, time_step
 from weft.runner.model_runner import ModelRunner
+from weft.runner.step_timing import Change, Effort, StepMaker, compare, measure_modes, time_step
 
 FIXED = (CudaGraphMode.NONE, CudaGraphMode.PIECEWISE, CudaGraphMode.FULL)
 """The other modes run each single batch as one of these."""

@@ -19,8 +19,8 @@ from weft.cli import main
 from weft.cli.graph_picture import fold, page
 from weft.config import resolve
 from weft.graph.graph import EmulatedGraphPool, Tape
-from weft.graph.listing import ListedGraph, ListingPool, Operation, Stopwatch
-from weft.runner.dissection import Dissection, Part, dissect, launches_noted
+from weft.graph.op_recorder import GraphWithOps, Operation, OpRecordingPool, Stopwatch
+from weft.runner.graph_dump import GraphDump, Part, dump_graphs, launches_noted
 
 SMALL = ["--device", "cpu", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2", "--max-num-batched-tokens", "65"]
 
@@ -76,7 +76,7 @@ def test_the_page_is_well_formed_and_complete_in_itself(dump: Path) -> None:
 
 def test_the_page_escapes(tmp_path: Path) -> None:
     parts = (Part("<b>&", "", True, (), 0, 1.0), Part('"x"<', "<i>", False, (), 0, 1.0), Part("p", "", True, (), 0, 0))
-    text = page("a < b & c", [("<u>", "'&'")], Dissection(7, parts, {}, ("if a < b: pass",)))
+    text = page("a < b & c", [("<u>", "'&'")], GraphDump(7, parts, {}, ("if a < b: pass",)))
     ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     for raw in ("<b>", "<i>", "<u>", "a < b"):
         assert raw not in text
@@ -100,7 +100,7 @@ def part_named(op: str, layer: int) -> Part:
 def test_equal_layers_of_a_model_are_equal(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("Qwen3ForCausalLM", tmp_path, num_hidden_layers=4)
     config = resolve(model=str(checkpoint), device="cpu", cuda_graph_mode="PIECEWISE", skip_tokenizer_init=True)
-    found = dissect(config, 7)
+    found = dump_graphs(config, 7)
     assert [one.count for one in fold(found.parts)] == [1, 3, 1]
     first, *middle, last = (piece.signature for piece in found.pieces)
     assert len(set(middle)) == 1 and len({first, middle[0], last}) == 3
@@ -109,27 +109,27 @@ def test_equal_layers_of_a_model_are_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["capture", "eager"])
 def test_the_notes_are_what_the_tape_replays(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[list[str], list[str]]] = []
-    make = ListedGraph.__init__
+    make = GraphWithOps.__init__
 
-    def noting(self: ListedGraph, graph: Tape, operations: Sequence[Operation], stopwatch: Stopwatch) -> None:
+    def noting(self: GraphWithOps, graph: Tape, operations: Sequence[Operation], stopwatch: Stopwatch) -> None:
         make(self, graph, operations, stopwatch)
         tape = [str(func).removesuffix(".default") for func, *_ in graph._steps]
         found.append((tape, [o.name for o in self.operations if o.is_kernel]))
 
-    monkeypatch.setattr(ListedGraph, "__init__", noting)
+    monkeypatch.setattr(GraphWithOps, "__init__", noting)
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "cpu_cache_gib": 0.05, "max_num_seqs": 2}
     settings["piecewise_cuda_graph_compiler"] = source
-    pieces = dissect(resolve(device="cpu", cuda_graph_mode="PIECEWISE", **settings), 5)
+    pieces = dump_graphs(resolve(device="cpu", cuda_graph_mode="PIECEWISE", **settings), 5)
     assert len(found) == 1 + len(pieces.pieces), "sampling, and every piece"
     assert all(tape == notes and tape for tape, notes in found)
     assert bool(pieces.traced) == (source == "eager")
 
 
 def test_listed_graphs_compute_what_they_did() -> None:
-    pool = ListingPool(EmulatedGraphPool(), torch.device("cpu"))
+    pool = OpRecordingPool(EmulatedGraphPool(), torch.device("cpu"))
     x = torch.arange(6.0).view(2, 3)
     graph, y = pool.capture(lambda: (x.t() @ x).add_(1.0))
-    assert isinstance(graph, ListedGraph)
+    assert isinstance(graph, GraphWithOps)
     assert [o.name for o in graph.operations if o.is_kernel] == ["aten.mm", "aten.add_.Tensor"]
     product = graph.operations[1]
     assert product.num_bytes() == 4 * (6 + 6 + 9) and product.num_bytes({product.inputs[0].storage}) == 4 * 9
@@ -141,11 +141,11 @@ def test_listed_graphs_compute_what_they_did() -> None:
 
 
 def test_a_capture_that_fails_leaves_nothing_on() -> None:
-    pool = ListingPool(EmulatedGraphPool(), torch.device("cpu"))
+    pool = OpRecordingPool(EmulatedGraphPool(), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="captured graph"):
         pool.capture(lambda: torch.ones(3).sum().item())
     graph, _ = pool.capture(lambda: torch.ones(3) + 1)
-    assert isinstance(graph, ListedGraph)
+    assert isinstance(graph, GraphWithOps)
     assert [o.name for o in graph.operations if o.is_kernel] == ["aten.ones", "aten.add.Tensor"]
 
 
@@ -182,9 +182,9 @@ def test_triton_kernels_are_noted_where_they_are_launched(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Kernel, "run", run)
     kernel, x = Kernel(scale_kernel), torch.ones(4)
-    pool = ListingPool(EmulatedGraphPool(), torch.device("cpu"), launches_noted)
+    pool = OpRecordingPool(EmulatedGraphPool(), torch.device("cpu"), launches_noted)
     graph, _ = pool.capture(lambda: kernel[(2, 1)](x, 4, BLOCK=64))
     assert launched == [(kernel, (x, 4), (2, 1), False, {"BLOCK": 64})]
-    assert isinstance(graph, ListedGraph)
+    assert isinstance(graph, GraphWithOps)
     (noted,) = graph.operations
     assert noted.code({}) == "scale_kernel[[2, 1]](v0, 4, BLOCK=64)" and noted.num_bytes() == 16

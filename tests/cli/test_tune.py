@@ -15,7 +15,7 @@ from weft.cli import main
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.config.graph_profile import GraphProfile, Timing, read_profile, write_profile
-from weft.runner.measuring import fastest_split
+from weft.runner.step_timing import fastest_split
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",

@@ -11,13 +11,13 @@ BETWEEN_ROOMS = (
         "tests/speculation/test_ngram.py",
     ),
     mutant(
-        "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest", "weft/runner/ngram_drafter.py",
+        "longest-suffix-ignored", "n-gram drafts look up suffixes up to the longest", "weft/runner/drafters.py",
         "            config.prompt_lookup_max,\n", "            config.prompt_lookup_min,\n",
         "tests/speculation/test_ngram.py", "tests/ops/test_triton_drafts.py",
     ),
     mutant(
         "history-of-last-token-only", "all tokens that a step sampled are in the row's history",
-        "weft/runner/ngram_drafter.py", "[[start + min(i, n - 1) for i in range(query_len)]",
+        "weft/runner/drafters.py", "[[start + min(i, n - 1) for i in range(query_len)]",
         "[[start + n - 1 for i in range(query_len)]", "tests/speculation/test_ngram.py",
     ),
     mutant(
@@ -156,7 +156,7 @@ BETWEEN_ROOMS = (
         "tests/runner/test_compile_processes.py",
     ),
     mutant(
-        "fp8-pages-not-copied", "a partial page of an FP8 cache is copied", "weft/runner/moves.py",
+        "fp8-pages-not-copied", "a partial page of an FP8 cache is copied", "weft/runner/cache_copies.py",
         "        self._move(copies, self._pages)\n",
         "        self._move(copies, [g for g in self._pages if g[0][0].element_size() > 1])\n",
         "tests/quantization/test_kv_cache.py",

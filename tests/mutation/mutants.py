@@ -400,12 +400,12 @@ MUTANTS = (
     _mutant(
         "wrappers-stay", "names are wrapped during the capture alone", "weft/graph/named_splits.py",
         "stack.callback(target.put(self._wrapper(target)))", "target.put(self._wrapper(target))",
-        "tests/runner/test_compilation.py::test_names_are_wrapped_during_the_capture_alone",
+        "tests/runner/test_model_compiler.py::test_names_are_wrapped_during_the_capture_alone",
     ),
     _mutant(
         "inner-calls-counted", "calls inside a split op are not split off again", "weft/graph/named_splits.py",
         "        if self._depth == 0:", "        if True:",
-        "tests/runner/test_compilation.py::test_names_are_wrapped_during_the_capture_alone",
+        "tests/runner/test_model_compiler.py::test_names_are_wrapped_during_the_capture_alone",
     ),
     # -- between rooms -----------------------------------------------------------------------------------------------
     _mutant(
@@ -479,7 +479,7 @@ MUTANTS = (
     _mutant(
         "other-arguments-pass", "a call split off by name is given the same as when it was found",
         "weft/graph/named_splits.py", "            if other is not None:\n", "            if False:\n",
-        "tests/runner/test_compilation.py::test_a_call_that_is_given_something_else_for_few_rows_is_refused",
+        "tests/runner/test_model_compiler.py::test_a_call_that_is_given_something_else_for_few_rows_is_refused",
     ),
     *BETWEEN_ROOMS,
 )  # fmt: skip

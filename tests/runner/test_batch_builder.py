@@ -157,7 +157,7 @@ def test_padding_rows_touch_only_what_is_reserved() -> None:
     )
     scheduler_output = SchedulerOutput(2, [ScheduledRequest(r, 40, 1, [], r + 1, True) for r in (2, 6, 4)])
     shape = builder.fill(scheduler_output)
-    builder.pad_decodes(shape, 8)
+    builder.pad_whole(shape, 8)
     builder.send()
     assert (shape.num_tokens, shape.num_seqs) == (3, 3)
     padded = StepShape.decodes(8, 1024)

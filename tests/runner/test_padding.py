@@ -20,7 +20,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
     host, query_len = arrays(), 3
-    Padding(ROW).verification(host, StepShape(6, 2, 0, query_len, 50, (), 6, query_len=query_len), 4, query_len)
+    Padding(ROW).whole(host, StepShape(6, 2, 0, query_len, 50, (), 6, query_len=query_len), 4)
     assert host["verify_slots"].tolist()[:13] == [OLD] * 6 + [0] * 6 + [OLD]
     assert host["follows"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
     assert host["state_slots"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]

@@ -154,7 +154,7 @@ def test_nothing_is_paid_without_drafts(engines: Engines) -> None:
         sys.setprofile(None)
     while not plain.is_finished():
         plain.step()
-    rooms = ("speculation/", "scheduler/draft", "cache/draft", "runner/following", "runner/step_drafter")
+    rooms = ("speculation/", "scheduler/draft", "cache/draft", "runner/following", "runner/drafters")
     assert entered["scheduler/scheduler.py"] and not [path for path in entered if path.startswith(rooms)], entered
 
 

@@ -22,7 +22,7 @@ from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import ScheduledRequest, SchedulerOutput
-from weft.runner.step_drafter import StepDrafter
+from weft.runner.drafters import MtpStepDrafter
 from weft.speculation.acceptance import RejectionSampler
 
 NUM_DRAFTS, LONGEST, ROWS, WRONG = 3, 160, 3, 0.25
@@ -53,7 +53,7 @@ def _from_table(rows: Tensor, last: Tensor) -> Tensor:
 
 
 def _after_full_step(
-    self: StepDrafter, inputs: Any, hidden_states: Tensor, token_ids: Tensor, acceptance: Any
+    self: MtpStepDrafter, inputs: Any, hidden_states: Tensor, token_ids: Tensor, acceptance: Any
 ) -> Tensor:
     device = hidden_states.device
     last = torch.arange(inputs.batch.num_seqs, device=device) if acceptance is None else acceptance.last
@@ -63,7 +63,7 @@ def _after_full_step(
 
 
 def _after_any_step(
-    self: StepDrafter,
+    self: MtpStepDrafter,
     requests: Sequence[ScheduledRequest],
     shape: Any,
     hidden_states: Tensor,
@@ -115,8 +115,8 @@ def open_engines(folder: Path, mode: str, **settings: Any) -> Iterator[Engines]:
     settings = SETTINGS | settings
     table_of(torch.device(settings.get("device", "cpu")))  # not in inference mode, whose tensors no other code writes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepDrafter, "after_full_step", _after_full_step)
-        patch.setattr(StepDrafter, "__call__", _after_any_step)
+        patch.setattr(MtpStepDrafter, "after_full_step", _after_full_step)
+        patch.setattr(MtpStepDrafter, "__call__", _after_any_step)
         with LLM(str(folder), **settings) as plain, LLM(str(folder), **settings, **modes) as following:
             yield Engines(plain, following)
             assert_idle(following)

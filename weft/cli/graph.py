@@ -17,7 +17,7 @@ from weft.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.config.fields import EngineConfig
-    from weft.runner.dissection import Dissection
+    from weft.runner.graph_dump import GraphDump
 
 PICTURE, FIGURES = "graph.html", "graph.json"
 
@@ -53,25 +53,25 @@ def run(args: argparse.Namespace) -> int:
             f"--tokens {args.tokens} is more than a step takes: max_num_batched_tokens="
             f"{config.max_num_batched_tokens}; give less, or raise that setting"
         )
-    from weft.runner.dissection import dissect, size_to_show
+    from weft.runner.graph_dump import dump_graphs, size_to_show
 
-    dissection = dissect(config, size_to_show(config, args.tokens))
-    write(folder, config, dissection)
-    _print_table(dissection, config)
+    dump = dump_graphs(config, size_to_show(config, args.tokens))
+    write(folder, config, dump)
+    _print_table(dump, config)
     print(f"Written to {folder}: {PICTURE} (open it in a browser), {FIGURES}, and the code of each piece.")
     return 0
 
 
-def write(folder: Path, config: EngineConfig, dissection: Dissection) -> None:
+def write(folder: Path, config: EngineConfig, dump: GraphDump) -> None:
     """The picture, the figures, and one file of code per piece."""
     from weft.cli.graph_picture import page
 
-    for piece in dissection.pieces:
-        _write(folder / f"{piece.name}.py", dissection.code(piece))
-    for number, code in enumerate(dissection.traced):
+    for piece in dump.pieces:
+        _write(folder / f"{piece.name}.py", dump.code(piece))
+    for number, code in enumerate(dump.traced):
         _write(folder / f"traced_{number}.py", code)
-    title = f"{config.served_model_name}: prefill of {dissection.num_tokens} tokens in pieces"
-    _write(folder / PICTURE, page(title, _facts(config), dissection))
+    title = f"{config.served_model_name}: prefill of {dump.num_tokens} tokens in pieces"
+    _write(folder / PICTURE, page(title, _facts(config), dump))
     parts = [
         {
             "name": part.name,
@@ -82,10 +82,10 @@ def write(folder: Path, config: EngineConfig, dissection: Dissection) -> None:
             "ms": round(part.ms, 4),
             "operations": dict(part.counts),
         }
-        for part in dissection.parts
+        for part in dump.parts
     ]
     head = report.provenance(config.device) | {"config": report.settings(config)}
-    report.write_json(folder / FIGURES, head | {"num_tokens": dissection.num_tokens, "parts": parts})
+    report.write_json(folder / FIGURES, head | {"num_tokens": dump.num_tokens, "parts": parts})
 
 
 def _facts(config: EngineConfig) -> list[tuple[str, str]]:
@@ -114,15 +114,15 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _print_table(dissection: Dissection, config: EngineConfig) -> None:
+def _print_table(dump: GraphDump, config: EngineConfig) -> None:
     from weft.cli.graph_picture import fold
 
     rows = []
-    for one in fold(dissection.parts):
+    for one in fold(dump.parts):
         for row in one.rows:
             part, ms = row[0], sum(p.ms for p in row)
             name = part.name if len(row) == 1 else f"{part.name} and {len(row) - 1} alike"
             figures = (str(len(part.kernels)), f"{part.num_bytes / 2**20:.1f}") if part.captured else ("", "")
             rows.append([name, "yes" if part.captured else "no", *figures, f"{ms:.3f}"])
-    title = f"{dissection.num_tokens} tokens on {report.device_name(config.device)}"
+    title = f"{dump.num_tokens} tokens on {report.device_name(config.device)}"
     report.table(title, ("part", "captured", "kernels each", "MiB each", "ms in all"), rows)

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.runner.dissection import Dissection, Part
+    from weft.runner.graph_dump import GraphDump, Part
 
 _WIDTH, _BOX, _GAP, _LEFT = 760, 58, 16, 20
 _BAR = 150
@@ -68,7 +68,7 @@ def fold(parts: Sequence[Part]) -> list[Fold]:
     return folds
 
 
-def page(title: str, facts: Sequence[tuple[str, str]], dissection: Dissection) -> str:
+def page(title: str, facts: Sequence[tuple[str, str]], dump: GraphDump) -> str:
     """The whole page.
 
     Args:
@@ -78,13 +78,13 @@ def page(title: str, facts: Sequence[tuple[str, str]], dissection: Dissection) -
     body = [
         f"<h1>{_text(title)}</h1><table>{rows}</table>",
         "<h2>The pass</h2>",
-        _picture(dissection),
+        _picture(dump),
         f"<p>{_text(_LEGEND)}</p>",
         "<h2>Parts</h2>",
-        _table(dissection),
+        _table(dump),
         "<h2>Code</h2>",
-        *(_code(piece.name, dissection.code(piece)) for piece in dissection.pieces),
-        *(_code(f"traced part {number}", code) for number, code in enumerate(dissection.traced)),
+        *(_code(piece.name, dump.code(piece)) for piece in dump.pieces),
+        *(_code(f"traced part {number}", code) for number, code in enumerate(dump.traced)),
     ]
     head = f'<meta charset="utf-8"/><title>{_text(title)}</title><style>{_STYLE}</style>'
     inner = "\n".join(body)
@@ -102,8 +102,8 @@ def _code(name: str, code: str) -> str:
 # -- the picture -----------------------------------------------------------------------------------------------------
 
 
-def _picture(dissection: Dissection) -> str:
-    folds = fold(dissection.parts)
+def _picture(dump: GraphDump) -> str:
+    folds = fold(dump.parts)
     longest = max(sum(p.ms for p in row) for f in folds for row in f.rows) or 1.0
     shapes: list[str] = []
     top = _GAP
@@ -118,7 +118,7 @@ def _picture(dissection: Dissection) -> str:
             top += _BOX + _GAP
         if one.count > 1:
             shapes.append(_bracket(begin, top - _GAP, one.count))
-    label = _text(f"{len(dissection.pieces)} pieces and {len(dissection.parts) - len(dissection.pieces)} split ops")
+    label = _text(f"{len(dump.pieces)} pieces and {len(dump.parts) - len(dump.pieces)} split ops")
     return f'<svg viewBox="0 0 {_WIDTH} {top}" role="img" aria-label="{label}">{"".join(shapes)}</svg>'
 
 
@@ -179,11 +179,11 @@ def _ms(ms: float) -> str:
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
-def _table(dissection: Dissection) -> str:
+def _table(dump: GraphDump) -> str:
     heads = ("part", "layer", "captured", "kernels", "bytes", "ms", "share")
     cells = "".join(f'<th class="text">{head}</th>' if head == "layer" else f"<th>{head}</th>" for head in heads)
-    rows = "".join(_row(part, dissection.ms) for part in dissection.parts)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}{_total(dissection)}</tbody></table>"
+    rows = "".join(_row(part, dump.ms) for part in dump.parts)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}{_total(dump)}</tbody></table>"
 
 
 def _row(part: Part, total_ms: float) -> str:
@@ -192,10 +192,10 @@ def _row(part: Part, total_ms: float) -> str:
     return f'<tr><td>{_text(part.name)}</td><td class="text">{_text(part.layer)}</td>{_cells(words)}</tr>'
 
 
-def _total(dissection: Dissection) -> str:
-    pieces = dissection.pieces
+def _total(dump: GraphDump) -> str:
+    pieces = dump.pieces
     kernels, num_bytes = sum(len(p.kernels) for p in pieces), sum(p.num_bytes for p in pieces)
-    words = (f"{len(pieces)} pieces", f"{kernels:,}", _mib(num_bytes), f"{dissection.ms:.3f}", "100%")
+    words = (f"{len(pieces)} pieces", f"{kernels:,}", _mib(num_bytes), f"{dump.ms:.3f}", "100%")
     return f"<tr><td>all</td><td></td>{_cells(words)}</tr>"
 
 

@@ -23,7 +23,7 @@ from weft.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.config.graph_profile import GraphProfile, Timing
-    from weft.runner.measuring import Effort
+    from weft.runner.step_timing import Effort
 
 _DECIDED = ("cuda_graph_mode", "graph_profile", "enforce_eager", "enable_piecewise_cuda_graph")
 """Settings that say how batches run: what is measured here."""
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         return _tune_drafts(args, settings)
     config = tuning_config(settings)
     from weft.config.graph_profile import default_path, empty_profile, write_profile
-    from weft.runner.measuring import Effort, measure_modes
     from weft.runner.model_runner import ModelRunner
+    from weft.runner.step_timing import Effort, measure_modes
 
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     profile = empty_profile(values, config.model_config)
@@ -107,8 +107,8 @@ def choose_splits(config: EngineConfig, profile: GraphProfile, effort: Effort) -
     from msgspec.structs import replace
 
     from weft.graph.split_ops import DEFAULT_SPLIT_OPS, split_ops_of
-    from weft.runner.measuring import fastest_split, measure_pieces
     from weft.runner.model_runner import ModelRunner
+    from weft.runner.step_timing import fastest_split, measure_pieces
 
     if config.splitting_ops is not None:
         return config, profile

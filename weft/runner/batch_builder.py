@@ -26,11 +26,10 @@ from weft.ops.draft_types import FROM_LAST_TOKEN
 from weft.runner import logits_rows
 from weft.runner.buffers import StepBuffers
 from weft.runner.following import following_inputs
-from weft.runner.layout import Layout
-from weft.runner.media_placing import place_media
+from weft.runner.media_inputs import place_media
 from weft.runner.padding import CHUNK_COLUMNS, Padding
 from weft.runner.rows import RowTable
-from weft.runner.step_shape import SampleRows, StepInputs, StepShape
+from weft.runner.step_shape import Layout, SampleRows, StepInputs, StepShape
 
 
 class BatchBuilder:
@@ -222,13 +221,9 @@ class BatchBuilder:
             first[i + 1] = at
         return at
 
-    def pad_decodes(self, real: StepShape, size: int) -> None:
+    def pad_whole(self, real: StepShape, size: int) -> None:
         """See ``Padding``."""
-        self._padding.decodes(self._host, real, size)
-
-    def pad_verification(self, real: StepShape, size: int, query_len: int) -> None:
-        """See ``Padding``."""
-        self._padding.verification(self._host, real, size, query_len)
+        self._padding.whole(self._host, real, size)
 
     def pad_mixture(self, real: StepShape, size: int) -> None:
         """See ``Padding``."""
@@ -242,16 +237,14 @@ class BatchBuilder:
 
     def send_padding(self, shape: StepShape) -> None:
         """Send padding of the given sizes and nothing else to the device, to run while graphs are captured."""
-        nothing = StepShape(0, 0, 0, 0, 0, (), 0)
+        nothing = StepShape(0, 0, 0, 0, 0, (), 0, query_len=shape.query_len)
         self._host, self._num_updates = self._buffers.begin(), 0
         self._host["counts"][:] = self._host[logits_rows.COUNTS][:] = self._host["cu_seqlens_q"][0] = 0
         if shape.any_mixture:
             self.pad_mixture(nothing, shape.num_tokens)
             self.pad_samples(nothing, shape.num_samples)
-        elif shape.query_len:
-            self.pad_verification(nothing, shape.num_seqs, shape.query_len)
         else:
-            self.pad_decodes(nothing, shape.num_seqs)
+            self.pad_whole(nothing, shape.num_seqs)
         self.send()
 
     @property

@@ -10,6 +10,8 @@ a captured graph reads it. On the CPU host and device block are the same memory 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -86,3 +88,8 @@ class StepBuffers:
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A copy of small host data for which the host does not wait: on a GPU, only pinned memory allows that."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def device_ints(values: Sequence[int], device: torch.device) -> Tensor:
+    """``[N]`` int64 on the device; the host does not wait for the copy."""
+    return to_device(torch.tensor(values, dtype=torch.int64), device)

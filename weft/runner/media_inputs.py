@@ -1,14 +1,14 @@
 """Images on the device: the encoder cache, and the embeddings that a step reads from it.
 
-Job: run the vision tower, outside of the decoder's graphs; keep its embeddings in the encoder cache; fill the rows of
-embeddings, features and rotary angles of a step's image tokens. Owns: the encoder cache. Does not know: which images
-are in it (``scheduler/encoder_cache.py`` gives out its rows), how a batch is laid out.
+Job: run the vision tower, outside of the decoder's graphs; keep its embeddings in the encoder cache; give a step's
+image tokens ids and positions by which the model finds embeddings, features and rotary angles, and fill those rows.
+Owns: the encoder cache. Does not know: which images are in it (``scheduler/encoder_cache.py`` gives out its rows).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -24,6 +24,7 @@ from weft.runner.buffers import to_device
 from weft.runner.encoder_graphs import EncoderGraphs
 from weft.runner.mrope import frequency_axes, rotary_rows
 from weft.runner.rows import RowTable
+from weft.runner.step_shape import Layout
 
 _PART = 1024
 """Tokens of an image where only the sum matters."""
@@ -149,3 +150,33 @@ class MediaInputs:
     def blank(self, grids: Sequence[Grid]) -> Tensor:
         """Patches of such items, all zero."""
         return torch.zeros(sum(frame_lengths(grids)), self._vision.patch_dim, device=self._device)
+
+
+def place_media(
+    host: Mapping[str, np.ndarray],
+    requests: list[ScheduledRequest],
+    layout: Layout,
+    table: RowTable,
+    first_id: int | None,
+    first_position: int,
+) -> None:
+    """Positions of sequences with images; ids and positions of the images' tokens.
+
+    Args:
+        host: the step's arrays: ``positions`` is filled for texts, ``input_ids`` for tokens of texts.
+        first_id, first_position: of a step's first token, if it is one of an image; see ``BatchBuilder``.
+    """
+    ids, positions = host["input_ids"], host["positions"]
+    positions[: layout.bounds[-1]] += np.repeat(table.rope_delta[layout.rows], layout.counts)
+    for i in (layout.first < table.num_prompt_tokens[layout.rows]).nonzero()[0].tolist():
+        r, at = requests[i], int(layout.bounds[i])
+        if r.row not in table.rope_positions:
+            continue
+        prompt = table.rope_positions[r.row][0, r.start : r.start + r.num_tokens]
+        positions[at : at + len(prompt)] = prompt
+        for position, count, _ in r.media:
+            assert first_id is not None, "an image came to a model without a vision tower"
+            first = at + position - r.start
+            numbers = np.arange(first, first + count)
+            ids[first : first + count] = first_id + numbers
+            positions[first : first + count] = first_position + numbers

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -36,13 +35,12 @@ from weft.graph.profile import ModeTable
 from weft.layers.context import ModelContext
 from weft.layers.sampler import LogitsProcessor
 from weft.layers.table import LayerTable
-from weft.messages import ModelOutput, NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
+from weft.messages import ModelOutput, RowSampling, SchedulerOutput
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.models.vision_language import VisionLanguageModel
 from weft.ops.backend import Backend, resolve_backend
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
-from weft.runner.compilation import ModelCompiler
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import (
     GRAPH_BYTES,
@@ -50,10 +48,12 @@ from weft.runner.memory import (
     gpu_cache_budget,
     largest_that_fits,
 )
+from weft.runner.model_compiler import ModelCompiler
 from weft.runner.results import PendingStep
 from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
 from weft.runner.step_runner import StepRunner
+from weft.runner.step_shape import StepShape
 from weft.runner.triton_key import prepare_triton
 from weft.runner.warmup import (
     NUM_LONGEST_STEPS,
@@ -62,6 +62,7 @@ from weft.runner.warmup import (
     covering_steps,
     image_step,
     one_layer_of_each_kind,
+    step,
 )
 from weft.weights import load_weights
 
@@ -183,21 +184,17 @@ class ModelRunner:
         """Every size that is captured: a capture must meet no kernel that is not compiled. The largest first, whose
         kernels take longest to compile."""
         sizes, functions = self._capture_sizes(self.config.max_num_seqs), self.steps.functions
-        for size in sorted({*sizes.forward, *sizes.pieces}, reverse=True):
-            functions.pad(functions.mixture_shape(size))
-            functions.forward(size)
-        for size in reversed(sizes.decode):
-            functions.pad(functions.decode_shape(size))
-            functions.decode(size)
-            self.steps.rows.last_token.zero_()
-        for size in sizes.verify:
-            functions.pad(functions.verification_shape(size))
-            functions.verify(size)
-            self.steps.rows.last_token.zero_()
-        for size in sizes.samples:
-            functions.pad(functions.mixture_shape(size))
-            functions.sample(size)
-            self.steps.rows.last_token.zero_()
+        kinds: tuple[tuple[Iterable[int], Callable[[int], StepShape], Callable[[int], object]], ...] = (
+            ({*sizes.forward, *sizes.pieces}, functions.mixture_shape, functions.forward),
+            (sizes.decode, functions.decode_shape, functions.decode),
+            (sizes.verify, functions.verification_shape, functions.verify),
+            (sizes.samples, functions.mixture_shape, functions.sample),
+        )
+        for captured, shape_of, function in kinds:
+            for size in sorted(captured, reverse=True):
+                functions.pad(shape_of(size))
+                function(size)
+                self.steps.rows.last_token.zero_()
 
     def _plan(self) -> CachePlan:
         """The plan of the caches, beside the largest step that leaves memory for them; ``config`` holds its limits."""
@@ -291,28 +288,18 @@ class ModelRunner:
     def _run_largest_steps(self) -> None:
         """On tiny caches: as many tokens as a step may have, and as many sequences decoding at the longest context.
 
-        Every sequence uses the same page and slot: what is computed is meaningless, but its size is right.
+        Every sequence uses page 0 and the same slot: what is computed is meaningless, but its size is right.
         """
-        config = self.config
-        count = config.max_num_seqs
-        length = max(1, min(config.max_num_batched_tokens // count, config.max_model_len))
-        pages = self.spec.pages_for(length)
+        config, count = self.config, self.config.max_num_seqs
         self._attach(CachePlan(2, 2, count, config.max_model_len, 0, {}))
-        greedy = RowSampling(temperature=1.0, top_p=0.9)
-        slot = 1 if self.spec.has_states else 0
-        new = [NewRequest(row, array("I", [0] * length), length, greedy) for row in range(count)]
-        more = [1] * (self.spec.pages_for(config.max_model_len) - pages)
-        prefills = [ScheduledRequest(row, 0, length, [1] * pages, slot, True) for row in range(count)]
-        most = min(config.max_model_len, config.max_num_batched_tokens // count) - 1
-        drafts = [0] * min(config.num_drafts_at(count), most)
-        start = config.max_model_len - 1 - len(drafts)
-        states = [(start + 1 + i, slot) for i in range(len(drafts))]
-        decodes = [
-            ScheduledRequest(row, start, 1 + len(drafts), more, slot, True, states, 0, drafts) for row in range(count)
-        ]
-        self.run(SchedulerOutput(0, prefills, new))
+        slot, sampling = int(self.spec.has_states), RowSampling(temperature=1.0, top_p=0.9)
+        share = config.max_num_batched_tokens // count
+        length = max(1, min(share, config.max_model_len))
+        self.run(step([(0, length)] * count, slot, sampling))
         if config.max_model_len > length:
-            self.run(SchedulerOutput(1, decodes))
+            num_drafts = min(config.num_drafts_at(count), min(config.max_model_len, share) - 1)
+            last = config.max_model_len - 1 - num_drafts
+            self.run(step([(last, 1)] * count, slot, sampling, num_drafts))
         if self.media is not None:
             with torch.inference_mode():
                 self.media.run_largest()

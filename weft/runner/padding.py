@@ -23,30 +23,20 @@ class Padding:
     def __init__(self, padding_row: int) -> None:
         self._row = padding_row
 
-    def decodes(self, host: Host, real: StepShape, size: int) -> None:
-        """Fill a step of decodes up to ``size``: padding sequences decode token 0 at position 0 of page 0 with state
-        slot 0, and are sampled greedily."""
-        count = real.num_seqs
-        self._tokens(host, count, size)
-        host["rows"][count:size] = self._row
-        host["state_slots"][count:size] = 0
-        host["seq_lens"][count:size] = 1
-        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1)
-        self.samples(host, real, size)
-        host["sample_indices"][count:size] = np.arange(count, size)
-
-    def verification(self, host: Host, real: StepShape, size: int, query_len: int) -> None:
-        """Fill a step of verifications up to ``size`` sequences: padding ones verify token 0 at the first positions of
-        page 0 with state slot 0, and are sampled greedily."""
-        count, tokens = real.num_seqs, slice(real.num_seqs * query_len, size * query_len)
+    def whole(self, host: Host, real: StepShape, size: int) -> None:
+        """Fill a step in which every sequence decodes, or verifies equally many drafts, up to ``size`` sequences:
+        padding ones bring token 0 at the first positions of page 0 with state slot 0, and are sampled greedily."""
+        count, query_len = real.num_seqs, real.query_len or 1
+        tokens = slice(count * query_len, size * query_len)
         self._tokens(host, tokens.start, tokens.stop)
         host["rows"][count:size] = self._row
         host["state_slots"][count:size] = 0
-        host["verify_slots"][tokens] = 0
-        host["follows"][count:size] = 0
         host["seq_lens"][count:size] = query_len
-        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange(count + 1, size + 1) * query_len
-        self.samples(host, real, size * query_len)
+        host["cu_seqlens_q"][count + 1 : size + 1] = np.arange((count + 1) * query_len, size * query_len + 1, query_len)
+        if real.query_len:
+            host["verify_slots"][tokens] = 0
+            host["follows"][count:size] = 0
+        self.samples(host, real, tokens.stop)
         host["sample_indices"][tokens] = np.arange(tokens.start, tokens.stop)
 
     def mixture(self, host: Host, real: StepShape, padded: StepShape) -> None:

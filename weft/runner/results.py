@@ -33,22 +33,15 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class HostLogprobs:
-    """Log probabilities on the host, of N positions; see ``Logprobs``."""
+def logprobs_to_host(logprobs: Logprobs) -> Logprobs:
+    """Start copying log probabilities to the host."""
+    return Logprobs(to_host(logprobs.token_ids), to_host(logprobs.logprobs), to_host(logprobs.ranks))
 
-    token_ids: Tensor
-    logprobs: Tensor
-    ranks: Tensor
 
-    @classmethod
-    def fetch(cls, logprobs: Logprobs) -> HostLogprobs:
-        """Start copying them."""
-        return cls(to_host(logprobs.token_ids), to_host(logprobs.logprobs), to_host(logprobs.ranks))
-
-    def entries(self) -> list[TokenLogprobs]:
-        columns = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
-        return [TokenLogprobs(ids, values, rank) for ids, values, rank in zip(*columns, strict=True)]
+def _entries(logprobs: Logprobs) -> list[TokenLogprobs]:
+    """Those on the host, position by position."""
+    columns = (logprobs.token_ids.tolist(), logprobs.logprobs.tolist(), logprobs.ranks.tolist())
+    return [TokenLogprobs(ids, values, rank) for ids, values, rank in zip(*columns, strict=True)]
 
 
 @dataclass(slots=True)
@@ -61,8 +54,8 @@ class PendingStep:
         token_ids, failed: ``[len(rows)]`` on the host; None if nothing was sampled.
         counted: ``[len(rows)]`` on the host, whether the token is the sequence's; None if all are.
         num_logprobs: of the rows that want log probabilities: place in ``rows`` -> how many alternatives.
-        logprobs: of their sampled tokens, in that order.
-        prompt_logprobs: row -> those of its prompt tokens.
+        logprobs: of their sampled tokens, in that order, on the host.
+        prompt_logprobs: row -> those of its prompt tokens, on the host.
         prefill_rows: rows that did not sample.
         prefill_failed: ``[len(prefill_rows)]`` on the host: what they computed is NaN or infinite; None without rows.
         drafts: ``[len(draft_rows), K]`` on the host, for the next step, ``NO_DRAFT`` where none was found; None if
@@ -79,8 +72,8 @@ class PendingStep:
     failed: Tensor | None = None
     counted: Tensor | None = None
     num_logprobs: dict[int, int] = field(default_factory=dict)
-    logprobs: HostLogprobs | None = None
-    prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prefill_rows: list[int] = field(default_factory=list)
     prefill_failed: Tensor | None = None
     drafts: Tensor | None = None
@@ -105,7 +98,7 @@ class PendingStep:
         """Wait until the results are on the host."""
         if self._done is not None:
             self._done.synchronize()
-        prompt_logprobs = {row: values.entries() for row, values in self.prompt_logprobs.items()}
+        prompt_logprobs = {row: _entries(values) for row, values in self.prompt_logprobs.items()}
         rows, token_ids, failed = self.rows, self.token_ids, self.failed
         if self.counted is not None and token_ids is not None and failed is not None:
             rows, token_ids, failed = _where(self.counted, rows), token_ids[self.counted], failed[self.counted]
@@ -134,7 +127,7 @@ class PendingStep:
             return {}
         counted = self.counted.tolist() if self.counted is not None else None
         by_row: dict[int, list[TokenLogprobs]] = {}
-        for (place, count), entry in zip(self.num_logprobs.items(), self.logprobs.entries(), strict=True):
+        for (place, count), entry in zip(self.num_logprobs.items(), _entries(self.logprobs), strict=True):
             if counted is None or counted[place]:
                 by_row.setdefault(self.rows[place], []).append(_first(entry, count))
         return by_row
@@ -153,7 +146,7 @@ def _first(entry: TokenLogprobs, top_n: int) -> TokenLogprobs:
 def pending_step(
     scheduler_output: SchedulerOutput,
     sampled: SampledTokens | None,
-    prompt_logprobs: Mapping[int, HostLogprobs] | None = None,
+    prompt_logprobs: Mapping[int, Logprobs] | None = None,
     prefill_failed: Tensor | None = None,
     drafts: Tensor | None = None,
 ) -> PendingStep:
@@ -174,7 +167,7 @@ def pending_step(
         failed=to_host(sampled.nan_rows) if sampled is not None else None,
         counted=to_host(acceptance.counted) if acceptance is not None else None,
         num_logprobs=sampled.num_logprobs if sampled is not None else {},
-        logprobs=HostLogprobs.fetch(logprobs) if logprobs is not None else None,
+        logprobs=logprobs_to_host(logprobs) if logprobs is not None else None,
         prompt_logprobs=dict(prompt_logprobs or {}),
         prefill_rows=[r.row for r in scheduler_output.requests if not r.samples],
         prefill_failed=to_host(prefill_failed) if prefill_failed is not None else None,
@@ -218,14 +211,14 @@ def wants_prompt_logprobs(scheduler_output: SchedulerOutput, rows: RowTable) -> 
 
 def prompt_logprobs_of(
     scheduler_output: SchedulerOutput, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor], rows: RowTable
-) -> dict[int, HostLogprobs]:
+) -> dict[int, Logprobs]:
     """Log probabilities of the prompt tokens that follow the ones run in this step, for the rows that ask.
 
     Args:
         hidden_states: ``[T, hidden_size]`` of the step's tokens.
         compute_logits: ``[N, hidden_size] -> [N, V]``.
     """
-    result: dict[int, HostLogprobs] = {}
+    result: dict[int, Logprobs] = {}
     if not rows.prompt_logprobs:
         return result
     start = 0
@@ -237,6 +230,6 @@ def prompt_logprobs_of(
             targets = torch.from_numpy(rows.known_tokens(request.row, first, first + count))
             logits = compute_logits(hidden_states[start : start + count])
             targets = targets.long().to(hidden_states.device)
-            result[request.row] = HostLogprobs.fetch(logprobs_of(logits, targets, wanted))
+            result[request.row] = logprobs_to_host(logprobs_of(logits, targets, wanted))
         start += request.num_tokens
     return result

@@ -21,10 +21,10 @@ from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.layers.sampler import Sampler, SamplerOutput
 from weft.models.decoder import CausalLM
 from weft.runner.batch_builder import BatchBuilder
-from weft.runner.compilation import ModelCompiler
+from weft.runner.drafters import Drafter
+from weft.runner.model_compiler import ModelCompiler
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
-from weft.runner.step_drafter import Drafter
 from weft.runner.step_shape import SampleRows, StepInputs, StepShape
 from weft.speculation.acceptance import Acceptance, RejectionSampler
 

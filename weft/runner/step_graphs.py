@@ -7,9 +7,10 @@ the order of capture, the dispatcher over their sizes. Does not know: what the g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +23,13 @@ from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.graph.pieces import PiecewiseModel
 from weft.graph.profile import ModeTable
-from weft.runner.compilation import ModelCompiler
 from weft.runner.encoder_graphs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
+from weft.runner.model_compiler import ModelCompiler
 from weft.runner.step_functions import SampledLogits, StepFunctions
 from weft.runner.step_shape import StepShape
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -95,30 +98,27 @@ def capture_graphs(
     """Capture the given sizes, and those of the vision tower. All graphs share ``pool``, because they run one after the
     other, and ``GRAPH_BYTES``; what needs most memory goes first."""
     graphs, budget = StepGraphs(), GRAPH_BYTES
-    if sizes.forward:
-        functions.pad(functions.mixture_shape(max(sizes.forward)))
-        forward = FunctionRecorder(functions.forward, pool)
-        graphs.forward = GraphSet("forward graphs", forward, sizes.forward, options, budget)
-        budget -= graphs.forward.counters.capture_bytes
-    if sizes.decode:
-        functions.pad(functions.decode_shape(max(sizes.decode)))
-        if config.torch_compile_max_bs is not None:
-            functions.compile_decodes(compiler, config.torch_compile_max_bs)
-        decode = FunctionRecorder(functions.decode, pool)
-        compiled = config.torch_compile_max_bs is not None
-        graphs.decode = GraphSet("decode graphs", decode, sizes.decode, options, budget, warm_every_size=compiled)
-        budget -= graphs.decode.counters.capture_bytes
-    if sizes.verify:
-        functions.pad(functions.verification_shape(max(sizes.verify)))
-        verify = FunctionRecorder(functions.verify, pool)
-        graphs.verify = GraphSet("verification graphs", verify, sizes.verify, options, budget)
-        budget -= graphs.verify.counters.capture_bytes
-        graphs.query_len = functions.query_len
-    if sizes.samples:
-        functions.pad(functions.mixture_shape(max(sizes.samples)))
-        sample = FunctionRecorder(functions.sample, pool)
-        graphs.samples = GraphSet("sampling graphs", sample, sizes.samples, options, budget)
-        budget -= graphs.samples.counters.capture_bytes
+
+    def captured(
+        what: str, function: Callable[[int], T], shape_of: Callable[[int], StepShape], sizes: Sequence[int], **how: bool
+    ) -> GraphSet[T] | None:
+        nonlocal budget
+        if not sizes:
+            return None
+        functions.pad(shape_of(max(sizes)))
+        captured = GraphSet(what, FunctionRecorder(function, pool), sizes, options, budget, **how)
+        budget -= captured.counters.capture_bytes
+        return captured
+
+    graphs.forward = captured("forward graphs", functions.forward, functions.mixture_shape, sizes.forward)
+    compiled = config.torch_compile_max_bs is not None
+    if sizes.decode and config.torch_compile_max_bs is not None:
+        functions.compile_decodes(compiler, config.torch_compile_max_bs)
+    decode, decode_shape = functions.decode, functions.decode_shape
+    graphs.decode = captured("decode graphs", decode, decode_shape, sizes.decode, warm_every_size=compiled)
+    graphs.verify = captured("verification graphs", functions.verify, functions.verification_shape, sizes.verify)
+    graphs.query_len = functions.query_len
+    graphs.samples = captured("sampling graphs", functions.sample, functions.mixture_shape, sizes.samples)
     if encoder is not None:
         budget -= encoder.capture(pool, options, budget)
     if sizes.pieces:

@@ -30,11 +30,11 @@ from weft.models.decoder import CausalLM
 from weft.models.mtp import MtpDrafter
 from weft.ops.backend import Backend
 from weft.runner.batch_builder import BatchBuilder
+from weft.runner.cache_copies import CacheCopier
+from weft.runner.drafters import Drafter, MtpStepDrafter, NgramDrafter
 from weft.runner.logits_rows import spread
 from weft.runner.media_inputs import MediaInputs
 from weft.runner.memory import allocate_caches, cache_tensors
-from weft.runner.moves import CacheMover
-from weft.runner.ngram_drafter import NgramDrafter
 from weft.runner.results import (
     PendingStep,
     failed_prefills,
@@ -44,7 +44,6 @@ from weft.runner.results import (
 )
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
-from weft.runner.step_drafter import Drafter, StepDrafter
 from weft.runner.step_functions import StepFunctions
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_sampler import SampledTokens, StepSampler
@@ -64,7 +63,7 @@ class StepRunner:
     Attributes:
         caches: by layer name.
         context: from a batch and the mode it runs in to its forward context.
-        rows, builder, mover: what a step needs.
+        rows, builder, copier: what a step needs.
         functions: to capture.
         graphs: what was captured; none at first.
     """
@@ -90,7 +89,7 @@ class StepRunner:
             return ForwardContext(batch, caches, layers, mode=mode)
 
         self.context = context
-        self.mover = CacheMover(spec.layers, caches, backend, device)
+        self.copier = CacheCopier(spec.layers, caches, backend, device)
         self.rows = _row_table(config, spec, plan, device, reads_images=media is not None)
         self.builder = _batch_builder(config, spec, plan, self.rows, backend, reads_images=media is not None)
         self._sampling = SamplingInputs(self.rows, model_config.vocab_size, device)
@@ -116,7 +115,7 @@ class StepRunner:
         """What makes drafts for the next step; None: nothing does."""
         if config.model_config.runs_mtp:
             drafter = MtpDrafter(self._model, plan.max_model_len, backend)
-            return StepDrafter(drafter, self.builder, self.rows, self.context, reach=config.num_drafts - 1)
+            return MtpStepDrafter(drafter, self.builder, self.rows, self.context, reach=config.num_drafts - 1)
         if config.speculative_config is not None:
             return NgramDrafter(config.speculative_config, self.builder, self.rows, plan.max_model_len, backend)
         return None
@@ -144,8 +143,8 @@ class StepRunner:
             if self._draft is not None:
                 self._draft.fill(new)
             self._sampling.fill(new)
-        self.mover.copy_pages(scheduler_output.page_copies)
-        self.mover.fork_states(scheduler_output.state_forks)
+        self.copier.copy_pages(scheduler_output.page_copies)
+        self.copier.fork_states(scheduler_output.state_forks)
 
     def launch(self, scheduler_output: SchedulerOutput, processors: Mapping[int, LogitsProcessor]) -> PendingStep:
         """Queue one step. ``processors``: logits processors by row, called before this returns."""
@@ -181,10 +180,7 @@ class StepRunner:
         """Run a whole step, in which every sequence decodes, or verifies equally many drafts, as one function."""
         is_graph = choice.mode is GraphMode.FULL
         size = choice.size if is_graph else shape.num_seqs
-        if shape.query_len:
-            self.builder.pad_verification(shape, size, shape.query_len)
-        else:
-            self.builder.pad_decodes(shape, size)
+        self.builder.pad_whole(shape, size)
         self.builder.send()
         graphs = self.graphs.verify if shape.query_len else self.graphs.decode
         if is_graph:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from weft.layers.sampler import Logprobs, Sampler, SamplerOutput, logprobs_of
 from weft.messages import ScheduledRequest
 from weft.ops.draft_types import NO_DRAFT
 from weft.runner.batch_builder import BatchBuilder
-from weft.runner.buffers import to_device
+from weft.runner.buffers import device_ints
 from weft.runner.rows import RowTable
 from weft.runner.sampling_inputs import SamplingInputs
 from weft.runner.step_functions import SampledLogits
@@ -140,4 +139,4 @@ class StepSampler:
         return result
 
     def _places(self, indices: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(indices, dtype=torch.int64), self._rows.last_token.device)
+        return device_ints(indices, self._rows.last_token.device)

@@ -14,6 +14,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,10 +25,10 @@ from weft.errors import CapacityError
 from weft.forward_context import forward_context
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.runner.buffers import to_device
-from weft.runner.measuring import StepMaker
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import SampledLogits
 from weft.runner.step_shape import StepShape
+from weft.runner.step_timing import StepMaker
 
 MAX_PROMPT_TOKENS = 130
 
@@ -80,9 +81,10 @@ def verify_graphs(runner: ModelRunner, seed: int = 0) -> Iterator[SizeCheck]:
     checks, rng = _Checks(runner), random.Random(seed)
     graphs = runner.graphs
     for size in graphs.decode.sizes if graphs.decode is not None else ():
-        yield checks.decode(_decode(_start(runner, max(1, size - 1), rng)), size)
+        yield checks.whole("decode", _decode(_start(runner, max(1, size - 1), rng)), size)
     for size in graphs.verify.sizes if graphs.verify is not None else ():
-        yield checks.verification(_verification(runner, max(1, size - 1), graphs.query_len(size), rng), size)
+        step = _verification(runner, max(1, size - 1), graphs.query_len(size), rng)
+        yield checks.whole("verification", step, size)
     for size in graphs.forward.sizes if graphs.forward is not None else ():
         yield checks.forward(size)
     for size in graphs.samples.sizes if graphs.samples is not None else ():
@@ -101,35 +103,20 @@ class _Checks:
         self._runner, self._steps = runner, runner.steps
 
     @torch.inference_mode()
-    def decode(self, step: SchedulerOutput, size: int) -> SizeCheck:
-        steps, graphs = self._steps, self._steps.graphs.decode
-        assert graphs is not None
+    def whole(self, kind: Kind, step: SchedulerOutput, size: int) -> SizeCheck:
+        """A step in which every sequence decodes, or verifies equally many drafts."""
+        steps, functions = self._steps, self._steps.functions
         shape = steps.builder.fill(step)
-        steps.builder.pad_decodes(shape, size)
+        steps.builder.pad_whole(shape, size)
         steps.builder.send()
-        eager, replayed = self._both(
-            step,
-            lambda: _of(steps.functions.decode(size)),
-            lambda: _of(graphs.replay(size, shape.num_seqs)),
-            graphs.results(size).logits,
-        )
-        return _check("decode", size, shape.num_seqs, eager, replayed)
-
-    @torch.inference_mode()
-    def verification(self, step: SchedulerOutput, size: int) -> SizeCheck:
-        steps, graphs = self._steps, self._steps.graphs.verify
+        graphs, function = steps.graphs.decode, functions.decode
+        if kind == "verification":
+            assert shape.query_len == functions.query_len(size)
+            graphs, function = steps.graphs.verify, functions.verify
         assert graphs is not None
-        shape = steps.builder.fill(step)
-        assert shape.query_len == steps.functions.query_len(size)
-        steps.builder.pad_verification(shape, size, shape.query_len)
-        steps.builder.send()
-        eager, replayed = self._both(
-            step,
-            lambda: _of(steps.functions.verify(size)),
-            lambda: _of(graphs.replay(size, shape.num_seqs)),
-            graphs.results(size).logits,
-        )
-        return _check("verification", size, shape.num_tokens, eager, replayed)
+        replay = partial(graphs.replay, size, shape.num_seqs)
+        outcomes = self._both(step, lambda: _of(function(size)), lambda: _of(replay()), graphs.results(size).logits)
+        return _check(kind, size, shape.num_tokens, *outcomes)
 
     @torch.inference_mode()
     def forward(self, size: int) -> SizeCheck:
@@ -217,15 +204,12 @@ class _Checks:
         used = [slot for r in step.requests for slot in (r.state_slot, *(slot for _, slot in r.checkpoints))]
         slots = to_device(torch.tensor(used, dtype=torch.int64), runner.device)
         states = [runner.caches[name][t.name] for name, spec in runner.spec.layers.items() for t in spec.states]
-        before, remembered = (
-            [t.index_select(0, slots) for t in states],
-            rows.state,
-        )
-        left = [tensor.clone() for tensor in remembered]
+        before = [t.index_select(0, slots) for t in states]
+        left = [tensor.clone() for tensor in rows.state]
         first = _copied(eager())
         for tensor, values in zip(states, before, strict=True):
             tensor.index_copy_(0, slots, values)
-        for tensor, values in zip(remembered, left, strict=True):
+        for tensor, values in zip(rows.state, left, strict=True):
             tensor.copy_(values)
         results.fill_(torch.nan)
         return first, _copied(replay())

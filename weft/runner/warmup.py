@@ -104,12 +104,17 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
     yield replace(moves, page_copies=[(0, 0)], state_forks=[(0, 0)] if state_slot else [])
 
 
-def step(sequences: list[tuple[int, int]], state_slot: int, sampling: RowSampling = GREEDY) -> SchedulerOutput:
-    """A step of sequences given as ``(start, num_tokens)``, decodes first; they have no pages, so all use page 0."""
+def step(
+    sequences: list[tuple[int, int]], state_slot: int, sampling: RowSampling = GREEDY, num_drafts: int = 0
+) -> SchedulerOutput:
+    """A step of sequences given as ``(start, num_tokens)``, decodes first, each with ``num_drafts`` drafts behind its
+    tokens; they have no pages, so all use page 0."""
     new = [NewRequest(row, array("I", [0] * count), count, sampling) for row, (_, count) in enumerate(sequences)]
-    requests = [
-        ScheduledRequest(row, start, count, [], state_slot, True) for row, (start, count) in enumerate(sequences)
-    ]
+    requests = []
+    for row, (start, count) in enumerate(sequences):
+        states = [(start + count + i, state_slot) for i in range(num_drafts)]
+        tokens, drafts = count + num_drafts, [0] * num_drafts
+        requests.append(ScheduledRequest(row, start, tokens, [], state_slot, True, states, 0, drafts))
     return SchedulerOutput(0, requests, new)
 
 

@@ -9,7 +9,7 @@ from tests.ops.interpreter import DEVICE
 from weft.config.layer_spec import CacheTensor, LayerSpec
 from weft.forward_context import LayerCache
 from weft.ops.backend import Backend
-from weft.runner.moves import CacheMover
+from weft.runner.cache_copies import CacheCopier
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32") -> CacheTensor:
@@ -49,8 +49,8 @@ def tensors(caches: dict[str, LayerCache], kind: str) -> list[torch.Tensor]:
 )
 def test_everything_is_read_before_anything_is_written(backend: Backend, copies: list[tuple[int, int]]) -> None:
     ours = make_caches()
-    mover = CacheMover(LAYERS, ours, backend, torch.device(DEVICE))
-    for kind, other, move in (("paged", "states", mover.copy_pages), ("states", "paged", mover.fork_states)):
+    copier = CacheCopier(LAYERS, ours, backend, torch.device(DEVICE))
+    for kind, other, move in (("paged", "states", copier.copy_pages), ("states", "paged", copier.fork_states)):
         before = [t.clone() for t in tensors(ours, kind)]
         others = [t.clone() for t in tensors(ours, other)]
         move(copies)

@@ -21,7 +21,7 @@ Copier = Callable[[Tensor, Tensor], None]
 """``(sources, targets)``, ``[N]`` integers each."""
 
 
-class CacheMover:
+class CacheCopier:
     """Copies entries of all caches of a model.
 
     Args:

@@ -1,8 +1,9 @@
-"""The MTP drafter, run after a step: drafts for the next one.
+"""Drafters: after a step, drafts for the next one, on the device.
 
-Job: hand a step's hidden states, the token after each position, and the last accepted positions to the head; all tokens
-of the step go through it, so that the head's cache is complete wherever drafts begin. Owns: the token after each
-position. Does not know: how a draft is made, which requests get some.
+Job: ``MtpStepDrafter`` hands a step's hidden states, the token after each position, and the last accepted positions to
+the model's head; all tokens of the step go through it, so that the head's cache is complete wherever drafts begin.
+``NgramDrafter`` keeps the tokens of every row on the device and looks for earlier occurrences of the last ones. Does
+not know: how the head drafts (``models/mtp.py``), how a match is found (``ops/ngram.py``), which requests get drafts.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor
 
 from weft.config.graph_modes import GraphMode
+from weft.config.speculation import SpeculativeConfig
 from weft.forward_context import Batch, ForwardContext, forward_context
 from weft.messages import NewRequest, ScheduledRequest
 from weft.models.mtp import DraftInputs, MtpDrafter
+from weft.ops.backend import Backend
+from weft.ops.ngram import ngram_drafts
 from weft.runner.batch_builder import BatchBuilder
-from weft.runner.buffers import to_device
+from weft.runner.buffers import device_ints, to_device
 from weft.runner.rows import RowTable
 from weft.runner.step_shape import StepInputs, StepShape
 from weft.speculation.acceptance import Acceptance
@@ -67,11 +71,16 @@ class Drafter(Protocol):
 
 
 _SAMPLED = -1
+"""Stands for the token that the step samples."""
 
 
-class StepDrafter:
-    """Args: the runner's. ``context``: from a batch and the mode it runs in to its forward context; ``reach``: tokens
-    past the last one of a step that the head reads and writes."""
+class MtpStepDrafter:
+    """Drafts by the model's own head (MTP).
+
+    Args:
+        context: from a batch and the mode it runs in to its forward context.
+        reach: tokens past the last one of a step that the head reads and writes.
+    """
 
     def __init__(
         self,
@@ -95,7 +104,6 @@ class StepDrafter:
         token_ids: Tensor | None,
         acceptance: Acceptance | None,
     ) -> Tensor:
-        """See ``Drafter``."""
         longest = min(shape.max_seq_len + self._reach, self._rows.max_pages * self._builder.page_size)
         inputs = self._builder.materialise(replace(shape, max_seq_len=longest))
         sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
@@ -108,7 +116,6 @@ class StepDrafter:
     def after_full_step(
         self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
     ) -> Tensor:
-        """See ``Drafter``."""
         last = acceptance.last if acceptance is not None else None
         with forward_context(self._context(inputs.batch, GraphMode.FULL)):
             drafts = DraftInputs(hidden_states, token_ids, last, None, inputs.batch)
@@ -137,4 +144,76 @@ class StepDrafter:
         return torch.where(after == _SAMPLED, sampled, after)
 
     def _ints(self, values: list[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int64), self._rows.last_token.device)
+        return device_ints(values, self._rows.last_token.device)
+
+
+class NgramDrafter:
+    """Drafts by prompt lookup.
+
+    Args:
+        config: what to look up.
+        max_model_len: most tokens of a sequence.
+
+    Attributes:
+        history: ``[num_rows + 1, L]`` int32, the tokens of every row from the start of its prompt.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, builder: BatchBuilder, rows: RowTable, max_model_len: int, backend: Backend
+    ) -> None:
+        self._config, self._builder, self._rows, self._backend = config, builder, rows, backend
+        # A step may sample so many tokens behind the longest sequence, which are written and do not count.
+        width = max_model_len + 1 + config.num_speculative_tokens
+        device = rows.last_token.device
+        self.history = torch.zeros(rows.padding_row + 1, width, dtype=torch.int32, device=device)
+
+    def fill(self, new: NewRequest) -> None:
+        """The request's tokens, which the table of rows has by now, stand in its row."""
+        tokens = torch.from_numpy(self._rows.known_tokens(new.row, 0, len(new.token_ids)))
+        self.history[new.row, : len(tokens)].copy_(to_device(tokens, self.history.device))
+
+    def __call__(
+        self,
+        requests: Sequence[ScheduledRequest],
+        shape: StepShape,
+        hidden_states: Tensor,
+        token_ids: Tensor | None,
+        acceptance: Acceptance | None,
+    ) -> Tensor:
+        """Requests with fewer drafts than others have places behind their tokens filled up."""
+        sampling = [request for request in requests if request.samples]
+        if token_ids is None:
+            return self._rows.last_token.new_empty(0, 0)
+        counts = [request.num_samples for request in sampling]
+        starts, query_len = accumulate(counts[:-1], initial=0), max(counts)
+        places = [[start + min(i, n - 1) for i in range(query_len)] for start, n in zip(starts, counts, strict=True)]
+        lengths = [r.start + r.num_tokens - len(r.draft_token_ids) + query_len - 1 for r in sampling]
+        seq_lens = self._ints(lengths).to(torch.int32)
+        num_accepted = acceptance.num_accepted if acceptance is not None else None
+        padded = token_ids.index_select(0, self._ints([place for row in places for place in row]))
+        return self._draft(padded, num_accepted, self._ints([r.row for r in sampling]), seq_lens)
+
+    def after_full_step(
+        self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
+    ) -> Tensor:
+        num_accepted = acceptance.num_accepted if acceptance is not None else None
+        return self._draft(token_ids, num_accepted, inputs.rows, inputs.batch.seq_lens)
+
+    def _draft(self, token_ids: Tensor, num_accepted: Tensor | None, rows: Tensor, seq_lens: Tensor) -> Tensor:
+        config = self._config
+        return ngram_drafts(
+            token_ids,
+            num_accepted,
+            rows,
+            seq_lens,
+            self.history,
+            self._rows.state,
+            self._builder.num_drafts_at(len(rows)),
+            config.prompt_lookup_min,
+            config.prompt_lookup_max,
+            config.synthetic_acceptance_rate is not None,
+            backend=self._backend,
+        )
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return device_ints(values, self.history.device)

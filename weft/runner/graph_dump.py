@@ -1,7 +1,7 @@
 """Profiling a prefill pass in pieces: each piece, each split op, and their cost.
 
-Job: capture one pass with a listing pool, run it, put names, operations and times together. Owns: the parts.
-Does not know: how they are shown.
+Job: capture one pass with a pool that records its operations, run it, put names, operations and times together. Does
+not know: how they are shown.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from weft.config import EngineConfig
 from weft.graph.capture_sizes import token_sizes
 from weft.graph.graph import GraphPool, make_pool
-from weft.graph.listing import ListedGraph, ListingPool, Note, Operation, Place, Value, place_of
+from weft.graph.op_recorder import GraphWithOps, Note, Operation, OpRecordingPool, Place, Value, place_of
 from weft.graph.piece_sources import SplitPass
 from weft.graph.pieces import PieceSequence, SplitCall
 from weft.ops.backend import Backend
-from weft.runner.measuring import StepMaker
 from weft.runner.memory import cache_tensors
 from weft.runner.model_runner import ModelRunner
+from weft.runner.step_timing import StepMaker
 
 NUM_WARMUPS, NUM_REPEATS = 1, 5
 LARGEST_DEFAULT = 512
@@ -75,7 +75,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Dissection:
+class GraphDump:
     """One pass.
 
     Attributes:
@@ -123,28 +123,28 @@ def size_to_show(config: EngineConfig, num_tokens: int | None) -> int:
     return max((size for size in sizes if size <= LARGEST_DEFAULT), default=sizes[0])
 
 
-def dissect(config: EngineConfig, num_tokens: int) -> Dissection:
+def dump_graphs(config: EngineConfig, num_tokens: int) -> GraphDump:
     """Capture a pass of ``num_tokens`` tokens in pieces, and run prompts of so many tokens in it.
 
     Args:
         config: of mode PIECEWISE; its sizes do not matter.
     """
     config = dataclasses.replace(config, piecewise_cuda_graph_tokens=(num_tokens,), cuda_graph_bs=(1,))
-    pools: list[ListingPool] = []
+    pools: list[OpRecordingPool] = []
 
-    def listing_pool(device: torch.device) -> GraphPool:
+    def recording_pool(device: torch.device) -> GraphPool:
         watch = launches_noted if config.backend == Backend.TRITON else None
-        pools.append(ListingPool(make_pool(device), device, watch))
+        pools.append(OpRecordingPool(make_pool(device), device, watch))
         return pools[-1]
 
-    runner = ModelRunner(config, listing_pool)
+    runner = ModelRunner(config, recording_pool)
     pieces = runner.graphs.pieces
     assert pieces is not None, "the mode captures no pieces"
     sequence = pieces.sequence(num_tokens)
     times = _time(runner, pools[0], sequence, num_tokens)
     model = pieces.model
     traced = tuple(item.graph.code for item in model.items) if isinstance(model, SplitPass) else ()
-    return Dissection(num_tokens, tuple(_parts(runner, sequence, times)), _names(runner, sequence), traced)
+    return GraphDump(num_tokens, tuple(_parts(runner, sequence, times)), _names(runner, sequence), traced)
 
 
 @contextmanager
@@ -160,10 +160,10 @@ def launches_noted(note: Note) -> Iterator[None]:
         yield
 
 
-def _time(runner: ModelRunner, pool: ListingPool, sequence: PieceSequence, num_tokens: int) -> list[float]:
+def _time(runner: ModelRunner, pool: OpRecordingPool, sequence: PieceSequence, num_tokens: int) -> list[float]:
     """Median milliseconds of each part."""
     step = StepMaker(runner, context=1).prefill(num_tokens)
-    pieces = [step for step in sequence.steps if isinstance(step, ListedGraph)]
+    pieces = [step for step in sequence.steps if isinstance(step, GraphWithOps)]
     rounds = []
     for number in range(NUM_WARMUPS + NUM_REPEATS):
         pool.stopwatch.laps.clear()
@@ -176,7 +176,7 @@ def _time(runner: ModelRunner, pool: ListingPool, sequence: PieceSequence, num_t
     return [median(column) for column in zip(*rounds, strict=True)]
 
 
-def _durations(pool: ListingPool, laps: Sequence[tuple[object, object, object]]) -> list[float]:
+def _durations(pool: OpRecordingPool, laps: Sequence[tuple[object, object, object]]) -> list[float]:
     """Milliseconds of pieces and what lies between them, in turn."""
     moments = [moment for _, begin, end in laps for moment in (begin, end)]
     return [pool.stopwatch.ms(*pair) for pair in pairwise(moments)]
@@ -189,7 +189,7 @@ def _parts(runner: ModelRunner, sequence: PieceSequence, times: Sequence[float])
         if isinstance(step, SplitCall):
             parts.append(Part(step.op.name, step.layer.name, False, (), 0, ms))
         else:
-            assert isinstance(step, ListedGraph)
+            assert isinstance(step, GraphWithOps)
             number = sum(part.captured for part in parts)
             num_bytes = sum(operation.num_bytes(caches) for operation in step.operations)
             parts.append(Part(f"piece_{number}", "", True, step.operations, num_bytes, ms))

@@ -1,4 +1,4 @@
-"""A listing of captured graphs: operations as readable code, and the time of each replay.
+"""Recording what captured graphs consist of: operations as readable code, and the time of each replay.
 
 Job: a graph pool around another one that notes every operation while it is recorded, and every replay while a stopwatch
 is on. Owns: the notes. Does not know: models, layers, why something is captured.
@@ -212,7 +212,7 @@ class Stopwatch:
 
     device: torch.device
     on: bool = False
-    laps: list[tuple[ListedGraph, Any, Any]] = field(default_factory=list)
+    laps: list[tuple[GraphWithOps, Any, Any]] = field(default_factory=list)
 
     def moment(self) -> Any:
         """Now, on the device's own time line."""
@@ -227,7 +227,7 @@ class Stopwatch:
         return begin.elapsed_time(end) if self.device.type == "cuda" else (end - begin) * 1e3
 
 
-class ListedGraph:
+class GraphWithOps:
     """A graph that knows its operations."""
 
     def __init__(self, graph: Graph, operations: Sequence[Operation], stopwatch: Stopwatch) -> None:
@@ -243,8 +243,8 @@ class ListedGraph:
         self._stopwatch.laps.append((self, begin, self._stopwatch.moment()))
 
 
-class ListingPool:
-    """Graphs of another pool, as ``ListedGraph``.
+class OpRecordingPool:
+    """Graphs of another pool, as ``GraphWithOps``.
 
     Args:
         launch_watch: how kernels are seen that do not reach torch's dispatcher; None: there are none.
@@ -255,13 +255,13 @@ class ListingPool:
         self._pool, self._numbers, self._launch_watch = pool, _Numbers(), launch_watch
 
     @contextmanager
-    def recording(self) -> Iterator[ListingRecording]:
+    def recording(self) -> Iterator[OpRecording]:
         with self._pool.recording() as recording:
-            listing = ListingRecording(recording, self._numbers, self.stopwatch, self._launch_watch)
+            recorder = OpRecording(recording, self._numbers, self.stopwatch, self._launch_watch)
             try:
-                yield listing
+                yield recorder
             finally:
-                listing.abandon()
+                recorder.abandon()
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         with self.recording() as recording:
@@ -270,7 +270,7 @@ class ListingPool:
             return recording.end(), outputs
 
 
-class ListingRecording:
+class OpRecording:
     """Another recording, with notes."""
 
     def __init__(
@@ -292,7 +292,7 @@ class ListingRecording:
 
     def end(self) -> Graph:
         self.abandon()
-        return ListedGraph(self._recording.end(), self._notes.operations, self._stopwatch)
+        return GraphWithOps(self._recording.end(), self._notes.operations, self._stopwatch)
 
     def abandon(self) -> None:
         """Take no more notes."""
