@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from demo import data, evaluate, functions, tools
 from weft.assets import MODEL_DIR
-from weft.server.answers import AnswerParser
+from weft.server.output_parser import OutputParser
 
 KINDS = {"integer": int, "string": str, "number": float, "boolean": bool, "array": list}
 
@@ -51,7 +51,7 @@ def test_rows_with_functions_are_what_the_chat_template_renders_and_the_server_r
         wanted = [m for m in messages if m["role"] == "assistant"]
         assert len(learned) == len(wanted)
         for reply, message in zip(learned, wanted, strict=True):
-            parser = AnswerParser(
+            parser = OutputParser(
                 reasoning=True, in_reasoning=False, tools={s["function"]["name"]: {} for s in schemas}
             )
             parts = parser.feed(reply)

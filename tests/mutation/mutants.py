@@ -246,14 +246,14 @@ MUTANTS = (
         'offset += len(entry[chosen].decoded_token or "")', "offset += 1", "tests/server/test_api.py",
     ),
     _mutant(
-        "cached-tokens-untold", "usage says how much of a prompt came from the cache", "weft/server/calls.py",
+        "cached-tokens-untold", "usage says how much of a prompt came from the cache", "weft/server/api_call.py",
         '"prompt_tokens_details": {"cached_tokens": cached}', '"prompt_tokens_details": {"cached_tokens": 0}',
         "tests/server/test_model.py::test_it_answers_and_the_second_time_from_the_cache",
     ),
     _mutant(
-        "markup-keeps-its-space", "whitespace beside markup belongs to it", "weft/server/answers.py",
+        "markup-keeps-its-space", "whitespace beside markup belongs to it", "weft/server/output_parser.py",
         "text, self._buffer = self._buffer[:at].rstrip(),", "text, self._buffer = self._buffer[:at],",
-        "tests/server/test_answers.py",
+        "tests/server/test_output_parser.py",
     ),
     # -- FP8 ---------------------------------------------------------------------------------------------------------
     _mutant(
@@ -375,7 +375,7 @@ MUTANTS = (
         "tests/server/test_api.py", "tests/server/test_parts.py",
     ),
     _mutant(
-        "sums-replaced", "metrics of several API processes add up", "weft/server/tallies.py",
+        "sums-replaced", "metrics of several API processes add up", "weft/server/request_metrics.py",
         "self.sums[name] += other.sums[name]", "self.sums[name] = other.sums[name]", "tests/server/test_parts.py",
         "tests/server/test_api_servers.py",
     ),
@@ -472,7 +472,7 @@ MUTANTS = (
         "self._tp.all_gather(logits)", "tests/layers/test_tensor_parallel.py",
     ),
     _mutant(
-        "blocks-not-pushed", "responses and messages send a step's tokens in one pass", "weft/server/block_answers.py",
+        "blocks-not-pushed", "every protocol sends a step's tokens in one pass", "weft/server/response_builder.py",
         "error_events, call.headers, pushed)", "error_events, call.headers)",
         "tests/server/test_pushed_tokens.py",
     ),

@@ -25,11 +25,11 @@ from weft.server import api_link as link
 from weft.server.admission import Admission, OpenCounts
 from weft.server.api_servers import _NUMBERS, ApiProcess, ApiServers
 from weft.server.errors import ApiError
-from weft.server.gathering import Gathering
 from weft.server.history import History
-from weft.server.listening import listen
+from weft.server.http_server import listen
+from weft.server.process_reports import ReportGatherer
+from weft.server.request_metrics import Counts
 from weft.server.settings import ServerSettings
-from weft.server.tallies import Counts
 
 Start = Callable[..., RunningServer]
 
@@ -285,7 +285,7 @@ def test_reports_are_gathered_and_outlive_their_process(monkeypatch: pytest.Monk
     answers: list[tuple[int, list[bytes]]] = []
 
     async def main() -> None:
-        gathering = Gathering()
+        gathering = ReportGatherer()
 
         def ask(members: set[int]) -> list[tuple[int, link.Report]]:
             return gathering.ask(0, link.Gather(7, "x"), members, lambda i, m: answers.append((i, m.reports)))
@@ -299,7 +299,7 @@ def test_reports_are_gathered_and_outlive_their_process(monkeypatch: pytest.Monk
         (_, report), *_ = ask({0})
         gathering.reported(0, link.Reported(report.number, b"new"))
         assert answers.pop() == (0, [b"new", b"1"])
-        monkeypatch.setattr("weft.server.gathering.PATIENCE_S", 0.01)
+        monkeypatch.setattr("weft.server.process_reports.PATIENCE_S", 0.01)
         ask({0})
         while not answers:
             await asyncio.sleep(0.01)
@@ -366,7 +366,7 @@ def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
     servers._owners = {"a/1": victim, "b/3": victim, "c/2": other}
     servers._supervisor = cast(Any, SimpleNamespace(send=sent.append))
     servers._counts = cast(Any, SimpleNamespace(forget=forgotten.append))
-    servers._gathering, servers._is_leaving, servers.failure = Gathering(), False, None
+    servers._reports, servers._is_leaving, servers.failure = ReportGatherer(), False, None
     servers._start = started.append  # type: ignore[method-assign]
     servers._ended(victim, -9)
     assert sent == [wire.FinishRequests(["a/1", "b/3"])] and forgotten == [0] and started == [victim]

@@ -18,9 +18,9 @@ from weft.engine.async_engine import AsyncEngine
 from weft.engine.inputs import InputProcessor
 from weft.errors import RequestError
 from weft.server.admission import Admission
+from weft.server.api_call import Context
 from weft.server.app import POSTS
-from weft.server.caller import Caller
-from weft.server.calls import Context
+from weft.server.client import Client
 from weft.server.errors import ApiError
 from weft.server.protocol import NO_EFFECT, REFUSED, BodyReader
 from weft.server.rendering import RenderPool
@@ -147,7 +147,7 @@ def fields_read(path: str, kind: type[msgspec.Struct], body: dict[str, Any], par
         silent: Any = Silent()
         context = Context(service, ServerSettings(), Bodies(recorded.kind), silent, silent)
         try:
-            response = await POSTS[path][0](context, json.dumps(body).encode(), Caller())
+            response = await POSTS[path][0](context, json.dumps(body).encode(), Client())
         except (RequestError, ApiError) as refusal:
             assert refusal.param in body
             return {str(refusal.param)}

@@ -11,8 +11,9 @@ import pytest
 from openai import OpenAI
 
 from tests.server.running import RunningServer
-from weft.server import anthropic_messages, responses
+from weft.server.anthropic_messages import MessagesBuilder
 from weft.server.errors import ApiError
+from weft.server.responses import ResponsesBuilder
 
 TEXT = "Grüße, 東京 😀"
 THOUGHT = "<think>\nhm, hm\n</think>\n\nyes"
@@ -194,7 +195,7 @@ def test_messages_refusals(claude: anthropic.Anthropic, server: RunningServer) -
     assert server.client.post("/v1/messages", json=body).json()["error"]["param"] == "max_tokens"
 
 
-@pytest.mark.parametrize("protocol", [anthropic_messages, responses])
+@pytest.mark.parametrize("protocol", [MessagesBuilder, ResponsesBuilder])
 def test_a_failure_within_a_stream_has_its_own_event(protocol: Any) -> None:
     name, _, data = protocol.error_events(ApiError(500, "no", type="server_error")).decode().partition("\n")
     assert name == "event: error" and json.loads(data.removeprefix("data: "))["type"] == "error"

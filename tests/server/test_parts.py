@@ -20,7 +20,7 @@ from weft.errors import ConfigError, RequestError
 from weft.server.admission import Admission
 from weft.server.app import POSTS, build_app, media_types
 from weft.server.authentication import AuthenticationMiddleware
-from weft.server.caller import Caller
+from weft.server.client import Client
 from weft.server.errors import ApiError, as_api_error
 from weft.server.openapi import openapi_document
 from weft.server.rendering import SMALL, RenderPool
@@ -96,13 +96,13 @@ def test_admission_counts_until_the_response_has_ended() -> None:
 
 def knock(
     settings: ServerSettings, path: str = "/v1/models", method: str = "GET", **headers: str
-) -> tuple[int, Caller | None]:
+) -> tuple[int, Client | None]:
     """Status and caller of a request through the gate; 0: it was let in."""
-    seen: list[Caller] = []
+    seen: list[Client] = []
     statuses: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["weft.caller"])
+        seen.append(scope["weft.client"])
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -123,8 +123,8 @@ def test_callers_with_different_keys_share_no_cache() -> None:
     first = callers[0]
     assert first is not None and first.cache_salt("x") not in (first.cache_salt(None), "x")
     assert [caller.is_admin for caller in callers if caller] == [False, False, True, False]
-    assert knock(ServerSettings(), host="localhost", x_api_key="whatever") == (0, Caller())
-    assert Caller().cache_salt("x") == "x" and Caller().cache_salt(None) is None
+    assert knock(ServerSettings(), host="localhost", x_api_key="whatever") == (0, Client())
+    assert Client().cache_salt("x") == "x" and Client().cache_salt(None) is None
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from weft.engine.async_engine import AsyncEngine
 from weft.engine.inputs import InputProcessor
 from weft.errors import ConfigError
 from weft.sampling_params import SamplingParams
-from weft.server.caller import TraceParent
+from weft.server.client import TraceParent
 from weft.server.main import serve
 from weft.server.settings import ServerSettings
 from weft.server.tracing import Tracer

@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 
 from weft.errors import RequestError
-from weft.server.block_answers import BlockAnswer
-from weft.server.blocks import Block, BlockEvent
-from weft.server.caller import Caller
-from weft.server.calls import Context, check_model
+from weft.server.api_call import Context, check_model
 from weft.server.chat_completions import render_chat, start_chat
+from weft.server.client import Client
+from weft.server.content_blocks import Block, BlockEvent, BlockResponseBuilder
 from weft.server.errors import ApiError
 from weft.server.protocol import ChatCompletionRequest, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
@@ -56,15 +55,14 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-async def messages(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
+async def messages(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, MessagesRequest)
-    chat = await start_chat(context, to_chat(request), caller, prefix="msg")
-    timeout_s = context.settings.request_timeout_s
-    return MessagesAnswer(chat).response(stream=bool(request.stream), error_events=error_events, timeout_s=timeout_s)
+    chat = await start_chat(context, to_chat(request), client, prefix="msg")
+    return MessagesBuilder(chat).response(request.stream)
 
 
-async def count_tokens(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
+async def count_tokens(context: Context, body: bytes, client: Client) -> dict[str, Any]:
     """Tokens of the prompt that the same messages would make."""
     request = to_chat(context.bodies.read(body, CountTokensRequest))
     check_model(context, request.model)
@@ -231,22 +229,27 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesAnswer(BlockAnswer):
+class MessagesBuilder(BlockResponseBuilder):
     """A message, or the events of one."""
 
     def whole(self) -> dict[str, Any]:
         return self._message([_content(block) for block in self.blocks.done]) | self._stop() | {"usage": self._usage()}
 
-    def first_events(self) -> Iterator[bytes]:
+    def opening(self) -> Iterator[bytes]:
         message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield named_event("message_start", {"type": "message_start", "message": message})
 
     def block_events(self, event: BlockEvent) -> Iterator[bytes]:
         yield _event(event)
 
-    def last_events(self) -> Iterator[bytes]:
+    def closing(self) -> Iterator[bytes]:
         yield named_event("message_delta", {"type": "message_delta", "delta": self._stop(), "usage": self._usage()})
         yield named_event("message_stop", {"type": "message_stop"})
+
+    @staticmethod
+    def error_events(error: ApiError) -> bytes:
+        kind = "api_error" if error.type == "server_error" else error.type
+        return named_event("error", {"type": "error", "error": {"type": kind, "message": str(error)}})
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         call = self.chat.call
@@ -296,9 +299,3 @@ def _event(event: BlockEvent) -> bytes:
     else:
         value = {"type": "content_block_stop", "index": block.index}
     return named_event(value["type"], value)
-
-
-def error_events(error: ApiError) -> bytes:
-    """How a stream of this protocol ends when it cannot go on."""
-    kind = "api_error" if error.type == "server_error" else error.type
-    return named_event("error", {"type": "error", "error": {"type": kind, "message": str(error)}})

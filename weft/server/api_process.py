@@ -30,7 +30,7 @@ from weft.engine.views import ReplicaView
 from weft.lifeline import die_with_parent
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
-from weft.server.listening import make_tracer, serve_http
+from weft.server.http_server import make_tracer, serve_http
 from weft.server.requestlog import configure as configure_log
 from weft.server.service import Service
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class RemoteEngine:
-    """The engine and the other API processes, behind the main process: an ``EngineClient``, and ``Peers``.
+    """The engine and the other API processes, behind the main process: an ``EngineClient``, and ``ApiProcesses``.
 
     Attributes:
         drain: called when the server is to leave.
@@ -157,7 +157,7 @@ async def _run(start: link.ApiStart, tracer: Tracer | None, log: LogWriter) -> i
     service = Service(
         start.settings,
         engine,
-        peers=engine,
+        api_processes=engine,
         counts=OpenCounts(mmap.mmap(start.counts_fd, 8 * num_processes), start.index),
         numbers=itertools.count(start.first_number, num_processes),
     )

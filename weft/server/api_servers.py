@@ -29,7 +29,7 @@ from weft.engine.supervisor import EngineSupervisor, describe_end
 from weft.request import RequestSpec
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts
-from weft.server.gathering import Gathering
+from weft.server.process_reports import ReportGatherer
 from weft.server.service import describe
 from weft.server.settings import ServerSettings
 from weft.stats import EngineStats
@@ -92,7 +92,7 @@ class ApiServers:
         self._report_stage = report_stage
         self._members = [ApiProcess(index, listener) for index, listener in enumerate(listeners)]
         self._owners: dict[str, ApiProcess] = {}
-        self._gathering = Gathering()
+        self._reports = ReportGatherer()
         self._counts_fd = os.memfd_create("weft open completions")
         os.ftruncate(self._counts_fd, 8 * len(listeners))
         self._counts = OpenCounts(mmap(self._counts_fd, 8 * len(listeners)))
@@ -180,7 +180,7 @@ class ApiServers:
             member.frames.close()
             member.frames = None
         self._counts.forget(member.index)
-        self._gathering.retire(member.index)
+        self._reports.retire(member.index)
         lost = sorted(member.open)
         member.open.clear()
         for request_id in lost:
@@ -292,10 +292,10 @@ class ApiServers:
                 self._supervisor.fail(message.failure)
             case link.Gather():
                 asked = [m.index for m in self._members if m.is_serving or m is member]
-                for index, report in self._gathering.ask(member.index, message, asked, self._gathered):
+                for index, report in self._reports.ask(member.index, message, asked, self._gathered):
                     self._members[index].send(report)
             case link.Reported():
-                self._gathering.reported(member.index, message)
+                self._reports.reported(member.index, message)
 
     def _gathered(self, index: int, message: link.Gathered) -> None:
         self._members[index].send(message)

@@ -21,10 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.server import page, replicas, utility
 from weft.server.anthropic_messages import CountTokensRequest, MessagesRequest, count_tokens, messages
+from weft.server.api_call import Context
 from weft.server.authentication import AuthenticationMiddleware
-from weft.server.caller import Caller
-from weft.server.calls import Context
 from weft.server.chat_completions import chat_completions
+from weft.server.client import Client
 from weft.server.completions import completions
 from weft.server.errors import ApiError, as_api_error, error_response
 from weft.server.inspector import Inspector
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DirectEndpoint = Callable[[Scope, Receive], Awaitable[Response]]
-PostHandler = Callable[[Context, bytes, Caller], Awaitable[Any]]
+PostHandler = Callable[[Context, bytes, Client], Awaitable[Any]]
 
 POSTS: dict[str, tuple[PostHandler, type[msgspec.Struct]]] = {
     "/v1/chat/completions": (chat_completions, ChatCompletionRequest),
@@ -89,7 +89,9 @@ def build_app(service: Service, tracer: Tracer | None = None) -> ASGIApp:
     """The application over a service."""
     settings = service.settings
     context = Context(service, settings, BodyReader(settings.strict), Metrics(service), RequestLog(), tracer)
-    service.peers.offer(lambda what: context.metrics.report() if what == METRICS else service.history.report(what))
+    service.api_processes.offer(
+        lambda what: context.metrics.report() if what == METRICS else service.history.report(what)
+    )
     document = msgspec.json.encode(openapi_document({path: kind for path, (_, kind) in POSTS.items()}, media_types()))
 
     async def metrics(request: Request) -> Response:
@@ -159,7 +161,7 @@ def _post(context: Context, handler: PostHandler) -> DirectEndpoint:
             headers = dict(scope["headers"])
             _check_media_type(headers.get(b"content-type"))
             body = await read_body(scope, receive, headers, context.settings.max_body_bytes)
-            result = await handler(context, body, scope["weft.caller"])
+            result = await handler(context, body, scope["weft.client"])
         except ClientDisconnect:
             return Response(status_code=499)  # nobody is there to read it
         except Exception as error:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server import page
-from weft.server.caller import Caller, identity_of, read_traceparent
+from weft.server.client import Client, identity_of, read_traceparent
 from weft.server.errors import ApiError, error_response
 from weft.server.settings import ServerSettings
 
@@ -77,7 +77,7 @@ class AuthenticationMiddleware:
             if is_let_in and scope["method"] == "OPTIONS":
                 await _preflight(headers)(scope, receive, counting)
                 return
-            scope["weft.caller"] = self._identify(scope["path"], headers, scope.get("client"))
+            scope["weft.client"] = self._identify(scope["path"], headers, scope.get("client"))
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, counting)
             return
@@ -103,12 +103,12 @@ class AuthenticationMiddleware:
         if (name if colon and port.isdigit() else host) not in self._hosts:
             raise ApiError(403, f"Host {host[:100]!r} is not served on loopback; use localhost, or set --allowed-host")
 
-    def _identify(self, path: str, headers: dict[bytes, bytes], client: tuple[str, int] | None) -> Caller:
+    def _identify(self, path: str, headers: dict[bytes, bytes], client: tuple[str, int] | None) -> Client:
         """Who calls. Raises ApiError (401) if a key is needed and none of ours was presented."""
         trace = read_traceparent(headers.get(b"traceparent"))
         connection = "" if client is None else f"{client[0]}:{client[1]}"
         if not self._keys and self._admin_key is None:
-            return Caller(None, False, trace, connection)
+            return Client(None, False, trace, connection)
         given = presented_key(headers)
         digest = _digest(given or b"")
         # Every key is compared, in constant time each, so that nothing is learned from how long it takes.
@@ -122,7 +122,7 @@ class AuthenticationMiddleware:
                 code="invalid_api_key",
             )
         identity = identity_of(given) if given is not None and is_known else None
-        return Caller(identity, is_admin, trace, connection)
+        return Client(identity, is_admin, trace, connection)
 
 
 def _shared_with(origin: bytes) -> list[tuple[bytes, bytes]]:

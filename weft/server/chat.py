@@ -14,8 +14,8 @@ from weft.engine.chat_prompts import ChatPrompt
 from weft.engine.conversation import template_messages
 from weft.engine.prompts import PreparedPrompt
 from weft.errors import RequestError
-from weft.server.answers import THINK
 from weft.server.errors import ApiError
+from weft.server.output_parser import THINK
 from weft.server.service import Service
 from weft.tokenizer import Tokenizer
 

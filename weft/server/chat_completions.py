@@ -1,13 +1,13 @@
 """``/v1/chat/completions``.
 
 Job: a conversation in, messages out, whole or streamed, with reasoning and tool calls told apart.
-Owns: the response's shape. Does not know: how the parts are found (``answers.py``).
+Owns: the response's shape. Does not know: how the parts are found (``output_parser.py``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,15 +21,15 @@ from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, LogprobsDict
-from weft.sampling_params import SamplingParams
-from weft.server.answers import END_THINK, AnswerParser, Parts, ToolCall
-from weft.server.caller import Caller
-from weft.server.calls import Call, Context, check_model, open_call
+from weft.server.api_call import ApiCall, Context, check_model, submit_call
 from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer, opens_reasoning
+from weft.server.client import Client
 from weft.server.logprobs import chat_logprobs, prompt_logprobs
-from weft.server.protocol import ChatCompletionRequest, StreamOptions
+from weft.server.output_parser import END_THINK, OutputParser, Parts, ToolCall
+from weft.server.protocol import ChatCompletionRequest
+from weft.server.response_builder import OpenAIResponseBuilder
 from weft.server.sampling import chat_params, names_ids
-from weft.server.sse import DONE, ChunkEvents, JsonResponse, LastEvent, StreamResponse, data_event
+from weft.server.sse import JsonResponse, StreamResponse
 from weft.server.structured import constraint_of, forced_calls
 from weft.server.tool_use import ToolUse, tool_use
 
@@ -48,7 +48,7 @@ class Chat:
         finish_reason, stop_reason, reasoning: of the only completion, once ``parts`` has had its end.
     """
 
-    call: Call
+    call: ApiCall
     tools: ToolUse
     n: int
     top_logprobs: int | None = None
@@ -57,14 +57,14 @@ class Chat:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     reasoning: str = ""
-    _parser: AnswerParser | None = None
+    _parser: OutputParser | None = None
     _unsent_logprobs: list[dict[str, Any]] = field(default_factory=list)
 
-    def parser(self) -> AnswerParser:
+    def parser(self) -> OutputParser:
         """A parser for one completion."""
         reads = self.call.context.settings.reasoning_parser != "none"
         opened = reads and opens_reasoning(self.call.prompts[0])
-        return AnswerParser(reasoning=reads, in_reasoning=opened, tools=self.tools.schemas)
+        return OutputParser(reasoning=reads, in_reasoning=opened, tools=self.tools.schemas)
 
     def parts(self, deltas: list[PromptDelta]) -> Iterator[Parts]:
         """What the only completion's deltas are made of."""
@@ -113,7 +113,7 @@ def _of_content(entries: list[dict[str, Any]], content: str) -> list[dict[str, A
 
 
 async def start_chat(
-    context: Context, request: ChatCompletionRequest, caller: Caller, *, prefix: str = "chatcmpl"
+    context: Context, request: ChatCompletionRequest, client: Client, *, prefix: str = "chatcmpl"
 ) -> Chat:
     """Check, render and submit a chat. Raises RequestError or ApiError."""
     model = check_model(context, request.model)
@@ -135,13 +135,20 @@ async def start_chat(
             several=tools.several,
             max_bytes=context.settings.max_schema_bytes,
         )
-    call = await open_call(
+
+    async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
+        limit = context.service.capacity.max_model_len if params.truncate_prompt_tokens is None else None
+        chat = await render_chat(context, engine, request, tools, limit)
+        salt = client.cache_salt(request.cache_salt)
+        return [engine.inputs.encoded_chat(chat, request.checkpoint_positions or (), salt, params)]
+
+    call = await submit_call(
         context,
-        caller,
+        client,
         prefix,
         params,
         1,
-        lambda engine: prepare(context, engine, request, params, tools, caller),
+        prepare,
         model=model,
         request_id=request.request_id,
         priority=request.priority,
@@ -152,31 +159,11 @@ async def start_chat(
     return Chat(call, tools, params.n, top_logprobs, names_ids(request, context.settings), hides_reasoning)
 
 
-async def chat_completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
+async def chat_completions(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, ChatCompletionRequest)
-    chat = await start_chat(context, request, caller)
-    answer, call = ChatAnswer(chat, request), chat.call
-    timeout_s = context.settings.request_timeout_s
-    if request.stream:
-        pushed = (call.stream, answer.content)
-        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers, pushed=pushed)
-    return JsonResponse(answer.body, call.close, timeout_s, headers=call.headers)
-
-
-async def prepare(
-    context: Context,
-    engine: AsyncEngine,
-    request: ChatCompletionRequest,
-    params: SamplingParams,
-    tools: ToolUse,
-    caller: Caller,
-) -> Sequence[PreparedPrompt]:
-    """The prompt of a chat. Raises RequestError."""
-    limit = context.service.capacity.max_model_len if params.truncate_prompt_tokens is None else None
-    chat = await render_chat(context, engine, request, tools, limit)
-    salt = caller.cache_salt(request.cache_salt)
-    return [engine.inputs.encoded_chat(chat, request.checkpoint_positions or (), salt, params)]
+    chat = await start_chat(context, request, client)
+    return ChatResponseBuilder(chat, request).response(request.stream)
 
 
 async def render_chat(
@@ -212,40 +199,32 @@ def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any] | None:
 
 
 _NO_MORE = b'},"logprobs":null,"finish_reason":null'
-"""How the choice of a chunk ends that has content only; see ``ChatAnswer._delta_choice``."""
+"""How the choice of a chunk ends that has content only; see ``ChatResponseBuilder._delta_choice``."""
 
 
-class ChatAnswer:
+class ChatResponseBuilder(OpenAIResponseBuilder):
     """The response to one call."""
 
     def __init__(self, chat: Chat, request: ChatCompletionRequest) -> None:
-        self._chat, self._call = chat, chat.call
-        self._request = request
+        super().__init__(chat.call, request, "chat.completion", "chat.completion.chunk")
+        self._chat, self._request = chat, request
         self._echo = _last_answer(request.messages) if request.echo else ""
         self._parsers = [chat.parser() for _ in range(chat.n)]
         self._has_begun = [False] * chat.n
-        forced = self._call.context.settings.enable_force_include_usage
-        options = request.stream_options or StreamOptions()
-        self._usage_at_end = forced or bool(options.include_usage)
-        self._usage_always = forced or bool(options.include_usage and options.continuous_usage_stats)
-        self._chunks = ChunkEvents(self._head("chat.completion.chunk"))
-        self._first = {"prompt_token_ids": self._call.prompts[0].token_ids} if request.return_token_ids else {}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}
+        self._first = {"prompt_token_ids": self.call.prompts[0].token_ids} if request.return_token_ids else {}
 
     # -- whole ---------------------------------------------------------------------------------------------------
 
     async def body(self) -> dict[str, Any]:
-        output = (await self._call.stream.results())[0]
-        choices = [self._choice(completion) for completion in output.outputs]
-        body = self._head("chat.completion") | {"choices": choices, "usage": self._call.usage()}
-        body["prompt_logprobs"] = prompt_logprobs(output) if self._request.prompt_logprobs is not None else None
-        body["prompt_token_ids"] = output.prompt_token_ids if self._request.return_token_ids else None
-        return body | {"weft": self._call.extension()}
+        output = (await self.call.stream.results())[0]
+        return self.whole(
+            [self._choice(completion) for completion in output.outputs],
+            prompt_logprobs=prompt_logprobs(output) if self._request.prompt_logprobs is not None else None,
+            prompt_token_ids=output.prompt_token_ids if self._request.return_token_ids else None,
+        )
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        self._call.check_error(completion.finish_reason)
+        self.call.check_error(completion.finish_reason)
         parser = self._parsers[completion.index]
         parts = parser.feed(completion.text)
         parts.add(parser.finish(is_cut_off=completion.finish_reason == "length"))
@@ -275,19 +254,7 @@ class ChatAnswer:
 
     # -- streamed ------------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
-        stream, content = self._call.stream, b""
-        async for deltas in stream:
-            content = self.content(deltas)
-            if content and not stream.is_delivered:
-                yield content
-        if self._usage_at_end:
-            last = self._head("chat.completion.chunk") | {"choices": [], "usage": self._call.usage()}
-            content += data_event(last | {"weft": self._call.extension()})
-        yield LastEvent(content + DONE)
-
     def content(self, deltas: list[PromptDelta]) -> bytes:
-        """The events of some deltas, perhaps none."""
         content = b""
         for _, delta in deltas:
             content += self._event(delta)
@@ -296,22 +263,22 @@ class ChatAnswer:
     def _event(self, delta: CompletionDelta) -> bytes:
         if self._is_text(delta):
             ids = b',"token_ids":' + encode(delta.token_ids) if self._request.return_token_ids else b""
-            return self._chunks.text_event(b'{"index":%d,"delta":{"content":' % delta.index, delta.text, _NO_MORE + ids)
+            return self.chunks.text_event(b'{"index":%d,"delta":{"content":' % delta.index, delta.text, _NO_MORE + ids)
         choice = self._delta_choice(delta)
         if choice is None:
             return b""
-        usage = {"usage": self._call.usage()} if self._usage_always else {}
+        usage = {"usage": self.call.usage()} if self.usage_always else {}
         first, self._first = self._first, {}
-        return self._chunks.event(choice, first | usage)
+        return self.chunks.event(choice, first | usage)
 
     def _is_text(self, delta: CompletionDelta) -> bool:
         """More content, as it stands, is all that there is to send."""
-        is_text = delta.text and delta.finish_reason is None and not delta.logprobs and not self._usage_always
+        is_text = delta.text and delta.finish_reason is None and not delta.logprobs and not self.usage_always
         return bool(is_text) and self._has_begun[delta.index] and self._parsers[delta.index].is_plain
 
     def _delta_choice(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to send yet."""
-        self._call.check_error(delta.finish_reason)
+        self.call.check_error(delta.finish_reason)
         parser = self._parsers[delta.index]
         num_calls = parser.num_calls
         parts = parser.feed(delta.text)
@@ -321,7 +288,7 @@ class ChatAnswer:
             parts.reasoning = ""
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         wants_ids = bool(self._request.return_token_ids)
-        if not (parts or delta.finish_reason or logprobs or wants_ids or self._usage_always):
+        if not (parts or delta.finish_reason or logprobs or wants_ids or self.usage_always):
             return None
         choice = {
             "index": delta.index,
@@ -364,5 +331,5 @@ def _whole_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _finish_reason(reason: str | None, parser: AnswerParser) -> str | None:
+def _finish_reason(reason: str | None, parser: OutputParser) -> str | None:
     return "tool_calls" if reason == "stop" and parser.num_calls else reason

@@ -5,7 +5,7 @@ Job: prompts in, texts out, whole or streamed. Owns: the response's shape. Does 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.engine.async_engine import AsyncEngine
@@ -14,17 +14,18 @@ from weft.engine.response_stream import PromptDelta
 from weft.errors import RequestError
 from weft.outputs import CompletionOutput, RequestOutput
 from weft.sampling_params import SamplingParams
-from weft.server.caller import Caller
-from weft.server.calls import Call, Context, check_model, open_call
+from weft.server.api_call import ApiCall, Context, check_model, submit_call
 from weft.server.chat import need_tokenizer
+from weft.server.client import Client
 from weft.server.logprobs import completion_logprobs, prompt_logprobs
-from weft.server.protocol import CompletionRequest, StreamOptions
+from weft.server.protocol import CompletionRequest
+from weft.server.response_builder import OpenAIResponseBuilder
 from weft.server.sampling import completion_params, names_ids
-from weft.server.sse import DONE, ChunkEvents, JsonResponse, LastEvent, StreamResponse, data_event
+from weft.server.sse import JsonResponse, StreamResponse
 from weft.server.structured import constraint_of
 
 
-async def completions(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
+async def completions(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, CompletionRequest)
     model = check_model(context, request.model)
@@ -32,11 +33,11 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
     given = _prompt_list(request.prompt, context.settings.max_prompts)
 
     async def prepare(engine: AsyncEngine) -> Sequence[PreparedPrompt]:
-        return await context.service.render.run(_prepare, engine, request, params, given, caller, size=len(body))
+        return await context.service.render.run(_prepare, engine, request, params, given, client, size=len(body))
 
-    call = await open_call(
+    call = await submit_call(
         context,
-        caller,
+        client,
         "cmpl",
         params,
         len(given),
@@ -47,12 +48,7 @@ async def completions(context: Context, body: bytes, caller: Caller) -> JsonResp
         constraint=constraint_of(request, context.settings.max_schema_bytes),
         operation="text_completion",
     )
-    answer = CompletionAnswer(call, request, params.n)
-    timeout_s = context.settings.request_timeout_s
-    if request.stream:
-        pushed = (call.stream, answer.content)
-        return StreamResponse(answer.events(), call.close, timeout_s, headers=call.headers, pushed=pushed)
-    return JsonResponse(answer.body, call.close, timeout_s, headers=call.headers)
+    return CompletionResponseBuilder(call, request, params.n).response(request.stream)
 
 
 def _prompt_list(prompt: str | list[str | int | list[int]], limit: int) -> list[str | list[int]]:
@@ -75,9 +71,9 @@ def _prepare(
     request: CompletionRequest,
     params: SamplingParams,
     given: list[str | list[int]],
-    caller: Caller,
+    client: Client,
 ) -> list[PreparedPrompt]:
-    shared = {"cache_salt": caller.cache_salt(request.cache_salt), "checkpoint_positions": request.checkpoint_positions}
+    shared = {"cache_salt": client.cache_salt(request.cache_salt), "checkpoint_positions": request.checkpoint_positions}
     special = request.add_special_tokens is not False
     prompts: list[PreparedPrompt] = []
     for prompt in given:
@@ -88,47 +84,34 @@ def _prepare(
     return prompts
 
 
-class CompletionAnswer:
+class CompletionResponseBuilder(OpenAIResponseBuilder):
     """The response to one call."""
 
-    def __init__(self, call: Call, request: CompletionRequest, n: int) -> None:
-        self._call = call
+    def __init__(self, call: ApiCall, request: CompletionRequest, n: int) -> None:
+        super().__init__(call, request, "text_completion", "text_completion")
         self._request = request
         self._n = n
         self._hides_output = request.max_tokens == 0
         self._names_ids = names_ids(request, call.context.settings)
         self._offsets: dict[int, int] = {}
         self._has_begun: set[int] = set()
-        self._chunks = ChunkEvents(self._head("text_completion"))
-        forced = self._call.context.settings.enable_force_include_usage
-        options = request.stream_options or StreamOptions()
-        self._usage_at_end = forced or bool(options.include_usage)
-        self._usage_always = forced or bool(options.include_usage and options.continuous_usage_stats)
 
     # -- whole ---------------------------------------------------------------------------------------------------
 
     async def body(self) -> dict[str, Any]:
-        outputs = await self._call.stream.results()
-        choices = [
-            self._choice(i, output, completion) for i, output in enumerate(outputs) for completion in output.outputs
-        ]
-        return self._head("text_completion") | {
-            "choices": choices,
-            "usage": self._usage(),
-            "weft": self._call.extension(),
-        }
+        outputs = await self.call.stream.results()
+        return self.whole(
+            [self._choice(i, output, completion) for i, output in enumerate(outputs) for completion in output.outputs]
+        )
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._call.id, "object": kind, "created": self._call.created, "model": self._call.model}
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self._call.usage()
+    def usage(self) -> dict[str, Any]:
+        usage = self.call.usage()
         if self._hides_output:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        self._call.check_error(completion.finish_reason)
+        self.call.check_error(completion.finish_reason)
         text = "" if self._hides_output else completion.text
         if self._request.echo:
             text = self._prompt_text(index) + text
@@ -150,10 +133,10 @@ class CompletionAnswer:
 
     def _prompt_text(self, index: int) -> str:
         """The prompt as text, decoded if it came as token ids."""
-        prompt = self._call.prompts[index]
+        prompt = self.call.prompts[index]
         if prompt.text is not None:
             return prompt.text
-        return need_tokenizer(self._call.engine).decode(prompt.token_ids, skip_special_tokens=False)
+        return need_tokenizer(self.call.engine).decode(prompt.token_ids, skip_special_tokens=False)
 
     def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         if self._request.logprobs is None:
@@ -166,41 +149,30 @@ class CompletionAnswer:
         prompt = list(output.prompt_logprobs or [])
         result, _ = completion_logprobs(prompt + entries, self._request.logprobs, as_ids=self._names_ids)
         token = output.prompt_token_ids[0]  # it has no log probability, but it has a name
-        first = need_tokenizer(self._call.engine).token_text(token)
+        first = need_tokenizer(self.call.engine).token_text(token)
         result["tokens"][0] = f"token_id:{token}" if self._names_ids else first
         result["text_offset"][1:] = [offset + len(first) for offset in result["text_offset"][1:]]
         return result
 
     # -- streamed ------------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
-        if self._request.echo:
-            for i in range(len(self._call.prompts)):
-                for k in range(self._n):
-                    yield self._chunk({"index": i * self._n + k, "text": self._prompt_text(i)})
-        stream, content = self._call.stream, b""
-        async for deltas in stream:
-            content = self.content(deltas)
-            if content and not stream.is_delivered:
-                yield content
-        if self._usage_at_end:
-            last = self._head("text_completion") | {"choices": [], "usage": self._usage()}
-            content += data_event(last | {"weft": self._call.extension()})
-        yield LastEvent(content + DONE)
+    def first_events(self) -> Iterator[bytes]:
+        for i in range(len(self.call.prompts) if self._request.echo else 0):
+            for k in range(self._n):
+                yield self._chunk({"index": i * self._n + k, "text": self._prompt_text(i)})
 
     def content(self, deltas: list[PromptDelta]) -> bytes:
-        """The events of some deltas, perhaps none."""
         choices = [choice for delta in deltas if (choice := self._delta_choice(delta)) is not None]
         return b"".join(map(self._chunk, choices))
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         full = {"logprobs": None, "finish_reason": None, "stop_reason": None} | choice
-        return self._chunks.event(full, {"usage": self._usage()} if self._usage_always else {})
+        return self.chunks.event(full, {"usage": self.usage()} if self.usage_always else {})
 
     def _delta_choice(self, prompt_delta: PromptDelta) -> dict[str, Any] | None:
         """A chunk's choice, or None if there is nothing to send yet."""
         prompt_index, delta = prompt_delta
-        self._call.check_error(delta.finish_reason)
+        self.call.check_error(delta.finish_reason)
         index = prompt_index * self._n + delta.index
         text = "" if self._hides_output else delta.text
         choice: dict[str, Any] = {"index": index, "text": text}
@@ -215,7 +187,7 @@ class CompletionAnswer:
         if self._request.return_token_ids:
             choice["token_ids"] = self._shown_ids(delta.token_ids)
             if index not in self._has_begun:
-                choice["prompt_token_ids"] = self._call.prompts[prompt_index].token_ids
+                choice["prompt_token_ids"] = self.call.prompts[prompt_index].token_ids
                 self._has_begun.add(index)
         has_content = text or delta.finish_reason is not None or "logprobs" in choice or "token_ids" in choice
-        return choice if has_content or self._usage_always else None
+        return choice if has_content or self.usage_always else None

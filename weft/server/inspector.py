@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from weft.engine import wire
 from weft.engine.views import Snapshot
-from weft.server.caller import Caller
+from weft.server.client import Client
 from weft.server.errors import ApiError
 from weft.server.service import Service
 
@@ -52,21 +52,21 @@ class Inspector:
             ApiError: 503, there is no engine, or it does not answer in time; 404, there is no such replica; 409, it is
                 not up.
         """
-        caller: Caller = request.scope["weft.caller"]
+        client: Client = request.scope["weft.client"]
         look, texts = await self._latest(self._replica(request.query_params.get("replica")))
         named = frozenset(request.query_params.getlist("request")[:MAX_NAMED])
         capacity = msgspec.to_builtins(self._service.capacity)
         track = "hour" if request.query_params.get("history") == "hour" else "recent"
-        reports = await self._service.peers.gather(track)
+        reports = await self._service.api_processes.gather(track)
         return {
             "model": self._service.model_name,
-            "is_admin": caller.is_admin,
+            "is_admin": client.is_admin,
             "capacity": capacity,
             "keeps_states": self._service.keeps_states,
             "replicas": msgspec.to_builtins(self._service.engine_client.replicas or []),
             "replica": look.replica,
             "history": self._service.history.view(track, reports),
-        } | visible(look.snapshot, texts if caller.is_admin else None, named)
+        } | visible(look.snapshot, texts if client.is_admin else None, named)
 
     def _replica(self, given: str | None) -> int | None:
         """The replica that was asked for, or the first one that is up. Raises ApiError if it cannot be looked into."""

@@ -20,7 +20,7 @@ from weft.engine import wire
 from weft.engine.launcher import ENGINE_MODULE
 from weft.engine.supervisor import EngineSupervisor
 from weft.server.api_servers import ApiServers
-from weft.server.listening import listen, make_tracer, serve_http
+from weft.server.http_server import listen, make_tracer, serve_http
 from weft.server.requestlog import configure as configure_log
 from weft.server.service import Service
 from weft.server.settings import ServerSettings

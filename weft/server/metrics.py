@@ -2,7 +2,7 @@
 
 Job: gauges, counters and histograms under the names that dashboards for vLLM use (``vllm:…``, same meaning and labels),
 and Weft's own (``weft:…``). Owns: the gauges, and the format. Does not know: routes, how
-calls are counted (``tallies.py``).
+calls are counted (``request_metrics.py``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from prometheus_client.utils import floatToGoString
 
 from weft.engine.response_stream import ResponseStream
 from weft.engine.views import ReplicaView
+from weft.server.request_metrics import COUNTERS, HISTOGRAMS, Counts, RequestMetrics
 from weft.server.service import Service
-from weft.server.tallies import COUNTERS, HISTOGRAMS, Counts, Tally
 from weft.stats import EngineStats
 
 COMPLETION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
@@ -39,17 +39,17 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.tally = Tally()
-        service.token_times.append(self.tally)
+        self._requests = RequestMetrics()
+        service.token_times.append(self._requests)
 
     def report(self) -> bytes:
         """What this process has counted, for ``text`` of any API process."""
-        return msgspec.msgpack.encode(self.tally.counts)
+        return msgspec.msgpack.encode(self._requests.counts)
 
     async def text(self) -> bytes:
         """The exposition format, of all API processes together."""
         counts = Counts()
-        for report in await self._service.peers.gather(METRICS):
+        for report in await self._service.api_processes.gather(METRICS):
             counts.add(msgspec.msgpack.decode(report, type=Counts))
         registry = CollectorRegistry()
         registry.register(_EngineCollector(self._service))
@@ -58,13 +58,13 @@ class Metrics:
 
     def responded(self, path: str, status: int) -> None:
         """``path`` is a route, never what a caller made up."""
-        self.tally.responded(path, status)
+        self._requests.responded(path, status)
         if path in COMPLETION_PATHS:
             self._service.history.responded(status)
 
     def observe(self, stream: ResponseStream) -> None:
         """A call has ended."""
-        for _ in range(self.tally.ended(stream)):
+        for _ in range(self._requests.ended(stream)):
             self._service.history.broke()
 
 

@@ -13,8 +13,7 @@ from starlette.requests import Request
 
 from weft.engine import wire
 from weft.engine.replicas import why_not_drain, why_not_start
-from weft.server.caller import Caller
-from weft.server.calls import Context
+from weft.server.api_call import Context
 from weft.server.errors import ApiError
 
 CHANGE_PATH = "/replicas/{replica:int}/{change:str}"
@@ -33,8 +32,7 @@ def change(context: Context, request: Request) -> dict[str, Any]:
     Raises:
         ApiError: 403, the admin key was not presented; 404, there is no such thing; 409, not in the replica's state.
     """
-    caller: Caller = request.scope["weft.caller"]
-    if not caller.is_admin:
+    if not request.scope["weft.client"].is_admin:
         raise ApiError(403, "this needs the admin key: start the server with --admin-key, and present that key")
     client, index, name = context.service.engine_client, request.path_params["replica"], request.path_params["change"]
     replicas = client.replicas

@@ -15,7 +15,7 @@ import msgspec
 
 from weft.engine.logwriter import LogHandler, LogWriter, configure_logging
 from weft.engine.response_stream import ResponseStream
-from weft.server.caller import Caller
+from weft.server.client import Client
 
 logger = logging.getLogger("weft.requests")
 
@@ -26,7 +26,7 @@ class RequestLog:
     def __init__(self) -> None:
         self._handler = next((h for h in logging.getLogger().handlers if isinstance(h, LogHandler)), None)
 
-    def ended(self, call_id: str, stream: ResponseStream, caller: Caller) -> None:
+    def ended(self, call_id: str, stream: ResponseStream, client: Client) -> None:
         if self._handler is None or not logger.isEnabledFor(logging.INFO):
             return
         requests = stream.requests
@@ -35,7 +35,7 @@ class RequestLog:
         times = first.times
         fields = {
             "request_id": call_id,
-            "trace_id": caller.trace_id,
+            "trace_id": client.trace_id,
             "prompt_tokens": sum([request.num_prompt_tokens for request in firsts]),
             "cached_tokens": sum([request.num_cached_tokens or 0 for request in firsts]),
             "completion_tokens": sum([len(request.output_token_ids) for request in requests]),

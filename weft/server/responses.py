@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from weft.errors import RequestError
-from weft.server.block_answers import BlockAnswer
-from weft.server.blocks import Block, BlockEvent
-from weft.server.caller import Caller
-from weft.server.calls import Context
+from weft.server.api_call import Context
 from weft.server.chat_completions import Chat, start_chat
+from weft.server.client import Client
+from weft.server.content_blocks import Block, BlockEvent, BlockResponseBuilder
 from weft.server.errors import ApiError
 from weft.server.protocol import ChatCompletionRequest, ExtraFields, ResponseFormat
 from weft.server.sse import JsonResponse, StreamResponse, named_event
@@ -44,12 +43,11 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     background: bool | None = None
 
 
-async def responses(context: Context, body: bytes, caller: Caller) -> JsonResponse | StreamResponse:
+async def responses(context: Context, body: bytes, client: Client) -> JsonResponse | StreamResponse:
     """Handle one request. Raises RequestError or ApiError."""
     request = context.bodies.read(body, ResponsesRequest)
-    chat = await start_chat(context, to_chat(request), caller, prefix="resp")
-    answer, timeout_s = ResponsesAnswer(chat, request), context.settings.request_timeout_s
-    return answer.response(stream=bool(request.stream), error_events=error_events, timeout_s=timeout_s)
+    chat = await start_chat(context, to_chat(request), client, prefix="resp")
+    return ResponsesBuilder(chat, request).response(request.stream)
 
 
 # -- the request -----------------------------------------------------------------------------------------------------
@@ -172,7 +170,7 @@ _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _PART = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
-class ResponsesAnswer(BlockAnswer):
+class ResponsesBuilder(BlockResponseBuilder):
     """A response, or the events of one."""
 
     def __init__(self, chat: Chat, request: ResponsesRequest) -> None:
@@ -184,13 +182,18 @@ class ResponsesAnswer(BlockAnswer):
     def whole(self) -> dict[str, Any]:
         return self._response(finished=True)
 
-    def first_events(self) -> Iterator[bytes]:
+    def opening(self) -> Iterator[bytes]:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response(finished=False))
 
-    def last_events(self) -> Iterator[bytes]:
+    def closing(self) -> Iterator[bytes]:
         whole = self._response(finished=True)
         yield self._event(f"response.{whole['status']}", response=whole)
+
+    @staticmethod
+    def error_events(error: ApiError) -> bytes:
+        value = {"type": "error", "sequence_number": 0, "code": error.code, "message": str(error), "param": error.param}
+        return named_event("error", value)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._num_events} | fields
@@ -284,9 +287,3 @@ def _place(block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     if block.kind == "call":
         return {}
     return {"content_index": 0, "logprobs": logprobs} if block.kind == "text" else {"content_index": 0}
-
-
-def error_events(error: ApiError) -> bytes:
-    """How a stream of this protocol ends when it cannot go on."""
-    value = {"type": "error", "sequence_number": 0, "code": error.code, "message": str(error), "param": error.param}
-    return named_event("error", value)

@@ -30,7 +30,7 @@ from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
 from weft.server.history import History
 from weft.server.media_pool import MediaPool
-from weft.server.peers import NoPeers, Peers
+from weft.server.process_reports import ApiProcesses, SingleProcess
 from weft.server.rendering import RenderPool
 from weft.server.settings import ServerSettings
 from weft.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class Service:
         settings: the server's.
         engine: the engine, in the hands of whoever keeps it.
         report_stage: called with stages of the start.
-        peers: the other API processes.
+        api_processes: all of the engine.
         counts: the open completions of all of them.
         numbers: of its requests and looks into the engine; see ``InputProcessor``.
 
@@ -80,7 +80,7 @@ class Service:
         engine: EngineClient,
         report_stage: ReportStage = lambda name, seconds, note: None,
         *,
-        peers: Peers | None = None,
+        api_processes: ApiProcesses | None = None,
         counts: OpenCounts | None = None,
         numbers: Iterator[int] | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Service:
         self.history = History()
         self.token_times: list[TokenTimes] = [self.history]
         self.engine_client = engine
-        self.peers = peers or NoPeers()
+        self.api_processes = api_processes or SingleProcess()
         engine.listen(self._handle, self._lost)
         self._grammars: GrammarChecker | None = None
         self._report_stage = report_stage
@@ -240,7 +240,7 @@ class Service:
         self._engine = AsyncEngine(self.engine_client, inputs, tokenizer, self.token_times, self._numbers)
         if self._admission is None:
             self._admission = Admission(capacity.max_num_seqs, self.settings.max_queue_size, self._counts)
-        await self.peers.ready()
+        await self.api_processes.ready()
         if num_starts != self._num_starts or self.state is not State.STARTING:
             return
         self.state = State.READY

@@ -20,7 +20,7 @@ from weft.engine.structured_outputs import (
     regex,
 )
 from weft.errors import RequestError
-from weft.server.answers import CALL, END_CALL, END_THINK
+from weft.server.output_parser import CALL, END_CALL, END_THINK
 from weft.server.protocol import SamplingFields
 from weft.tokenizer import Tokenizer
 

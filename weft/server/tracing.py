@@ -28,7 +28,7 @@ from weft.engine.response_stream import ResponseStream
 from weft.errors import ConfigError
 from weft.request import Request, RequestTimes
 from weft.sampling_params import SamplingParams
-from weft.server.caller import TraceParent
+from weft.server.client import TraceParent
 
 Value = str | bool | int | float | list[str]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from weft import __version__
 from weft.errors import RequestError
-from weft.server.caller import Caller
-from weft.server.calls import Context, check_model, served_names
+from weft.server.api_call import Context, check_model, served_names
 from weft.server.chat import chat_prompt, check_special_tokens, need_tokenizer
+from weft.server.client import Client
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.service import State
 
@@ -35,7 +35,7 @@ def model(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-async def tokenize(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
+async def tokenize(context: Context, body: bytes, client: Client) -> dict[str, Any]:
     """``/tokenize``."""
     request = context.bodies.read(body, TokenizeRequest)
     check_model(context, request.model)
@@ -75,7 +75,7 @@ async def _token_ids(context: Context, request: TokenizeRequest) -> list[int]:
     return chat.token_ids
 
 
-async def detokenize(context: Context, body: bytes, caller: Caller) -> dict[str, Any]:
+async def detokenize(context: Context, body: bytes, client: Client) -> dict[str, Any]:
     """``/detokenize``."""
     request = context.bodies.read(body, DetokenizeRequest)
     check_model(context, request.model)

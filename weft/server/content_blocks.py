@@ -1,16 +1,20 @@
-"""Content blocks of an answer: reasoning, text, tool calls.
+"""Responses in content blocks (reasoning, text, tool calls), for the responses and the messages API.
 
-Job: from parts, as they come, to blocks that open, grow and close. Owns: their order and numbers. Does not know: how
-the messages and the responses API write them.
+Job: from parts, as they come, to blocks that open, grow and close, and have a protocol write what becomes of them.
+Owns: their order and numbers. Does not know: the shape of events.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.server.answers import Parts, ToolCall
+from weft.engine.response_stream import PromptDelta
+from weft.server.chat_completions import Chat
+from weft.server.output_parser import Parts, ToolCall
+from weft.server.response_builder import ResponseBuilder
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -80,3 +84,54 @@ class Blocks:
             self.done.append(self._current)
             yield BlockEvent("close", self._current)
             self._current = None
+
+
+class BlockResponseBuilder(ResponseBuilder):
+    """The response to one chat in a protocol of blocks.
+
+    Attributes:
+        chat: the chat.
+        blocks: of the response, so far.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        super().__init__(chat.call)
+        self.chat, self.blocks = chat, Blocks()
+        self._has_begun = False
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The body, once all blocks are done."""
+
+    @abstractmethod
+    def opening(self) -> Iterator[bytes]:
+        """Encoded events before the first block's."""
+
+    @abstractmethod
+    def block_events(self, event: BlockEvent) -> Iterator[bytes]:
+        """Encoded events of something that happened to a block."""
+
+    @abstractmethod
+    def closing(self) -> Iterator[bytes]:
+        """Encoded events after the last block's."""
+
+    async def body(self) -> dict[str, Any]:
+        async for deltas in self.call.stream:
+            for parts in self.chat.parts(deltas):
+                list(self.blocks.feed(parts))
+        list(self.blocks.finish())
+        return self.whole()
+
+    def content(self, deltas: list[PromptDelta]) -> bytes:
+        encoded: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            encoded += self.opening()
+        for parts in self.chat.parts(deltas):
+            for event in self.blocks.feed(parts):
+                encoded += self.block_events(event)
+        return b"".join(encoded)
+
+    def last_events(self) -> bytes:
+        ends = (encoded for event in self.blocks.finish() for encoded in self.block_events(event))
+        return b"".join((*ends, *self.closing()))

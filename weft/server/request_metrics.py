@@ -1,4 +1,4 @@
-"""Counters of one server process, as plain numbers that add up over processes.
+"""Metrics of requests: counters and histograms of one server process, as plain numbers that add up over processes.
 
 Job: count calls, requests and steps as they end. Owns: names, bounds and meanings of these counters and histograms.
 Does not know: Prometheus' format (``metrics.py``), routes.
@@ -100,7 +100,7 @@ class Counts(msgspec.Struct):
             self.sums[name] += other.sums[name]
 
 
-class Tally:
+class RequestMetrics:
     """Counts as things happen; takes the moments of tokens as ``TokenTimes`` do."""
 
     def __init__(self) -> None:

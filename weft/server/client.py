@@ -1,6 +1,6 @@
-"""The caller of a request, as the authentication middleware identified it.
+"""The client that sent a request, as the authentication middleware identified it.
 
-Job: one value per request. Owns: how callers are kept apart in the prefix cache. Does not know: keys themselves.
+Owns: how clients are kept apart in the prefix cache. Does not know: keys themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The caller's span (W3C Trace Context): ids in hexadecimal; bit 0 of ``flags``: it is sampled."""
+    """The client's span (W3C Trace Context): ids in hexadecimal; bit 0 of ``flags``: it is sampled."""
 
     trace_id: str
     span_id: str
@@ -22,7 +22,7 @@ class TraceParent:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class Client:
     """Attributes:
     identity: a text per API key, from which the key cannot be found; None: the server has no keys.
     is_admin: the admin key was presented.
@@ -45,7 +45,7 @@ class Caller:
         return None if self.trace is None else self.trace.trace_id
 
     def cache_salt(self, given: str | None) -> str | None:
-        """Callers with different keys share no cached prefixes, nor do calls of one key with different salts."""
+        """Clients with different keys share no cached prefixes, nor do calls of one key with different salts."""
         if self.identity is None:
             return given
         return self.identity if given is None else f"{self.identity}:{given}"
@@ -56,7 +56,7 @@ def identity_of(key: bytes) -> str:
 
 
 def read_traceparent(header: bytes | None) -> TraceParent | None:
-    """The caller's span, or None if the header is absent or malformed."""
+    """The client's span, or None if the header is absent or malformed."""
     match = _TRACEPARENT.fullmatch(header) if header is not None else None
     if match is None:
         return None

@@ -18,8 +18,8 @@ from weft.engine.prompts import PreparedPrompt
 from weft.engine.response_stream import ResponseStream
 from weft.errors import RequestError
 from weft.sampling_params import SamplingParams
-from weft.server.caller import Caller
 from weft.server.chat import need_tokenizer, opens_reasoning
+from weft.server.client import Client
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.protocol import BodyReader
@@ -45,7 +45,7 @@ class Context:
 
 
 @dataclass(slots=True)
-class Call:
+class ApiCall:
     """A running call.
 
     Attributes:
@@ -67,7 +67,7 @@ class Call:
     params: SamplingParams
     operation: str
     context: Context
-    caller: Caller
+    client: Client
     leave: Callable[[], None]
     created: int = field(default_factory=lambda: int(time.time()))
     _is_closed: bool = False
@@ -80,9 +80,9 @@ class Call:
         self.stream.close()
         self.leave()
         self.context.metrics.observe(self.stream)
-        self.context.log.ended(self.id, self.stream, self.caller)
+        self.context.log.ended(self.id, self.stream, self.client)
         if self.context.tracer is not None:
-            trace = self.caller.trace
+            trace = self.client.trace
             self.context.tracer.ended(self.operation, self.model, self.id, self.params, self.stream, trace)
 
     @property
@@ -149,9 +149,9 @@ def check_model(context: Context, name: str | None) -> str:
     )
 
 
-async def open_call(
+async def submit_call(
     context: Context,
-    caller: Caller,
+    client: Client,
     prefix: str,
     params: SamplingParams,
     num_prompts: int,
@@ -162,7 +162,7 @@ async def open_call(
     priority: int | None = None,
     constraint: Constraint | WholeGrammar | None = None,
     operation: str = "chat",
-) -> Call:
+) -> ApiCall:
     """Admit a call, wait for its prompts and submit it.
 
     ``prepare`` makes the prompts; it is called once the call is admitted.
@@ -181,11 +181,11 @@ async def open_call(
             in_reasoning = opens_reasoning(prompts[0])
             grammar = constraint.grammar(end_of_reasoning(need_tokenizer(engine)) if in_reasoning else None)
             await service.grammars.check(grammar, constraint.param)
-        stream = engine.submit(call_id, prompts, params, priority=priority or 0, grammar=grammar, caller=caller.queue)
+        stream = engine.submit(call_id, prompts, params, priority=priority or 0, grammar=grammar, caller=client.queue)
     except BaseException:
         leave()
         raise
-    return Call(call_id, model, engine, stream, prompts, params, operation, context, caller, leave)
+    return ApiCall(call_id, model, engine, stream, prompts, params, operation, context, client, leave)
 
 
 def _check_id(request_id: str | None) -> str:

@@ -1,7 +1,8 @@
-"""Gathering metrics and reports of all API processes.
+"""Reports of all API processes of an engine: metrics and history, brought together.
 
-Job: ask each, wait for what they say but not for ever, remember what those said that have died. Owns: the reports on
-their way. Does not know: what is in them, how they travel.
+Job: the interface by which one process asks for them; asking each, waiting for what they say but not for ever,
+remembering what those said that have died. Owns: the reports on their way. Does not know: what is in them, how they
+travel.
 """
 
 from __future__ import annotations
@@ -10,8 +11,39 @@ import asyncio
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from weft.server import api_link as link
+
+
+class ApiProcesses(Protocol):
+    """All API processes of one engine, this one included, as one of them sees them."""
+
+    def offer(self, report: Callable[[str], bytes]) -> None:
+        """``report`` gives what this process has counted under a name, when any of them asks."""
+
+    async def ready(self) -> None:
+        """This process could take calls; returns when all could, so that no caller meets one that cannot."""
+
+    async def gather(self, what: str) -> list[bytes]:
+        """The reports of all; of one that does not answer or has died, the last one that it gave."""
+
+
+class SingleProcess:
+    """There is one process."""
+
+    def __init__(self) -> None:
+        self._report: Callable[[str], bytes] = lambda what: b""
+
+    def offer(self, report: Callable[[str], bytes]) -> None:
+        self._report = report
+
+    async def ready(self) -> None:
+        pass
+
+    async def gather(self, what: str) -> list[bytes]:
+        return [self._report(what)]
+
 
 PATIENCE_S = 1.0
 """How long a process may take to report; then what it said last counts."""
@@ -33,8 +65,8 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class Gathering:
-    """All that are under way.
+class ReportGatherer:
+    """All gatherings under way, in the main process.
 
     A process that dies takes with it what it had counted; its last report stays, so that sums do not fall.
     """

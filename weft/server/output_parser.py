@@ -49,7 +49,7 @@ class Parts:
             self.calls = (self.calls or []) + other.calls
 
 
-class AnswerParser:
+class OutputParser:
     """Parses one completion.
 
     Args:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.server.answers import AnswerParser, Parts, parse_call
+from weft.server.output_parser import OutputParser, Parts, parse_call
 
 TOOLS = {"add": {"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -19,7 +19,7 @@ XML = (
 
 
 def parse(pieces: list[str], **options: object) -> tuple[str, str, list[tuple[str, str]]]:
-    parser, parts = AnswerParser(**options), Parts()  # type: ignore[arg-type]
+    parser, parts = OutputParser(**options), Parts()  # type: ignore[arg-type]
     for piece in pieces:
         parts.add(parser.feed(piece))
     parts.add(parser.finish())
