@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.errors import RequestError
-from weft.sampling_params import SamplingParams
+from weft.sampling_params import SamplingParams, StructuredOutputsParams
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, r"n=0 is outside the allowed range: 1 to 64"),
@@ -22,7 +22,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_p": 1.5}, r"min_p=1\.5 is outside"),
     ({"presence_penalty": 2.5}, r"presence_penalty=2\.5 is outside the allowed range: from -2 to 2"),
     ({"frequency_penalty": None}, r"frequency_penalty=None is not a finite number"),
-    ({"repetition_penalty": 0}, r"repetition_penalty=0 is outside the allowed range: above 0"),
+    ({"repetition_penalty": 0}, r"repetition_penalty=0 is outside the allowed range: from 1e-06 to 100"),
+    ({"repetition_penalty": 1e-38}, r"repetition_penalty=1e-38 is outside"),  # a logit divided by it is infinite
     ({"logit_bias": {5: 101}}, r"logit_bias adds 101 to token 5; it is outside the allowed range: from -100 to 100"),
     ({"logit_bias": {"5": 1}}, r"logit_bias has the key '5'; it is not an integer"),
     ({"logit_bias": [5]}, r"is not a dict of token id -> number"),
@@ -47,6 +48,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": -2}, r"prompt_logprobs=-2 is outside"),
     ({"ignore_eos": "no"}, r"ignore_eos='no' is not a truth value; give True or False"),
     ({"detokenize": None}, r"detokenize=None is not a truth value"),
+    ({"top_p": 10**400}, r"0+ is outside the allowed range: above 0 to 1"),
+    (
+        {"max_tokens": 2**63},
+        r"max_tokens=9\d+ is outside the allowed range: 1 or more, of at most 64 bits",
+    ),
 ]
 
 
@@ -58,8 +64,18 @@ def test_bad_values(fields: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_names_and_the_limits_themselves() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    for given, message in (
+        ({"temprature": 1.0}, r"has no parameter 'temprature' \(given 1\.0\): did you mean temperature"),
+        (
+            {"output_kind": 2},
+            r"has no parameter 'output_kind' \(given 2\): vLLM's, which this version",
+        ),
+        ({"zzz": 2}, r"'zzz' \(given 2\): allowed are n, temperature, .*truncate_prompt_tokens"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            SamplingParams(**given)
+    with pytest.raises(RequestError, match=r"was given 0\.7 without a name; write SamplingParams\(n=…\)"):
+        SamplingParams(0.7)  # type: ignore[misc]
     params = SamplingParams(
         n=64,
         temperature=100,
@@ -77,3 +93,28 @@ def test_unknown_names_and_the_limits_themselves() -> None:
     )
     assert params.stop_strings == ["a", "b"]
     assert SamplingParams(stop="ab").stop_strings == ["ab"] and SamplingParams().stop_strings == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"choice": "yes"}, r"choice='yes'; it must be a list of texts"),
+        ({"choice": ["yes", None]}, r"choice=\['yes', None\]; it must be a list of texts"),
+        ({"regex": 5}, r"regex=5; it must be a text"),
+        ({"grammar": ["a"]}, r"grammar=\['a'\]; it must be a text"),
+        ({"json": [1]}, r"json=\[1\]; it must be a JSON schema: a dict"),
+        ({"json_object": "no"}, r"json_object='no'; it must be True or False"),
+        ({"schema": {}}, r"has no parameter 'schema' \(given {}\): allowed are json, regex"),
+    ],
+)
+def test_structured_outputs(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        StructuredOutputsParams(**fields)
+
+
+def test_messages_are_not_as_long_as_what_was_given() -> None:
+    with pytest.raises(
+        RequestError, match=r"^seed='xxx.*xxx' is not an integer; allowed are integers, -9\d+ to"
+    ) as caught:
+        SamplingParams(seed="x" * 100_000)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 1100

@@ -8,6 +8,9 @@ Invariants of Weft itself are checked with ``assert``; anything a user can cause
 
 from __future__ import annotations
 
+_LONGEST_MESSAGE = 1000
+"""Characters of a message about a request; they go into logs and answers."""
+
 
 class WeftError(Exception):
     """Base class of every error that a user of Weft can cause."""
@@ -29,11 +32,14 @@ class RequestError(WeftError, ValueError):
     """One request is not valid. Other requests are not affected.
 
     Args:
-        message: what was given, what is allowed, what to do.
+        message: what was given, what is allowed, what to do. A long one, which repeats what was given, is cut in the
+            middle.
         param: the name of the offending request field, if one field is to blame (the OpenAI error's ``param``).
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
+        if len(message) > _LONGEST_MESSAGE:
+            message = f"{message[: _LONGEST_MESSAGE // 2]} … {message[-_LONGEST_MESSAGE // 2 :]}"
         super().__init__(message)
         self.param = param
 

@@ -6,6 +6,7 @@ depends on those (stop strings, bad words, token ids in range) is checked where 
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import Any
 
@@ -19,7 +20,32 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow long before it changed what is sampled."""
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+SMALLEST_REPETITION_PENALTY = 1e-6
+"""Logits divided by less leave the range of float32."""
+
+_LARGEST_INTEGER = 2**63 - 1
+_NOT_IN_WEFT = frozenset(
+    {
+        "output_kind", "extra_args", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
+        "spaces_between_special_tokens", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
+    }
+)  # fmt: skip
+"""Parameters of vLLM's ``SamplingParams`` without a counterpart."""
+
+
+class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
+    """Names that are no parameter are refused as values are."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        try:
+            return super().__call__(*args, **given)
+        except TypeError as error:
+            raise _unknown(cls, args, given, error) from None
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """One constraint on the form of the text; names and meanings as in vLLM. Exactly one field is given.
 
     Attributes:
@@ -46,9 +72,23 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
                 f"give exactly one of {', '.join(self.__struct_fields__)}",
                 "structured_outputs",
             )
+        kinds, what = _FORMS[given[0]]
+        value: Any = getattr(self, given[0])
+        texts = value if given[0] == "choice" and isinstance(value, (list, tuple)) else ()
+        if not isinstance(value, kinds) or not all(isinstance(text, str) for text in texts):
+            raise RequestError(f"structured_outputs has {given[0]}={value!r}; it must be {what}", "structured_outputs")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+_FORMS: dict[str, tuple[tuple[type, ...], str]] = {
+    "json": ((dict, str, bool), "a JSON schema: a dict, or its text"),
+    "regex": ((str,), "a text"),
+    "choice": ((list, tuple), "a list of texts"),
+    "grammar": ((str,), "a text"),
+    "json_object": ((bool,), "True or False"),
+}
+
+
+class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request; names and meanings as in vLLM and the OpenAI API.
 
     ``None`` for ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``repetition_penalty`` means: the checkpoint's
@@ -61,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_p: keep the smallest set of likeliest tokens whose probability reaches it (after top_k), in (0, 1].
         min_p: drop tokens less likely than this share of the likeliest one's probability, in [0, 1].
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens (OpenAI).
-        repetition_penalty: > 0, over prompt and generated tokens (CTRL, arXiv 1909.05858).
+        repetition_penalty: in [1e-6, 100], over prompt and generated tokens (CTRL, arXiv 1909.05858).
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: only these can be generated.
         bad_words: texts that may not be generated, as the tokenizer writes them at the start of a text and after a
@@ -153,7 +193,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _number("min_p", self.min_p, 0.0, 1.0, optional=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True, optional=True)
+        _number("repetition_penalty", self.repetition_penalty, SMALLEST_REPETITION_PENALTY, 100.0, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is greater than max_tokens={self.max_tokens}; "
@@ -224,14 +264,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _number("logit_bias", bias, -100.0, 100.0, what=f"logit_bias adds {bias!r} to token {token}; it")
 
 
+def _unknown(cls: type, args: tuple[Any, ...], given: dict[str, Any], error: TypeError) -> Exception:
+    """What to say of a call with these arguments, which ended with ``error``."""
+    names: tuple[str, ...] = cls.__struct_fields__  # type: ignore[attr-defined]
+    if args:
+        return RequestError(f"{cls.__name__} was given {args[0]!r} without a name; write {cls.__name__}({names[0]}=…)")
+    name = next((name for name in given if name not in names), None)
+    if name is None:
+        return error
+    close = difflib.get_close_matches(name, names, n=3)
+    remedy = f"did you mean {' or '.join(close)}?" if close else f"allowed are {', '.join(names)}"
+    if name in _NOT_IN_WEFT:
+        remedy = "vLLM's, which this version of Weft does not have; leave it out"
+    return RequestError(f"{cls.__name__} has no parameter {name!r} (given {given[name]!r}): {remedy}", name)
+
+
 def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False, what: str = "") -> None:
-    if (value is None and optional) or (type(value) is int and low <= value and (high is None or value <= high)):
+    most = _LARGEST_INTEGER if high is None else high
+    if (value is None and optional) or (type(value) is int and low <= value <= most):
         return
     what = what or f"{name}={value!r}"
-    allowed = f"{low} or more" if high is None else f"{low} to {high}"
+    allowed = f"{low} or more, of at most 64 bits" if high is None else f"{low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{what} is not an integer; allowed are integers, {allowed}", name)
-    if value < low or (high is not None and value > high):
+    if not low <= value <= most:
         raise RequestError(f"{what} is outside the allowed range: {allowed}", name)
 
 
@@ -249,7 +305,7 @@ def _number(
         return
     what = what or f"{name}={value!r}"
     allowed = f"{'above' if open_low else 'from'} {low:g} to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
         raise RequestError(f"{what} is not a finite number; allowed are numbers {allowed}", name)
     if value < low or value > high or (open_low and value == low):
         raise RequestError(f"{what} is outside the allowed range: {allowed}", name)

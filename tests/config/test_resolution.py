@@ -164,6 +164,7 @@ def test_names_of_other_engines_for_choices() -> None:
         ({"gpu_memory_utilization": 0}, "above 0 and at most 1"),
         ({"gpu_memory_utilization": 1.01}, "above 0 and at most 1"),
         ({"cpu_cache_gib": float("nan")}, "cpu_cache_gib=nan is not a number"),
+        ({"gpu_memory_utilization": 10**400}, "0 is out of range; allowed: above 0 and at most 1"),
         ({"seed": -1}, "seed=-1"),
         ({"dtype": "fp8"}, "dtype='fp8' is not known; allowed: auto, float32, float16, bfloat16"),
         ({"device": "tpu"}, "device='tpu' is not known; allowed: auto, cpu, cuda"),

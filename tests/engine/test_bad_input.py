@@ -35,6 +35,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ({"prompt_token_ids": "12"}, r"prompt_token_ids is a str; it must be a list of integers"),
     ({"prompt": "a", "image": 1}, r"unknown keys \['image'\]; allowed are"),
     ("\ud800", r"not valid Unicode"),
+    ({"prompt_token_ids": [5, "\ud800"]}, r"holds '\\ud800'; every entry must be an integer"),
+    ({"prompt": "a", 5: 1, "image": 1}, r"unknown keys \[5, 'image'\]"),
 ]
 
 PARAMS: list[tuple[dict[str, Any], str]] = [
@@ -117,6 +119,9 @@ def test_lists_of_the_wrong_length_or_type(llm: LLM) -> None:
         ([{"content": "hello"}], {}, "at least a 'role'"),
         ([["hello"]], {}, "at least a 'role'"),
         ([{"role": "user"}], {}, "has no content"),
+        ([None], {}, "a conversation is a NoneType; give a list"),
+        (["hello"], {}, "a conversation is a str; give a list"),
+        ([{"role": "\ud800", "content": "x"}], {}, "not valid Unicode"),
         ([{"role": "user", "content": "x"}], {"continue_final_message": True}, "exclude each other"),
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"tokenize": True}}, "holds tokenize"),
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": [1]}, "chat_template_kwargs is a list"),

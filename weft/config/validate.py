@@ -70,7 +70,7 @@ def _canonical(name: str, option: Option, value: Any) -> Any:
 def _number(name: str, option: Option, value: Any) -> int | float:
     wanted = "an integer" if option.kind == "int" else "a number"
     allowed_types = (int,) if option.kind == "int" else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed_types) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, allowed_types) or not abs(value) < math.inf:
         raise ConfigError(f"{name}={value!r} is not {wanted}; allowed: {describe_range(option)}")
     too_low = (option.low is not None and value < option.low) or (option.above is not None and value <= option.above)
     if too_low or (option.high is not None and value > option.high):

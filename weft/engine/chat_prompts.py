@@ -271,7 +271,11 @@ def _shape(messages: Sequence[Message], variables: bytes) -> bytes | None:
 
 
 def _encoded(value: Any) -> bytes:
-    return msgspec.json.encode(value, enc_hook=repr)
+    try:
+        return msgspec.json.encode(value, enc_hook=repr)
+    except UnicodeEncodeError as error:
+        message = f"messages, tools or chat_template_kwargs are not valid Unicode: {error}"
+        raise RequestError(message, "messages") from None
 
 
 def _tail(segments: list[Segment], num_tokens: int) -> Tail:

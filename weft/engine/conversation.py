@@ -67,8 +67,12 @@ def template_messages(messages: Messages, text_only: str | None) -> tuple[list[d
     ``text_only``: why the model reads text only; None: it reads images.
 
     Raises:
-        RequestError: as ``template_message``.
+        RequestError: no list, and as ``template_message``.
     """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise RequestError(
+            f"a conversation is a {type(messages).__name__}; give a list of {{'role', 'content'}} dicts", "messages"
+        )
     media: Media = {}
     return [template_message(message, i, media, text_only) for i, message in enumerate(messages)], media
 

@@ -194,7 +194,7 @@ class InputProcessor:
         ids = ids if isinstance(ids, list) else list(ids)
         try:
             return convert(ids, self._token_ids)  # a copy
-        except ValidationError:
+        except (ValidationError, UnicodeEncodeError):  # a text with half a surrogate pair gives the second
             others = [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]
         if others:
             raise RequestError(f"{name} holds {others[0]!r}; every entry must be an integer", name)

@@ -38,7 +38,7 @@ class PreparedPrompt:
 
 def check_mapping(prompt: Mapping[str, Any]) -> str | None:
     """The cache salt of a prompt given as a dict. Raises RequestError for keys that are not known, or no such salt."""
-    unknown = sorted(set(prompt) - set(PROMPT_KEYS))
+    unknown = [key for key in prompt if key not in PROMPT_KEYS]
     if unknown:
         raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
     salt = prompt.get("cache_salt")
