@@ -123,29 +123,6 @@ def test_tokenizer_from_elsewhere(checkpoint: Path) -> None:
     assert (config.model_path, config.tokenizer_path) == (checkpoint, MODEL_DIR)
 
 
-LATER = {name: option for name, option in OPTIONS.items() if option.later}
-OTHER_VALUES: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_what_comes_later_is_off_with_a_reason(name: str) -> None:
-    option = LATER[name]
-    given_default = resolve(device="cpu", **{name: option.default})
-    asked_off = resolve(device="cpu", **{name: option.off})
-    for config in (resolve(device="cpu"), given_default, asked_off):
-        assert getattr(config, name) == option.off
-    if option.default != option.off:
-        assert option.later is not None and option.later in given_default.reasons[name]
-
-
-@pytest.mark.parametrize("name", [name for name in OTHER_VALUES if name in LATER])
-def test_what_comes_later_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}=.*{re.escape(LATER[name].later or '')}.*does not have"):
-        resolve(**{name: OTHER_VALUES[name]})
-
-
 def test_names_of_other_engines_for_choices() -> None:
     for theirs, ours in (("extra_buffer", "aligned"), ("no_buffer", "finish_only"), ("exact", "exact")):
         assert resolve(state_checkpoint_policy=theirs).state_checkpoint_policy == ours

@@ -77,13 +77,8 @@ def _arguments(name: str, option: Option) -> dict[str, Any]:
 
 
 def _help(option: Option) -> str:
-    notes = []
-    if option.default is not None and not option.later:
-        notes.append(f"default: {option.default}")
-    if option.later:
-        notes.append(f"not in this version: {option.later}")
-    text = option.help + (f" ({'; '.join(notes)})" if notes else "")
-    return text.replace("%", "%%")
+    default = "" if option.default is None else f" (default: {option.default})"
+    return (option.help + default).replace("%", "%%")
 
 
 def _flag(name: str) -> str:

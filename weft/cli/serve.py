@@ -1,6 +1,6 @@
 """``weft serve``: the model over HTTP.
 
-Job: flags of the server. Owns: their names. Does not know: what the server does with them.
+Job: flags of the server, from the fields of its settings. Does not know: what the server does with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.cli.flags import add_engine_flags, engine_settings
 from weft.cli.parser import add_verb
 from weft.errors import ConfigError
 from weft.executor.external import follow
-from weft.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerSettings
+from weft.server.settings import ServerSettings
 
 _EPILOG = """\
 examples:
@@ -43,65 +43,6 @@ _WITHOUT_EFFECT = {
 }
 """Flags that scripts for vLLM carry, and why they change nothing."""
 
-_FLAGS: dict[str, dict[str, Any]] = {
-    "--host": {"dest": "host", "metavar": "NAME", "help": "where to listen (default: 127.0.0.1, this machine only)"},
-    "--port": {"dest": "port", "type": int, "metavar": "N", "help": "default: 8000; 0: any free one"},
-    "--api-server-count": {
-        "dest": "api_server_count", "type": int, "metavar": "N",
-        "help": "processes that answer calls (HTTP, templates, tokenizer), before one engine",
-    },
-    "--api-key": {
-        "dest": "api_keys", "action": "append", "metavar": "KEY",
-        "help": "a key that callers must present; may be given more than once (or set WEFT_API_KEY)",
-    },
-    "--admin-key": {"dest": "admin_key", "metavar": "KEY", "help": "a key that may also look into the engine"},
-    "--allow-unauthenticated": {
-        "dest": "allow_unauthenticated", "action": "store_true", "help": "listen beyond this machine without a key",
-    },
-    "--allowed-host": {
-        "dest": "allowed_hosts", "action": "append", "metavar": "NAME",
-        "help": "a further name in the Host header, when listening on loopback",
-    },
-    "--allowed-origins": {
-        "dest": "allowed_origins", "nargs": "+", "metavar": "URL",
-        "help": "origins (https://NAME) whose web pages may call; * is all",
-    },
-    "--strict": {"dest": "strict", "action": "store_true", "help": "refuse request fields that are not known"},
-    "--enable-force-include-usage": {
-        "dest": "enable_force_include_usage", "action": "store_true",
-        "help": "usage in every event of a stream, asked for or not",
-    },
-    "--return-tokens-as-token-ids": {
-        "dest": "return_tokens_as_token_ids", "action": "store_true",
-        "help": "log probabilities name tokens token_id:N where a request does not say",
-    },
-    "--restart-engine": {
-        "dest": "restart_engine", "action": "store_true", "help": "start a new engine when it dies, instead of leaving",
-    },
-    "--max-queue-size": {"dest": "max_queue_size", "type": int, "metavar": "N", "help": "completions that may wait"},
-    "--request-timeout": {
-        "dest": "request_timeout_s", "type": float, "metavar": "S", "help": "longest life of a request",
-    },
-    "--drain-timeout": {
-        "dest": "drain_timeout_s", "type": float, "metavar": "S",
-        "help": "how long open requests may go on after SIGTERM",
-    },
-    "--max-body-bytes": {"dest": "max_body_bytes", "type": int, "metavar": "N", "help": "largest request body"},
-    "--max-n": {"dest": "max_n", "type": int, "metavar": "N", "help": "most completions per prompt"},
-    "--max-prompts": {"dest": "max_prompts", "type": int, "metavar": "N", "help": "most prompts in one call"},
-    "--tool-call-parser": {
-        "dest": "tool_call_parser", "choices": TOOL_CALL_PARSERS,
-        "help": "none: calls stay text; any other name reads hermes' (JSON) and qwen3_coder's (XML) formats",
-    },
-    "--reasoning-parser": {
-        "dest": "reasoning_parser", "choices": REASONING_PARSERS, "help": "none: it stays text; else <think> is read",
-    },
-    "--log-format": {"dest": "log_format", "choices": ("text", "json"), "help": "form of the log's lines"},
-    "--otlp-traces-endpoint": {
-        "dest": "otlp_traces_endpoint", "metavar": "URL", "help": "send OpenTelemetry spans there (http://HOST:4318)",
-    },
-}  # fmt: skip
-
 
 def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "serve", run, "serve the model over HTTP", usage="serve [MODEL] [flags]", epilog=_EPILOG)
@@ -124,14 +65,25 @@ class _Ignored(argparse.Action):
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field that has a help text."""
     group = parser.add_argument_group("server")
-    defaults = {f.name: f.default for f in dataclasses.fields(ServerSettings)}
-    for flag, arguments in _FLAGS.items():
-        dest, help = arguments["dest"], arguments["help"]
-        default = defaults[dest]
-        if type(default) in (int, float) and "default" not in help:
-            help += f" (default: {default:,})"
-        group.add_argument(flag, **(arguments | {"dest": _DEST + dest, "default": argparse.SUPPRESS, "help": help}))
+    for field in dataclasses.fields(ServerSettings):
+        if field.metadata:
+            flag = field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
+            group.add_argument(flag, dest=_DEST + field.name, default=argparse.SUPPRESS, **_arguments(field))
+
+
+def _arguments(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """argparse's, from a field's default and what its definition says."""
+    help, kind = field.metadata["help"], type(field.default)
+    arguments: dict[str, Any] = {"help": help}
+    if kind is bool:
+        arguments["action"] = "store_true"
+    elif kind in (int, float):
+        arguments |= {"type": kind, "metavar": "N" if kind is int else "S"}
+        if "default" not in help:
+            arguments["help"] = f"{help} (default: {field.default:,})"
+    return arguments | field.metadata["arguments"]
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:

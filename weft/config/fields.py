@@ -1,7 +1,7 @@
 """Every setting of the engine: one frozen dataclass, and beside each field what it accepts.
 
 Job: ``EngineConfig``, the resolved settings that the rest of the engine reads, with a reason for each automatic choice.
-Owns: field names, defaults, ranges, choices, help texts; which settings wait for a feature of a later version.
+Owns: field names, defaults, ranges, choices, help texts.
 Does not know: flags (``aliases.py``, the command line), how automatic values are found (``resolution.py``), torch.
 
 Build one with ``weft.config.resolve``; the constructor checks nothing.
@@ -32,8 +32,6 @@ class Option:
         kind: type of the value; ``ints`` and ``texts`` are non-empty lists, ``json`` is what ``parse`` reads.
         low, high: inclusive limits; ``above`` an exclusive lower one.
         choices: allowed texts.
-        later: the feature that this version lacks. The default then resolves to ``off``; ``off`` itself may be asked
-            for; anything else is refused by name.
         synonyms: other names of choices, in the words of other engines.
         parse: from a mapping or its JSON text to the value; raises ConfigError.
     """
@@ -45,8 +43,6 @@ class Option:
     high: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
-    later: str | None = None
-    off: Any = None
     synonyms: Mapping[str, str] = field(default_factory=dict)
     parse: Callable[[Any], Any] | None = None
 

@@ -1,4 +1,4 @@
-"""Typed reading of the JSON files in a model folder.
+"""Typed reading of JSON: files in a model folder, and settings that are JSON.
 
 Job: open a JSON file and hand out its values with the type that the caller names, or an error that names file, key and
 value. Owns: those errors' wording. Does not know: which keys exist or what they mean.
@@ -7,10 +7,23 @@ value. Owns: those errors' wording. Does not know: which keys exist or what they
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
+
+
+def json_setting(name: str, value: Any, example: str) -> Mapping[str, Any]:
+    """The setting ``name``, given as a mapping or as its JSON text. Raises ConfigError for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{name}={value!r} is no JSON ({error}); give for example {example}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} is no mapping; give for example {example}")
+    return value
 
 
 class JsonObject:

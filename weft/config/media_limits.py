@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from weft.config.json_object import json_setting
 from weft.errors import ConfigError
 
 NAME = "limit_mm_per_prompt"
@@ -31,18 +30,10 @@ def parse_media_limits(value: Any) -> MediaLimits:
     """
     if isinstance(value, MediaLimits):
         return value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"""{NAME}={value!r} is no JSON ({error}); give for example '{{"image": 4}}'"""
-            ) from error
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"""{NAME}={value!r} is no mapping; give for example '{{"image": 4}}'""")
-    for modality, limit in value.items():
+    limits = json_setting(NAME, value, """'{"image": 4}'""")
+    for modality, limit in limits.items():
         if modality not in ("image", "video"):
             raise ConfigError(f"{NAME} has the unknown modality {modality!r}; allowed: image, video")
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise ConfigError(f"{NAME}: {modality}={limit!r} is not a number of items; allowed: 0 or more")
-    return MediaLimits(**value)
+    return MediaLimits(**limits)

@@ -47,8 +47,8 @@ def resolve(**user: Any) -> EngineConfig:
         **user: fields of ``EngineConfig``. None means "not given".
 
     Raises:
-        ConfigError: an unknown name (close ones are suggested), a value that is not allowed, a feature that this
-            version lacks, or settings that contradict each other or the checkpoint.
+        ConfigError: an unknown name (close ones are suggested), a value that is not allowed, or settings that
+            contradict each other or the checkpoint.
         UnsupportedModelError: a checkpoint that Weft does not support.
     """
     return resolve_settings(user, weights=True)
@@ -63,7 +63,6 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     values = {name: option.default for name, option in OPTIONS.items()}
     values |= {name: check_value(name, value) for name, value in user.items() if value is not None}
     reasons: dict[str, str] = {}
-    _switch_off(values, reasons)
     model_path = locate(values["model"], weights=weights and values["load_format"] != "dummy")
     tokenizer_path = locate(values["tokenizer"], weights=False) if values["tokenizer"] else model_path
     model = _choose_quantization(values, reasons, read_checkpoint_config(model_path))
@@ -91,14 +90,6 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
         generation=generation,
         reasons=reasons,
     )
-
-
-def _switch_off(values: dict[str, Any], reasons: dict[str, str]) -> None:
-    """A default whose feature this version lacks becomes "off"."""
-    for name, option in OPTIONS.items():
-        if option.later and values[name] != option.off:
-            values[name] = option.off
-            reasons[name] = f"not in this version: {option.later}"
 
 
 def _check_cache_settings(values: dict[str, Any], given: list[str]) -> None:

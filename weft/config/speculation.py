@@ -6,11 +6,11 @@ the keys, their limits and defaults. Does not know: how a draft is made or verif
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weft.config.json_object import json_setting
 from weft.errors import ConfigError
 
 Method = Literal["ngram", "mtp"]
@@ -83,7 +83,7 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
     """
     if isinstance(value, SpeculativeConfig):
         return value
-    keys = _without_sglang_names(_mapping(value))
+    keys = _without_sglang_names(json_setting(NAME, value, _EXAMPLE))
     unknown = sorted(keys.keys() - _KEYS)
     if unknown:
         raise ConfigError(f"{NAME} has the unknown key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
@@ -114,18 +114,7 @@ _SGLANG_KEYS = {
 }
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{NAME}={value!r} is no JSON ({error}); {_EXAMPLE}") from error
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{NAME}={value!r} is no mapping; {_EXAMPLE}")
-    return value
-
-
-_EXAMPLE = """give for example '{"method": "ngram", "num_speculative_tokens": 4}'"""
+_EXAMPLE = """'{"method": "ngram", "num_speculative_tokens": 4}'"""
 
 
 def _without_sglang_names(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +135,7 @@ def _without_sglang_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _method(given: Any) -> Method:
     if given is None:
-        raise ConfigError(f"{NAME} names no method; {_EXAMPLE}")
+        raise ConfigError(f"{NAME} names no method; give for example {_EXAMPLE}")
     name = given.lower() if isinstance(given, str) else given
     if name in _LATER:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Validation of one setting's value.
 
-Job: check kind, range and choice of one user value, and refuse by name what waits for a later version.
-Owns: the wording of those errors. Does not know: where values come from, how automatic ones are found.
+Job: check kind, range and choice of one user value. Owns: the wording of those errors.
+Does not know: where values come from, how automatic ones are found.
 """
 
 from __future__ import annotations
@@ -34,19 +34,11 @@ def check_value(name: str, value: Any) -> Any:
     """``value`` in its canonical form (lists as tuples, paths as ``Path``, synonyms replaced).
 
     Raises:
-        ConfigError: wrong kind, outside the range, no such choice, or a feature that this version lacks.
+        ConfigError: wrong kind, outside the range, or no such choice.
     """
     option = OPTIONS[name]
-    if value is None and (option.default is None or option.later):
+    if value is None and option.default is None:
         return value
-    value = _canonical(name, option, value)
-    if option.later and value not in (option.default, option.off):
-        remedy = "leave it out" if option.off is None else f"leave it out or set it to {option.off!r}"
-        raise ConfigError(f"{name}={value!r} needs {option.later}, which this version of Weft does not have; {remedy}")
-    return value
-
-
-def _canonical(name: str, option: Option, value: Any) -> Any:
     match option.kind:
         case "int" | "float":
             return _number(name, option, value)

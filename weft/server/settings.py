@@ -1,79 +1,74 @@
 """Settings of the HTTP server.
 
-Job: one frozen dataclass with defaults, and the checks between its fields. Owns: limits and their defaults.
-Does not know: flags, the engine's settings.
+Job: one frozen dataclass with defaults and help texts, and the checks between its fields. Owns: limits and their
+defaults. Does not know: how flags are parsed, the engine's settings.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from weft.errors import ConfigError
-
-TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "qwen3_xml", "none")
-REASONING_PARSERS = ("auto", "qwen3", "deepseek_r1", "none")
 
 MAX_API_SERVERS = 64
 
 
+def _option(default: Any, help: str, flag: str | None = None, **arguments: Any) -> Any:
+    """A field that users set. ``flag``: if it has another name than the field; ``arguments``: more for argparse."""
+    return field(default=default, metadata={"help": help, "flag": flag, "arguments": arguments})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the server listens, whom it lets in, and how much it takes.
+    """How the server listens, whom it lets in, and how much it takes. The help texts are those of ``weft serve``."""
 
-    Attributes:
-        host, port: where to listen. Port 0: any free one (it is logged at the start).
-        api_server_count: processes that answer calls, before one engine.
-        api_keys: callers must present one of them; empty: no keys.
-        admin_key: a further key, which may also look into the engine.
-        allow_unauthenticated: listen beyond loopback although there is no key.
-        allowed_hosts: names accepted in the Host header beside the loopback names, when listening on loopback.
-        allowed_origins: origins (``https://NAME``) whose web pages may call, or ``*``; without keys, pages of others
-            may not start anything.
-        strict: refuse request fields that are not known, instead of ignoring them with a warning.
-        enable_force_include_usage: every event of every completion and chat stream has the usage, asked for or not.
-        return_tokens_as_token_ids: log probabilities name tokens ``token_id:N`` where a request does not say.
-        restart_engine: start a new engine when it dies, instead of leaving.
-        max_queue_size: completions that may wait beyond those that run; more get 429.
-        request_timeout_s: longest life of one request, its streaming included.
-        drain_timeout_s: how long open requests may go on after SIGTERM.
-        max_body_bytes: largest request body.
-        max_n: most completions per prompt.
-        max_prompts: most prompts in one call.
-        max_schema_bytes: largest JSON schema, grammar or regular expression.
-        template_timeout_s: longest time to render a chat template.
-        model_aliases: further names by which callers may ask for the model.
-        tool_call_parser: one of ``TOOL_CALL_PARSERS``: ``none``, or by whatever other name in both formats.
-        reasoning_parser: one of ``REASONING_PARSERS``: ``none``, or by whatever other name from ``<think>`` tags.
-        log_format: text or json.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector; None: no traces.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_server_count: int = 1
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
-    allow_unauthenticated: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    strict: bool = False
-    enable_force_include_usage: bool = False
-    return_tokens_as_token_ids: bool = False
-    restart_engine: bool = False
-    max_queue_size: int = 1024
-    request_timeout_s: float = 600.0
-    drain_timeout_s: float = 60.0
-    max_body_bytes: int = 8 << 20
-    max_n: int = 64
-    max_prompts: int = 1024
+    host: str = _option("127.0.0.1", "where to listen (default: 127.0.0.1, this machine only)", metavar="NAME")
+    port: int = _option(8000, "default: 8000; 0: any free one, which is logged at the start")
+    api_server_count: int = _option(1, "processes that answer calls (HTTP, templates, tokenizer), before one engine")
+    api_keys: tuple[str, ...] = _option(
+        (), "a key that callers must present; may be given more than once (or set WEFT_API_KEY)", "--api-key",
+        action="append", metavar="KEY",
+    )  # fmt: skip
+    admin_key: str | None = _option(None, "a further key, which may also look into the engine", metavar="KEY")
+    allow_unauthenticated: bool = _option(False, "listen beyond this machine without a key")
+    allowed_hosts: tuple[str, ...] = _option(
+        (), "a further name in the Host header, when listening on loopback", "--allowed-host", action="append",
+        metavar="NAME",
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = _option(
+        (), "origins (https://NAME) whose web pages may call, * is all; without keys, pages of others may not start "
+        "anything", nargs="+", metavar="URL",
+    )  # fmt: skip
+    strict: bool = _option(False, "refuse request fields that are not known, instead of ignoring them with a warning")
+    enable_force_include_usage: bool = _option(False, "usage in every event of a stream, asked for or not")
+    return_tokens_as_token_ids: bool = _option(
+        False, "log probabilities name tokens token_id:N where a request does not say"
+    )
+    restart_engine: bool = _option(False, "start a new engine when it dies, instead of leaving")
+    max_queue_size: int = _option(1024, "completions that may wait beyond those that run; more get 429")
+    request_timeout_s: float = _option(600.0, "longest life of a request, its streaming included", "--request-timeout")
+    drain_timeout_s: float = _option(60.0, "how long open requests may go on after SIGTERM", "--drain-timeout")
+    max_body_bytes: int = _option(8 << 20, "largest request body")
+    max_n: int = _option(64, "most completions per prompt")
+    max_prompts: int = _option(1024, "most prompts in one call")
+    tool_call_parser: str = _option(
+        "auto", "none: calls stay text; any other name reads hermes' (JSON) and qwen3_coder's (XML) formats",
+        choices=("auto", "hermes", "qwen3_coder", "qwen3_xml", "none"),
+    )  # fmt: skip
+    reasoning_parser: str = _option(
+        "auto", "none: it stays text; else <think> is read", choices=("auto", "qwen3", "deepseek_r1", "none")
+    )
+    log_format: str = _option("text", "form of the log's lines", choices=("text", "json"))
+    otlp_traces_endpoint: str | None = _option(None, "send OpenTelemetry spans there (http://HOST:4318)", metavar="URL")
+    # without a flag
     max_schema_bytes: int = 256 << 10
+    """Largest JSON schema, grammar or regular expression."""
     template_timeout_s: float = 2.0
+    """Longest time to render a chat template."""
     model_aliases: tuple[str, ...] = ()
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    log_format: str = "text"
-    otlp_traces_endpoint: str | None = None
+    """Further names by which callers may ask for the model: those of ``--served-model-name`` behind the first."""
 
     @property
     def is_loopback(self) -> bool:
