@@ -10,6 +10,7 @@ from the static device buffers for given, possibly padded sizes, with device wor
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -79,6 +80,7 @@ class BatchBuilder:
         self._updated_index, self._updated_page = updates[:, 0], updates.view(torch.int32)[:, 2]  # its lower half
         self._flat_page_table = rows.device_page_table.view(-1)
         self.one_each = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._places = np.arange(max_num_tokens)
         self._host: dict[str, np.ndarray] = {}
         self._num_updates = 0
 
@@ -89,7 +91,7 @@ class BatchBuilder:
         requests = scheduler_output.requests
         self._host = self._buffers.begin()
         self._num_updates = self._fill_page_updates(requests)
-        num_decodes = sum(r.is_decode for r in requests)  # they come first
+        num_decodes = bisect_left(requests, True, key=lambda r: not r.is_decode)  # they come first
         layout = Layout.of(requests)
         self._fill_tokens(requests, layout)
         self._fill_sequences(requests, layout)
@@ -161,8 +163,8 @@ class BatchBuilder:
         end, counts, starts = int(layout.bounds[-1]), layout.counts, layout.bounds[:-1]
         ids, slots, table = self._host["input_ids"], self._host["slot_mapping"], self._rows
         token_rows, positions = self._host["token_rows"][:end], self._host["positions"][:end]
-        token_rows[:] = np.repeat(layout.rows, counts)
-        positions[:] = np.arange(end) + np.repeat(layout.first - starts, counts)
+        token_rows[:] = layout.rows.repeat(counts)
+        np.add(self._places[:end], (layout.first - starts).repeat(counts), out=positions)
         ids[:end] = FROM_LAST_TOKEN
         for i in (layout.first < table.num_known_tokens[layout.rows]).nonzero()[0].tolist():
             r, at = requests[i], int(starts[i])
@@ -171,8 +173,9 @@ class BatchBuilder:
         for end, r in zip(layout.bounds[1:].tolist(), requests, strict=True) if self.num_drafts else ():
             if r.draft_token_ids:
                 ids[end - len(r.draft_token_ids) : end] = r.draft_token_ids
-        pages = table.page_table[token_rows, positions // self.page_size]
-        slots[:end] = pages * self.page_size + positions % self.page_size
+        places = positions // self.page_size
+        pages = table.page_table.ravel().take(token_rows * table.max_pages + places)
+        slots[:end] = (pages - places) * self.page_size + positions
         for at, r in zip(starts.tolist(), requests, strict=True):
             if r.start < r.write_start:  # to page 0: what is stored here belongs to others
                 slots[at : at + min(r.num_tokens, r.write_start - r.start)] = 0
@@ -188,12 +191,12 @@ class BatchBuilder:
 
     def _fill_samples(self, requests: list[ScheduledRequest], layout: Layout) -> int:
         counts = np.array([r.num_samples for r in requests] if self.num_drafts else [r.samples for r in requests], int)
-        rows, host, table = np.repeat(layout.rows, counts), self._host, self._rows
+        rows, host, table = layout.rows.repeat(counts), self._host, self._rows
         n = len(rows)
-        behind = np.repeat(np.cumsum(counts), counts) - np.arange(n)  # how far a position lies before the request's end
-        host["sample_indices"][:n] = np.repeat(layout.bounds[1:], counts) - behind
+        behind = counts.cumsum().repeat(counts) - self._places[:n]  # how far a position lies before the request's end
+        host["sample_indices"][:n] = layout.bounds[1:].repeat(counts) - behind
         host["sample_rows"][:n] = rows
-        host["sample_positions"][:n] = np.repeat(layout.seq_lens, counts) + 1 - behind - table.num_prompt_tokens[rows]
+        host["sample_positions"][:n] = layout.seq_lens.repeat(counts) + 1 - behind - table.num_prompt_tokens[rows]
         for name, values in (
             ("temperature", table.temperature), ("top_p", table.top_p), ("min_p", table.min_p), ("top_k", table.top_k),
             ("seeds", table.seed),

@@ -34,12 +34,10 @@ class Layout:
 
     @staticmethod
     def of(requests: list[ScheduledRequest]) -> Layout:
-        rows, first, counts = (
-            np.array(column, dtype=np.int64)
-            for column in ([r.row for r in requests], [r.start for r in requests], [r.num_tokens for r in requests])
-        )
+        columns = [r.row for r in requests], [r.start for r in requests], [r.num_tokens for r in requests]
+        rows, first, counts = np.array(columns, dtype=np.int64)
         bounds = np.zeros(len(requests) + 1, dtype=np.int64)
-        np.cumsum(counts, out=bounds[1:])
+        counts.cumsum(out=bounds[1:])
         return Layout(rows, first, counts, first + counts, bounds)
 
 
