@@ -46,7 +46,7 @@ from weft.ops.triton.fp8_linear import (
 from weft.ops.triton.fp8_moe import SINGLE, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.launch import Kernel, launches_handled
-from weft.ops.triton.moe import Tile, Tiles
+from weft.ops.triton.moe_blocks import Tile, Tiles
 from weft.ops.triton.norm import rms_norm_triton
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32

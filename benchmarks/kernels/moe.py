@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
-from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
+from weft.ops.triton.moe import fused_moe_triton, moe_tiles
+from weft.ops.triton.moe_blocks import Tile, Tiles
 from weft.ops.triton.moe_groups import group_pairs
 from weft.ops.triton.router import topk_router_triton
 

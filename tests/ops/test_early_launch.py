@@ -20,7 +20,7 @@ FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
-    "_sigmoid_router_kernel", "_conv_update_kernel", "_short_conv_kernel", "_scan_step_kernel",
+    "_conv_update_kernel", "_short_conv_kernel", "_scan_step_kernel",
     "_verify_states_kernel", "_prefill_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""

@@ -25,7 +25,7 @@ from weft.ops.fp8 import quantize_inputs_reference, quantize_rows
 from weft.ops.triton import fp8_quantize
 from weft.ops.triton.fp8_moe import SINGLE, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import prepare_pass
-from weft.ops.triton.moe import Tile, Tiles
+from weft.ops.triton.moe_blocks import Tile, Tiles
 from weft.ops.triton.moe_groups import group_pairs
 
 # Experts: hidden values are quantised between the products. One near a rounding boundary may fall to either side: at

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
-from weft.ops.moe import clamped_swiglu, fused_moe_reference, sigmoid_router_reference, topk_router_reference
+from weft.ops.moe import clamped_swiglu, fused_moe_reference, topk_router_reference
 from weft.ops.triton import moe_groups, moe_sum
-from weft.ops.triton.moe import Tile, Tiles, fused_moe_triton, moe_tiles
+from weft.ops.triton.moe import fused_moe_triton, moe_tiles
+from weft.ops.triton.moe_blocks import Tile, Tiles
 from weft.ops.triton.moe_groups import FEW_PAIRS, group_pairs
-from weft.ops.triton.router import sigmoid_router_triton, topk_router_triton
+from weft.ops.triton.router import topk_router_triton
 
 ON_GPU = DEVICE == "cuda"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -237,12 +238,12 @@ def test_routers_add_the_shared_expert(gated: bool) -> None:
     rows = torch.randn(5, 13, device=DEVICE)
     logits, gate = rows[:, :12], rows[:, 12:] if gated else None
     local = {"num_tokens": 4, "first_expert": 4, "num_experts": 4, "renormalize": True}
-    sigmoid = {"epsilon": 1e-3, "scale": 2.5, "num_groups": 1, "top_groups": 1}
+    sigmoid = {"sigmoid": True, "epsilon": 1e-3, "scale": 2.5}
     for route in (
         lambda **more: topk_router_triton(logits, 3, **local, **more),
         lambda **more: topk_router_reference(logits, 3, **local, **more),
-        lambda **more: sigmoid_router_triton(logits, None, 3, **sigmoid, **local, **more),
-        lambda **more: sigmoid_router_reference(logits, None, 3, **sigmoid, **local, **more),
+        lambda **more: topk_router_triton(logits, 3, **sigmoid, **local, **more),
+        lambda **more: topk_router_reference(logits, 3, **sigmoid, **local, **more),
     ):
         without, (weights, ids) = route(), route(shared_expert=True, shared_gate=gate)
         assert torch.equal(weights[:, :3], without[0]) and torch.equal(ids[:, :3], without[1])
@@ -269,11 +270,12 @@ def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], b
     logits = torch.randn(9, num_experts + 3, device=DEVICE)[:, :num_experts]
     bias = torch.randn(num_experts, device=DEVICE) if biased else None
     count = torch.tensor([7], dtype=torch.int32, device=DEVICE)
-    settings = {"epsilon": 1e-3, "scale": 2.5, "num_groups": num_groups, "top_groups": top_groups}
+    settings = {"sigmoid": True, "bias": bias, "epsilon": 1e-3, "scale": 2.5}
+    settings |= {"num_groups": num_groups, "top_groups": top_groups}
     for renormalize, num_tokens, local in ((True, 7, {}), (False, count, {"first_expert": 1, "num_experts": 2})):
         options = {**settings, **local, "renormalize": renormalize, "num_tokens": num_tokens}
-        want = sigmoid_router_reference(logits, bias, top_k, **options)
-        got = sigmoid_router_triton(logits, bias, top_k, **options)
+        want = topk_router_reference(logits, top_k, **options)
+        got = topk_router_triton(logits, top_k, **options)
         assert torch.equal(got[1], want[1])
         torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=2e-6)
 
@@ -281,7 +283,7 @@ def test_sigmoid_router(num_experts: int, top_k: int, groups: tuple[int, int], b
 def test_sigmoid_router_keeps_to_the_best_groups() -> None:
     """The best expert of all stands in a group whose second is poor."""
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.2]], device=DEVICE)
-    settings = {"renormalize": False, "epsilon": 0.0, "scale": 1.0, "num_groups": 3, "top_groups": 1, "num_tokens": 1}
-    for router in (sigmoid_router_reference, sigmoid_router_triton):
-        _, ids = router(scores.logit(), None, 2, **settings)
+    settings = {"sigmoid": True, "renormalize": False, "num_groups": 3, "top_groups": 1, "num_tokens": 1}
+    for router in (topk_router_reference, topk_router_triton):
+        _, ids = router(scores.logit(), 2, **settings)
         assert ids.tolist() == [[2, 3]]

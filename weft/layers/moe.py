@@ -7,6 +7,8 @@ sharded, by their width or one by one. Does not know: which layers are sparse, h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ from weft.layers.weight import (
     empty_parameter,
     whole,
 )
-from weft.ops.moe import sigmoid_router, topk_router
+from weft.ops.moe import topk_router
 
 
 class Experts(WeightModule):
@@ -215,33 +217,22 @@ class SparseMoe(WeightModule):
         them."""
         moe, batch, local = self._moe, get_forward_context().batch, self.experts.local_experts
         num_tokens = batch.num_tokens if batch.token_count is None else batch.token_count
-        if moe.sigmoid is None:
-            return topk_router(
-                logits,
-                moe.num_experts_per_tok,
-                renormalize=moe.norm_topk_prob,
-                num_tokens=num_tokens,
-                first_expert=local.start,
-                num_experts=len(local),
-                shared_expert=shared,
-                shared_gate=shared_gate,
-                backend=self._backend,
-            )
-        return sigmoid_router(
+        scoring: dict[str, Any] = {}
+        if moe.sigmoid is not None:
+            rule = moe.sigmoid
+            scoring = {"sigmoid": True, "bias": self.correction_bias, "epsilon": rule.epsilon, "scale": rule.scale}
+            scoring |= {"num_groups": rule.num_groups, "top_groups": rule.top_groups}
+        return topk_router(
             logits,
-            self.correction_bias,
             moe.num_experts_per_tok,
             renormalize=moe.norm_topk_prob,
-            epsilon=moe.sigmoid.epsilon,
-            scale=moe.sigmoid.scale,
-            num_groups=moe.sigmoid.num_groups,
-            top_groups=moe.sigmoid.top_groups,
             num_tokens=num_tokens,
             first_expert=local.start,
             num_experts=len(local),
             shared_expert=shared,
             shared_gate=shared_gate,
             backend=self._backend,
+            **scoring,
         )
 
     def layouts(self) -> tuple[Layout, ...]:

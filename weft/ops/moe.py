@@ -29,9 +29,17 @@ def topk_router(
     num_experts: int | None = None,
     shared_expert: bool = False,
     shared_gate: Tensor | None = None,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` likeliest experts of each token, by a float32 softmax over all experts.
+    """The ``top_k`` experts of each token: the likeliest ones by a float32 softmax over all experts; or, with
+    ``sigmoid``, those with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone (DeepSeek-V3, arXiv
+    2412.19437).
 
     Args:
         logits: ``[T, E]``.
@@ -43,14 +51,26 @@ def topk_router(
         shared_expert: one more place per token, for an expert that sees all of them and stands behind those that are
             here: its id is their number.
         shared_gate: ``[T, 1]``: its weight is ``sigmoid(shared_gate)``; None: 1.
+        bias, epsilon, scale, num_groups, top_groups: with ``sigmoid`` alone. ``bias``: ``[E]`` float32, or None.
+            ``epsilon``: added to the sum that ``renormalize`` divides by. ``scale``: factor of the routed experts'
+            weights, after that. Experts stand in ``num_groups`` equal groups; only those of the ``top_groups`` groups
+            whose two best experts have the highest sum can be chosen.
 
     Returns:
         ``(weights [T, k] float32, ids [T, k] int32)``, k being ``top_k``, or one more; padding rows have weight 0 and
         id -1.
     """
-    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if sigmoid:
+        scores = logits.float().sigmoid()
+        choice = scores if bias is None else scores + bias
+        ids = _of_best_groups(choice, num_groups, top_groups).topk(top_k, dim=-1)[1]
+        weights = scores.gather(1, ids)
+    else:
+        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
-        weights /= weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+    if sigmoid:
+        weights = weights * scale
     ids = _local_ids(ids, first_expert, num_experts)
     if shared_expert:
         weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
@@ -60,59 +80,14 @@ def topk_router(
 topk_router_reference = reference_of(topk_router)
 
 
-@traced_op()
-@with_kernel("weft.ops.triton.router")
-def sigmoid_router(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    *,
-    renormalize: bool,
-    epsilon: float,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
-    num_tokens: int | Tensor,
-    first_expert: int = 0,
-    num_experts: int | None = None,
-    shared_expert: bool = False,
-    shared_gate: Tensor | None = None,
-    backend: Backend,
-) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token with the highest ``sigmoid(logit) + bias``, weighted by the sigmoid alone
-    (DeepSeek-V3, arXiv 2412.19437).
-
-    Args:
-        logits: ``[T, E]``.
-        bias: ``[E]`` float32, or None.
-        renormalize: divide the chosen weights by their sum plus ``epsilon``.
-        scale: factor of the weights, after that.
-        num_groups, top_groups: experts stand in so many equal groups; only those of the ``top_groups`` groups whose two
-            best experts have the highest sum can be chosen.
-        top_k, num_tokens, first_expert, num_experts, shared_expert, shared_gate: as for ``topk_router``. ``scale`` is
-            no factor of the shared expert's weight.
-
-    Returns:
-        As ``topk_router``.
-    """
-    scores = logits.float().sigmoid()
-    choice = scores if bias is None else scores + bias
-    if top_groups < num_groups:
-        groups = choice.unflatten(1, (num_groups, -1))
-        best = groups.topk(min(2, groups.shape[2]), dim=2)[0].sum(2).topk(top_groups, dim=1)[1]
-        taken = torch.zeros_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
-        choice = groups.masked_fill(~taken[:, :, None], -torch.inf).flatten(1)
-    ids = choice.topk(top_k, dim=-1)[1]
-    weights = scores.gather(1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
-    weights, ids = weights * scale, _local_ids(ids, first_expert, num_experts)
-    if shared_expert:
-        weights, ids = _with_shared(weights, ids, num_experts or logits.shape[1] - first_expert, shared_gate)
-    return _without_padding(weights, ids, num_tokens)
-
-
-sigmoid_router_reference = reference_of(sigmoid_router)
+def _of_best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """``choice [T, E]`` with minus infinity where an expert's group is not one of the best."""
+    if top_groups == num_groups:
+        return choice
+    groups = choice.unflatten(1, (num_groups, -1))
+    best = groups.topk(min(2, groups.shape[2]), dim=2)[0].sum(2).topk(top_groups, dim=1)[1]
+    taken = torch.zeros_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+    return groups.masked_fill(~taken[:, :, None], -torch.inf).flatten(1)
 
 
 def _local_ids(ids: Tensor, first_expert: int, num_experts: int | None) -> Tensor:

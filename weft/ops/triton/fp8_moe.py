@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,8 +27,8 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.fp8_moe_pairs import pairs_product
 from weft.ops.triton.fp8_quantize import prepare_pass, scale_of, to_e4m3
 from weft.ops.triton.launch import jit
-from weft.ops.triton.moe import HALVED_ROWS, Tile, Tiles
-from weft.ops.triton.moe_groups import UNGROUPED_TOKENS, block_of, group_pairs
+from weft.ops.triton.moe_blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, is_half_full, load_tile
+from weft.ops.triton.moe_groups import group_pairs
 from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv
 from weft.ops.triton.tile_table import choose_tile, has_table
@@ -35,16 +36,15 @@ from weft.ops.triton.tile_table import choose_tile, has_table
 _TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
 
-@triton.jit
-def _tile(rows, k, inside, DEPTH: tl.constexpr, FULL: tl.constexpr):
-    """``[rows, 128]``; zeros outside. ``FULL``: all rows are inside."""
-    if DEPTH % 128 == 0 and FULL:
-        tile = tl.load(rows + k[None, :])
-    elif DEPTH % 128 == 0:
-        tile = tl.load(rows + k[None, :], mask=inside[:, None], other=0.0)
-    else:
-        tile = tl.load(rows + k[None, :], mask=inside[:, None] & (k < DEPTH)[None, :], other=0.0)
-    return tile
+class Fixed(NamedTuple):
+    """What both products are compiled for; ``quantized``: hidden values are stored in e4m3. See ``fp8_fused_moe``."""
+
+    hidden: int
+    width: int
+    top_k: int
+    block: int
+    static: bool
+    quantized: bool
 
 
 @triton.jit
@@ -75,15 +75,18 @@ def _row_scale(rows, input_scale, inside, DEPTH: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def _up_tile(
-    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column, stride_group,
-    DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    operands, block, column, FIXED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
+    values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group = operands
+    expert, first, end = block
+    HIDDEN: tl.constexpr = FIXED.hidden
+    WIDTH: tl.constexpr = FIXED.width
+    BLOCK: tl.constexpr = FIXED.block
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    token = (tl.load(pairs + places, mask=inside, other=0) // TOP_K).to(tl.int64)
+    token = (tl.load(pairs + places, mask=inside, other=0) // FIXED.top_k).to(tl.int64)
     columns = column + tl.arange(0, COLUMNS)
     in_width = columns < WIDTH
     inner = tl.arange(0, 128)
@@ -95,9 +98,9 @@ def _up_tile(
     up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in tl.range(0, HIDDEN, 128, num_stages=STAGES):
         k = start + inner
-        a = _tile(value_rows, k, inside, HIDDEN, False)
-        gate_sums = tl.dot(a, tl.trans(_tile(gate_rows, k, in_width, HIDDEN, WIDTH % COLUMNS == 0)))
-        up_sums = tl.dot(a, tl.trans(_tile(up_rows, k, in_width, HIDDEN, WIDTH % COLUMNS == 0)))
+        a = load_tile(value_rows, k, inside, HIDDEN, 128, False)
+        gate_sums = tl.dot(a, tl.trans(load_tile(gate_rows, k, in_width, HIDDEN, 128, WIDTH % COLUMNS == 0)))
+        up_sums = tl.dot(a, tl.trans(load_tile(up_rows, k, in_width, HIDDEN, 128, WIDTH % COLUMNS == 0)))
         if BLOCK:
             of_inputs = tl.load(scales + start // 128 * stride_group + token, mask=inside, other=0.0)
             gate_scales = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH // BLOCK * GROUPS)
@@ -111,14 +114,14 @@ def _up_tile(
         gate += gate_sums
         up += up_sums
     if not BLOCK:
-        of_inputs = tl.load(scales + token * 0) if STATIC else tl.load(scales + token, mask=inside, other=0.0)
+        of_inputs = tl.load(scales + token * 0) if FIXED.static else tl.load(scales + token, mask=inside, other=0.0)
         channel = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH) + columns
         gate *= of_inputs[:, None] * tl.load(channel, mask=in_width, other=0.0)[None, :]
         up *= of_inputs[:, None] * tl.load(channel + WIDTH, mask=in_width, other=0.0)[None, :]
     result = (gate / (1.0 + tl.exp(-gate)) * up).to(DTYPE)
     stored = inside[:, None] & in_width[None, :]
     offsets = places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    if QUANTIZE:
+    if FIXED.quantized:
         wide = tl.reshape(result.to(tl.float32), [ROWS, COLUMNS // BLOCK, BLOCK])
         scale = scale_of(tl.max(tl.abs(wide), 2))
         quantized = tl.reshape(to_e4m3(wide, scale[:, :, None]), [ROWS, COLUMNS])
@@ -134,33 +137,30 @@ def _up_tile(
 def _fp8_up_kernel(
     values, scales, gate_up, gate_up_scale, hidden, hidden_scale, ids, pairs, first_place, block_expert, block_first,
     num_blocks, stride_group,
-    DTYPE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    STATIC: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
+    block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
     column = tl.program_id(0) * COLUMNS
-    if expert >= 0:
-        if HALVES and end - first <= ROWS // 2:
-            _up_tile(
-                values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
-                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS // 2, COLUMNS, STAGES,
-            )  # fmt: skip
+    operands = (values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, stride_group)
+    if block[0] >= 0:
+        if is_half_full(block, ROWS):
+            _up_tile(operands, block, column, FIXED, DTYPE, ROWS // 2, COLUMNS, STAGES)
         else:
-            _up_tile(
-                values, scales, gate_up, gate_up_scale, hidden, hidden_scale, pairs, expert, first, end, column,
-                stride_group, DTYPE, HIDDEN, WIDTH, TOP_K, BLOCK, STATIC, QUANTIZE, ROWS, COLUMNS, STAGES,
-            )  # fmt: skip
+            _up_tile(operands, block, column, FIXED, DTYPE, ROWS, COLUMNS, STAGES)
 
 
 @triton.jit
 def _down_tile(
-    hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, QUANTIZED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Down product of up to ``ROWS`` pairs of one expert."""
+    hidden, hidden_scale, down, down_scale, out, pairs = operands
+    expert, first, end = block
+    HIDDEN: tl.constexpr = FIXED.hidden
+    WIDTH: tl.constexpr = FIXED.width
+    BLOCK: tl.constexpr = FIXED.block
     places = first + tl.arange(0, ROWS)
     inside = places < end
     pair = tl.load(pairs + places, mask=inside, other=0)
@@ -173,18 +173,18 @@ def _down_tile(
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     of_inputs = tl.zeros([ROWS], dtype=tl.float32)
     if not BLOCK:
-        of_inputs = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, STATIC)
+        of_inputs = _row_scale(hidden_rows, hidden_scale, inside, WIDTH, ROWS, FIXED.static)
     for start in tl.range(0, WIDTH, 128, num_stages=STAGES):
         k = start + inner
-        a = _tile(hidden_rows, k, inside, WIDTH, False)
-        if not QUANTIZED:
+        a = load_tile(hidden_rows, k, inside, WIDTH, 128, False)
+        if not FIXED.quantized:
             wide = a.to(tl.float32)
             if BLOCK:
                 of_inputs = scale_of(tl.max(tl.abs(wide), 1))
             a = to_e4m3(wide, of_inputs[:, None])
         else:
             of_inputs = tl.load(hidden_scale + places * GROUPS + start // 128, mask=inside, other=0.0)
-        sums = tl.dot(a, tl.trans(_tile(down_rows, k, in_hidden, WIDTH, HIDDEN % COLUMNS == 0)))
+        sums = tl.dot(a, tl.trans(load_tile(down_rows, k, in_hidden, WIDTH, 128, HIDDEN % COLUMNS == 0)))
         if BLOCK:
             scale_rows = down_scale + expert.to(tl.int64) * (tl.cdiv(HIDDEN, BLOCK) * GROUPS)
             of_weights = _column_scales(
@@ -202,24 +202,17 @@ def _down_tile(
 @jit
 def _fp8_down_kernel(
     hidden, hidden_scale, down, down_scale, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STATIC: tl.constexpr, QUANTIZED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    EARLY: tl.constexpr,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
+    block = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), True)
     column = tl.program_id(0) * COLUMNS
-    if expert >= 0:
-        if HALVES and end - first <= ROWS // 2:
-            _down_tile(
-                hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
-                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS // 2, COLUMNS, STAGES,
-            )  # fmt: skip
+    operands = (hidden, hidden_scale, down, down_scale, out, pairs)
+    if block[0] >= 0:
+        if is_half_full(block, ROWS):
+            _down_tile(operands, block, column, FIXED, ROWS // 2, COLUMNS, STAGES)
         else:
-            _down_tile(
-                hidden, hidden_scale, down, down_scale, out, pairs, expert, first, end, column,
-                HIDDEN, WIDTH, BLOCK, STATIC, QUANTIZED, ROWS, COLUMNS, STAGES,
-            )  # fmt: skip
+            _down_tile(operands, block, column, FIXED, ROWS, COLUMNS, STAGES)
 
 
 @functools.cache
@@ -309,18 +302,17 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Ti
     if quantize:
         hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
     out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    fixed = {"HIDDEN": hidden_size, "WIDTH": width, "BLOCK": block, "STATIC": static, "ROWS": tiles.up.rows}
-    fixed |= {"HALVES": tiles.up.rows >= HALVED_ROWS}
+    fixed = Fixed(hidden_size, width, ids.shape[1], block, static, quantize)
     tile = tiles.up
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
         values, scales, *up[:2], hidden, hidden_scale, ids, *grouping, scales.stride(-1),
-        DTYPE=_TYPES[x.dtype], TOP_K=ids.shape[1], QUANTIZE=quantize, COLUMNS=tile.columns, STAGES=tile.stages,
-        num_warps=tile.warps, **fixed, **early_launch(ids.device),
+        FIXED=fixed, DTYPE=_TYPES[x.dtype], ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, hidden_scale, *down[:2], out, ids, *grouping,
-        QUANTIZED=quantize, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **fixed,
+        FIXED=fixed, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
         **early_launch(ids.device),
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.few_rows import rows_of_block
 from weft.ops.triton.fp8_quantize import scale_of, to_e4m3
 from weft.ops.triton.launch import jit
-from weft.ops.triton.moe import Tile
+from weft.ops.triton.moe_blocks import Tile
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 

@@ -15,7 +15,7 @@ many tokens can need; the real number is on the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,81 +24,82 @@ from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
-from weft.ops.triton.moe_groups import UNGROUPED_TOKENS, block_of, group_pairs, pairs_at, single_pairs
+from weft.ops.triton.moe_blocks import (
+    UNGROUPED_TOKENS,
+    Tile,
+    Tiles,
+    block_of,
+    is_half_full,
+    load_tile,
+    pairs_at,
+    single_pairs,
+)
+from weft.ops.triton.moe_groups import group_pairs
 from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
-HALVED_ROWS = 128
-"""From so many rows on, a block that is at most half full runs as a tile of half the rows: experts of 160 pairs would
-otherwise compute 256 rows."""
 
+class Fixed(NamedTuple):
+    """What a product is compiled for.
 
-class Tile(NamedTuple):
-    """Places, output columns and inner elements of one tile, warps and pipeline stages.
-
-    ``span``: with more than one, a program of the down product goes through so many tiles of columns, with all inner
-    elements of each at once: where they are few, the weights of the next tile come while one is written.
+    Attributes:
+        hidden, width: sizes of an expert, H and I.
+        top_k: pairs per token.
+        columns, inner, stages, span: of its ``Tile``.
+        grouped: blocks are those of ``group_pairs``; else each pair is one.
+        precision: of products of float32 operands.
+        gated: as the activation of ``fused_moe``.
     """
 
-    rows: int
+    hidden: int
+    width: int
+    top_k: int
     columns: int
     inner: int
-    warps: int
     stages: int
-    span: int = 1
-
-
-class Tiles(NamedTuple):
-    """Tiles of the two products; they share ``rows``, the length of a block."""
-
-    up: Tile
-    down: Tile
+    span: int
+    grouped: bool
+    precision: str
+    gated: bool
 
 
 @triton.jit
-def _up_tile(
-    x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
-):  # fmt: skip
+def _up_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
     """Gate and up product of up to ``ROWS`` pairs of one expert, and the activation."""
+    x, gate_up, bias, hidden, pairs, stride_x, alpha, limit = operands
+    expert, first, end = block
+    HIDDEN: tl.constexpr = FIXED.hidden
+    WIDTH: tl.constexpr = FIXED.width
+    COLUMNS: tl.constexpr = FIXED.columns
+    GATED: tl.constexpr = FIXED.gated
+    PRECISION: tl.constexpr = FIXED.precision
+    MATRICES: tl.constexpr = 2 if GATED else 1
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    pair = pairs_at(pairs, places, inside, GROUPED)
+    pair = pairs_at(pairs, places, inside, FIXED.grouped)
     columns = column + tl.arange(0, COLUMNS)
     in_width = columns < WIDTH
-    inner = tl.arange(0, INNER)
-    token_rows = x + (pair // TOP_K).to(tl.int64)[:, None] * stride_x
-    gate_rows = gate_up + expert.to(tl.int64) * ((2 if GATED else 1) * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
+    inner = tl.arange(0, FIXED.inner)
+    token_rows = x + (pair // FIXED.top_k).to(tl.int64)[:, None] * stride_x
+    gate_rows = gate_up + expert.to(tl.int64) * (MATRICES * WIDTH * HIDDEN) + columns[:, None] * HIDDEN
     up_rows = gate_rows + (WIDTH * HIDDEN if GATED else 0)
     gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in tl.range(0, HIDDEN, INNER, num_stages=STAGES):
+    for start in tl.range(0, HIDDEN, FIXED.inner, num_stages=FIXED.stages):
         k = start + inner
-        if HIDDEN % INNER == 0:
-            a = tl.load(token_rows + k[None, :], mask=inside[:, None], other=0.0)
-        else:
-            a = tl.load(token_rows + k[None, :], mask=inside[:, None] & (k < HIDDEN)[None, :], other=0.0)
-        if HIDDEN % INNER == 0 and WIDTH % COLUMNS == 0:
-            u = tl.load(up_rows + k[None, :])
-            if GATED:
-                g = tl.load(gate_rows + k[None, :])
-        else:
-            mask = in_width[:, None] & (k < HIDDEN)[None, :]
-            u = tl.load(up_rows + k[None, :], mask=mask, other=0.0)
-            if GATED:
-                g = tl.load(gate_rows + k[None, :], mask=mask, other=0.0)
+        a = load_tile(token_rows, k, inside, HIDDEN, FIXED.inner, False)
+        u = load_tile(up_rows, k, in_width, HIDDEN, FIXED.inner, WIDTH % COLUMNS == 0)
+        if GATED:
+            g = load_tile(gate_rows, k, in_width, HIDDEN, FIXED.inner, WIDTH % COLUMNS == 0)
         up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
         if GATED:
             gate = tl.dot(a, tl.trans(g), gate, input_precision=PRECISION)
-    if BIASED:
-        rows_bias = bias + expert.to(tl.int64) * ((2 if GATED else 1) * WIDTH) + columns
+    if bias is not None:
+        rows_bias = bias + expert.to(tl.int64) * (MATRICES * WIDTH) + columns
         up += tl.load(rows_bias + (WIDTH if GATED else 0), mask=in_width, other=0.0).to(tl.float32)[None, :]
         if GATED:
             gate += tl.load(rows_bias, mask=in_width, other=0.0).to(tl.float32)[None, :]
-    if CLAMPED:
+    if limit is not None:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
@@ -113,66 +114,44 @@ def _up_tile(
 
 @jit
 def _up_kernel(
-    x, gate_up, bias, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    stride_x, alpha, limit, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, GATED: tl.constexpr,
-    BIASED: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr,
+    x, gate_up, bias, hidden, ids, pairs, first_place, block_expert, block_first, num_blocks, stride_x, alpha, limit,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
-    column = tl.program_id(0) * COLUMNS
-    if expert >= 0:
-        if HALVES:
-            if end - first <= ROWS // 2:
-                _up_tile(
-                    x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
-                    HIDDEN, WIDTH, TOP_K, ROWS // 2, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
-                    GATED, BIASED, CLAMPED,
-                )  # fmt: skip
-            else:
-                _up_tile(
-                    x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
-                    HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
-                    GATED, BIASED, CLAMPED,
-                )  # fmt: skip
+    grouping = (ids, first_place, block_expert, block_first, num_blocks)
+    block = block_of(*grouping, tl.program_id(1), FIXED.grouped)
+    column = tl.program_id(0) * FIXED.columns
+    operands = (x, gate_up, bias, hidden, pairs, stride_x, alpha, limit)
+    if block[0] >= 0:
+        if is_half_full(block, ROWS):
+            _up_tile(operands, block, column, FIXED, ROWS // 2)
         else:
-            _up_tile(
-                x, gate_up, bias, hidden, pairs, expert, first, end, column, stride_x, alpha, limit,
-                HIDDEN, WIDTH, TOP_K, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES,
-                GATED, BIASED, CLAMPED,
-            )  # fmt: skip
+            _up_tile(operands, block, column, FIXED, ROWS)
 
 
 @triton.jit
-def _down_tile(
-    hidden, down, bias, out, pairs, expert, first, end, column,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIASED: tl.constexpr,
-):  # fmt: skip
+def _down_tile(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
     """Down product of up to ``ROWS`` pairs of one expert."""
+    hidden, down, bias, out, pairs = operands
+    expert, first, end = block
+    HIDDEN: tl.constexpr = FIXED.hidden
+    WIDTH: tl.constexpr = FIXED.width
+    COLUMNS: tl.constexpr = FIXED.columns
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    pair = pairs_at(pairs, places, inside, GROUPED)
+    pair = pairs_at(pairs, places, inside, FIXED.grouped)
     columns = column + tl.arange(0, COLUMNS)
     in_hidden = columns < HIDDEN
-    inner = tl.arange(0, INNER)
+    inner = tl.arange(0, FIXED.inner)
     hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
     down_rows = down + expert.to(tl.int64) * (HIDDEN * WIDTH) + columns[:, None] * WIDTH
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in tl.range(0, WIDTH, INNER, num_stages=STAGES):
+    for start in tl.range(0, WIDTH, FIXED.inner, num_stages=FIXED.stages):
         k = start + inner
-        if WIDTH % INNER == 0:
-            a = tl.load(hidden_rows + k[None, :], mask=inside[:, None], other=0.0)
-        else:
-            a = tl.load(hidden_rows + k[None, :], mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0)
-        if WIDTH % INNER == 0 and HIDDEN % COLUMNS == 0:
-            b = tl.load(down_rows + k[None, :])
-        else:
-            b = tl.load(down_rows + k[None, :], mask=in_hidden[:, None] & (k < WIDTH)[None, :], other=0.0)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
-    if BIASED:
+        a = load_tile(hidden_rows, k, inside, WIDTH, FIXED.inner, False)
+        b = load_tile(down_rows, k, in_hidden, WIDTH, FIXED.inner, HIDDEN % COLUMNS == 0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=FIXED.precision)
+    if bias is not None:
         added = tl.load(bias + expert.to(tl.int64) * HIDDEN + columns, mask=in_hidden, other=0.0)
         acc += added.to(tl.float32)[None, :]
     offsets = pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
@@ -180,83 +159,60 @@ def _down_tile(
 
 
 @triton.jit
-def _down_tiles(
-    hidden, down, bias, out, pairs, expert, first, end, column,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, SPAN: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIASED: tl.constexpr,
-):  # fmt: skip
-    """``SPAN`` tiles of columns, one after the other; ``INNER`` holds all inner elements."""
+def _down_tiles(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
+    """``FIXED.span`` tiles of columns, one after the other; ``FIXED.inner`` holds all inner elements."""
+    hidden, down, bias, out, pairs = operands
+    expert, first, end = block
+    HIDDEN: tl.constexpr = FIXED.hidden
+    WIDTH: tl.constexpr = FIXED.width
+    COLUMNS: tl.constexpr = FIXED.columns
+    SPAN: tl.constexpr = FIXED.span
     places = first + tl.arange(0, ROWS)
     inside = places < end
-    rows = out + pairs_at(pairs, places, inside, GROUPED).to(tl.int64)[:, None] * HIDDEN
-    inner = tl.arange(0, INNER)
+    rows = out + pairs_at(pairs, places, inside, FIXED.grouped).to(tl.int64)[:, None] * HIDDEN
+    inner = tl.arange(0, FIXED.inner)
     in_width = inner < WIDTH
     hidden_rows = hidden + places.to(tl.int64)[:, None] * WIDTH
     a = tl.load(hidden_rows + inner[None, :], mask=inside[:, None] & in_width[None, :], other=0.0)
     weights = down + expert.to(tl.int64) * (HIDDEN * WIDTH)
-    for start in tl.range(column, column + SPAN * COLUMNS, COLUMNS, num_stages=STAGES):
+    for start in tl.range(column, column + SPAN * COLUMNS, COLUMNS, num_stages=FIXED.stages):
         columns = start + tl.arange(0, COLUMNS)
         in_hidden = columns < HIDDEN
-        if WIDTH == INNER and HIDDEN % (SPAN * COLUMNS) == 0:
+        if FIXED.inner == WIDTH and HIDDEN % (SPAN * COLUMNS) == 0:
             b = tl.load(weights + columns[:, None] * WIDTH + inner[None, :])
         else:
             mask = in_hidden[:, None] & in_width[None, :]
             b = tl.load(weights + columns[:, None] * WIDTH + inner[None, :], mask=mask, other=0.0)
-        acc = tl.dot(a, tl.trans(b), input_precision=PRECISION)
-        if BIASED:
+        acc = tl.dot(a, tl.trans(b), input_precision=FIXED.precision)
+        if bias is not None:
             added = tl.load(bias + expert.to(tl.int64) * HIDDEN + columns, mask=in_hidden, other=0.0)
             acc += added.to(tl.float32)[None, :]
         tl.store(rows + columns[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None] & in_hidden[None, :])
 
 
 @triton.jit
-def _down_block(
-    hidden, down, bias, out, pairs, expert, first, end, column,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, SPAN: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIASED: tl.constexpr,
-):  # fmt: skip
-    if SPAN > 1:
-        _down_tiles(
-            hidden, down, bias, out, pairs, expert, first, end, column,
-            HIDDEN, WIDTH, ROWS, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
-        )  # fmt: skip
+def _down_block(operands, block, column, FIXED: tl.constexpr, ROWS: tl.constexpr):
+    if FIXED.span > 1:
+        _down_tiles(operands, block, column, FIXED, ROWS)
     else:
-        _down_tile(
-            hidden, down, bias, out, pairs, expert, first, end, column,
-            HIDDEN, WIDTH, ROWS, COLUMNS, INNER, GROUPED, PRECISION, STAGES, BIASED,
-        )  # fmt: skip
+        _down_tile(operands, block, column, FIXED, ROWS)
 
 
 @jit
 def _down_kernel(
     hidden, down, bias, out, ids, pairs, first_place, block_expert, block_first, num_blocks,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, SPAN: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
-    BIASED: tl.constexpr, EARLY: tl.constexpr,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
-    expert, first, end = block_of(ids, first_place, block_expert, block_first, num_blocks, tl.program_id(1), GROUPED)
-    column = tl.program_id(0) * (COLUMNS * SPAN)
-    if expert >= 0:
-        if HALVES:
-            if end - first <= ROWS // 2:
-                _down_block(
-                    hidden, down, bias, out, pairs, expert, first, end, column,
-                    HIDDEN, WIDTH, ROWS // 2, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
-                )  # fmt: skip
-            else:
-                _down_block(
-                    hidden, down, bias, out, pairs, expert, first, end, column,
-                    HIDDEN, WIDTH, ROWS, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
-                )  # fmt: skip
+    grouping = (ids, first_place, block_expert, block_first, num_blocks)
+    block = block_of(*grouping, tl.program_id(1), FIXED.grouped)
+    column = tl.program_id(0) * (FIXED.columns * FIXED.span)
+    operands = (hidden, down, bias, out, pairs)
+    if block[0] >= 0:
+        if is_half_full(block, ROWS):
+            _down_block(operands, block, column, FIXED, ROWS // 2)
         else:
-            _down_block(
-                hidden, down, bias, out, pairs, expert, first, end, column,
-                HIDDEN, WIDTH, ROWS, COLUMNS, INNER, SPAN, GROUPED, PRECISION, STAGES, BIASED,
-            )  # fmt: skip
+            _down_block(operands, block, column, FIXED, ROWS)
 
 
 def moe_tiles(num_pairs: int, num_experts: int, element_size: int, width: int) -> Tiles:
@@ -312,24 +268,24 @@ def fused_moe_triton(
     _num_experts, hidden_size, width = down.shape
     hidden = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
     partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+    precision, gated = "tf32x3" if x.dtype == torch.float32 else "tf32", gate_up.shape[1] == 2 * width
+
+    def compiled_for(tile: Tile, inner: int) -> dict[str, Any]:
+        fixed = Fixed(
+            hidden_size, width, top_k, tile.columns, inner, tile.stages, tile.span, grouped, precision, gated
+        )  # fmt: skip
+        return {"FIXED": fixed, "ROWS": tile.rows, "num_warps": tile.warps}
+
     tile = tiles.up
     _up_kernel[(cdiv(width, tile.columns), num_blocks)](
-        x, gate_up, x if gate_up_bias is None else gate_up_bias, hidden, ids, *grouping, x.stride(0),
-        alpha, 0.0 if limit is None else limit,
-        HIDDEN=hidden_size, WIDTH=width, TOP_K=top_k, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
-        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
-        GATED=gate_up.shape[1] == 2 * width, BIASED=gate_up_bias is not None, CLAMPED=limit is not None,
-        num_warps=tile.warps, **early_launch(ids.device),
+        x, gate_up, gate_up_bias, hidden, ids, *grouping, x.stride(0), None if limit is None else alpha, limit,
+        **compiled_for(tile, tile.inner), **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     inner = _power(width) if tile.span > 1 else min(tile.inner, _power(width))
     _down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
-        hidden, down, hidden if down_bias is None else down_bias, partial, ids, *grouping,
-        HIDDEN=hidden_size, WIDTH=width, ROWS=tile.rows, COLUMNS=tile.columns, INNER=inner, SPAN=tile.span,
-        GROUPED=grouped, PRECISION=precision, STAGES=tile.stages, HALVES=grouped and tile.rows >= HALVED_ROWS,
-        BIASED=down_bias is not None, num_warps=tile.warps, **early_launch(ids.device),
-    )  # fmt: skip
+        hidden, down, down_bias, partial, ids, *grouping, **compiled_for(tile, inner), **early_launch(ids.device)
+    )
     return sum_experts(partial, weights, ids, shared, shared_gate)
 
 

@@ -16,16 +16,12 @@ from weft.ops.triton.fp8_quantize import Pass, no_pass, quantize_nth_tile
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
-UNGROUPED_TOKENS = 3
-"""Up to this many tokens rarely share an expert, and if they do, its weights are still in the L2 cache."""
-
 _PAIRS = 256
 """Pairs per program of the grouping kernels."""
 
 FEW_PAIRS = 256
 """Up to so many are grouped in one launch, whose programs read all of them. Of 512 experts and 10 per token on an H200,
 with router and products: 3 us less at 4 and 8 tokens, 2 at 16, none at 32, 3 more at 64."""
-
 
 MANY_PAIRS = 16384
 """With more, counters that share a cache line cost more than to read as many lines as experts: of 512 experts on an
@@ -127,39 +123,6 @@ def _few_kernel(
     elif QUANTIZED.width > 0:
         inputs = (x, input_scale, values, scales, num_rows, stride_x, stride_group)
         quantize_nth_tile(inputs, program - NUM_EXPERTS, QUANTIZED)
-
-
-@triton.jit
-def block_of(ids, first_place, block_expert, block_first, num_blocks, block, GROUPED: tl.constexpr):
-    """``(expert, first, end)`` of a block: the places of its pairs, up to ``end``; expert -1 where there is nothing to
-    do."""
-    if GROUPED:
-        expert = -1
-        first = 0
-        end = 0
-        if block < tl.load(num_blocks):
-            expert = tl.load(block_expert + block)
-            first = tl.load(block_first + block)
-            end = tl.load(first_place + expert + 1)
-    else:
-        expert = tl.load(ids + block)
-        first = block
-        end = block + 1
-    return expert, first, end
-
-
-@triton.jit
-def pairs_at(pairs, places, inside, GROUPED: tl.constexpr):
-    """The pairs at some places."""
-    pair = places
-    if GROUPED:
-        pair = tl.load(pairs + places, mask=inside, other=0)
-    return pair
-
-
-def single_pairs(ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
-    """A block per pair, and stand-ins for the grouping that the kernels do not read."""
-    return (ids,) * 5, ids.numel()
 
 
 def group_pairs(ids: Tensor, num_experts: int, rows: int, inputs: Pass | None = None) -> tuple[tuple[Tensor, ...], int]:

@@ -1,10 +1,11 @@
-"""Top-k router kernels: scores, selection and weights of one token's experts in one launch.
+"""Top-k router kernel: scores, selection and weights of one token's experts in one launch.
 
-Job: ``topk_router`` and ``sigmoid_router`` on the GPU. Owns: the order among equal scores (the lower expert id first).
-Does not know: experts.
+Job: ``topk_router`` on the GPU. Owns: the order among equal scores (the lower expert id first). Does not know: experts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,20 +18,42 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 
+class Fixed(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        first_expert, local_experts: the experts that are here; ``shared``: a shared one stands behind them.
+        num_experts, top_k, num_groups, top_groups, renormalize, sigmoid: as of ``topk_router``.
+        block_e, block_k: powers of two that hold all experts, and those of a token.
+    """
+
+    first_expert: int
+    local_experts: int
+    shared: bool
+    num_experts: int
+    top_k: int
+    num_groups: int
+    top_groups: int
+    renormalize: bool
+    sigmoid: bool
+    block_e: int
+    block_k: int
+
+
 @triton.jit
 def _store_chosen(
-    weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids, FIXED: tl.constexpr
 ):  # fmt: skip
     """Write a token's experts, and behind them the shared one."""
-    places = tl.arange(0, BLOCK_K)
-    local = chosen_ids - FIRST
+    TOP_K: tl.constexpr = FIXED.top_k
+    COUNT: tl.constexpr = FIXED.local_experts
+    places = tl.arange(0, FIXED.block_k)
+    local = chosen_ids - FIXED.first_expert
     local = tl.where((local >= 0) & (local < COUNT), local, -1)
-    PLACES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
-    if SHARED:
+    PLACES: tl.constexpr = TOP_K + 1 if FIXED.shared else TOP_K
+    if FIXED.shared:
         gate = 1.0
-        if GATED:
+        if shared_gate is not None:
             gate = sigmoid(tl.load(shared_gate + row * stride_gate).to(tl.float32))
         is_real = row < num_tokens
         chosen = tl.where(places == TOP_K, tl.where(is_real, gate, 0.0), chosen)
@@ -80,42 +103,6 @@ def _best_experts(values, experts, inside, TOP_K: tl.constexpr, BLOCK_K: tl.cons
     return chosen
 
 
-@jit(do_not_specialize=["num_tokens"])
-def _router_kernel(
-    logits, shared_gate, weights, ids, num_tokens_ptr, num_tokens, stride_logits, stride_gate,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, RENORMALIZE: tl.constexpr, COUNT_ON_DEVICE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A logit is higher where its probability is, and of the chosen ones alone the sum is their weights' if those are
-    renormalised."""
-    release(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    experts = tl.arange(0, BLOCK_E)
-    places = tl.arange(0, BLOCK_K)
-    if COUNT_ON_DEVICE:
-        num_tokens = tl.load(num_tokens_ptr)
-    wait(EARLY)
-    chosen_ids = tl.full([BLOCK_K], -1, dtype=tl.int32)
-    chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
-    if row < num_tokens:
-        inside = experts < NUM_EXPERTS
-        row_logits = logits + row * stride_logits
-        x = tl.load(row_logits + experts, mask=inside, other=float("-inf"))
-        chosen_ids = _best_experts(x, experts, inside, TOP_K, BLOCK_K)
-        best = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=float("-inf")).to(tl.float32)
-        highest = tl.max(best, 0)
-        chosen = tl.exp(best - highest)
-        if RENORMALIZE:
-            chosen = chosen / tl.sum(chosen, 0)
-        else:
-            chosen = chosen / tl.sum(tl.exp(x.to(tl.float32) - highest), 0)
-    _store_chosen(
-        weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids,
-        FIRST, COUNT, TOP_K, SHARED, GATED, BLOCK_K,
-    )  # fmt: skip
-
-
 @triton.jit
 def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """``choice`` with minus infinity where an expert's group is not one of the best."""
@@ -136,77 +123,68 @@ def _best_groups(choice, experts, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.const
     return tl.where(taken, choice, float("-inf"))
 
 
+@triton.jit
+def _choose_by_softmax(row_logits, experts, inside, places, FIXED: tl.constexpr):
+    """A logit is higher where its probability is, and of the chosen ones alone the sum is their weights' if those are
+    renormalised."""
+    TOP_K: tl.constexpr = FIXED.top_k
+    BLOCK_K: tl.constexpr = FIXED.block_k
+    x = tl.load(row_logits + experts, mask=inside, other=float("-inf"))
+    chosen_ids = _best_experts(x, experts, inside, TOP_K, BLOCK_K)
+    best = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=float("-inf")).to(tl.float32)
+    highest = tl.max(best, 0)
+    chosen = tl.exp(best - highest)
+    if FIXED.renormalize:
+        chosen = chosen / tl.sum(chosen, 0)
+    else:
+        chosen = chosen / tl.sum(tl.exp(x.to(tl.float32) - highest), 0)
+    return chosen_ids, chosen
+
+
+@triton.jit
+def _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED: tl.constexpr):
+    TOP_K: tl.constexpr = FIXED.top_k
+    BLOCK_K: tl.constexpr = FIXED.block_k
+    NUM_GROUPS: tl.constexpr = FIXED.num_groups
+    TOP_GROUPS: tl.constexpr = FIXED.top_groups
+    GROUP_SIZE: tl.constexpr = FIXED.num_experts // FIXED.num_groups
+    choice = sigmoid(tl.load(row_logits + experts, mask=inside, other=0.0).to(tl.float32))
+    if bias is not None:
+        choice += tl.load(bias + experts, mask=inside, other=0.0)
+    choice = tl.where(inside, choice, float("-inf"))
+    if TOP_GROUPS < NUM_GROUPS:
+        choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, GROUP_SIZE)
+    chosen_ids = _best_experts(choice, experts, inside, TOP_K, BLOCK_K)
+    taken = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=0.0).to(tl.float32)
+    chosen = tl.where(places < TOP_K, sigmoid(taken), 0.0)
+    if FIXED.renormalize:
+        chosen = chosen / (tl.sum(chosen, 0) + epsilon)
+    return chosen_ids, chosen * scale
+
+
 @jit(do_not_specialize=["num_tokens"])
-def _sigmoid_router_kernel(
-    logits, shared_gate, bias, weights, ids, num_tokens_ptr, num_tokens, stride_logits, stride_gate, epsilon, scale,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIASED: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, RENORMALIZE: tl.constexpr,
-    COUNT_ON_DEVICE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+def _router_kernel(
+    logits, shared_gate, bias, weights, ids, token_count, num_tokens, stride_logits, stride_gate, epsilon, scale,
+    FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """One token."""
     release(EARLY)
+    BLOCK_K: tl.constexpr = FIXED.block_k
     row = tl.program_id(0).to(tl.int64)
-    experts = tl.arange(0, BLOCK_E)
-    places = tl.arange(0, BLOCK_K)
-    if COUNT_ON_DEVICE:
-        num_tokens = tl.load(num_tokens_ptr)
+    experts, places = tl.arange(0, FIXED.block_e), tl.arange(0, BLOCK_K)
+    if token_count is not None:
+        num_tokens = tl.load(token_count)
     wait(EARLY)
     chosen_ids = tl.full([BLOCK_K], -1, dtype=tl.int32)
     chosen = tl.zeros([BLOCK_K], dtype=tl.float32)
     if row < num_tokens:
-        inside = experts < NUM_EXPERTS
+        inside = experts < FIXED.num_experts
         row_logits = logits + row * stride_logits
-        choice = sigmoid(tl.load(row_logits + experts, mask=inside, other=0.0).to(tl.float32))
-        if BIASED:
-            choice += tl.load(bias + experts, mask=inside, other=0.0)
-        choice = tl.where(inside, choice, float("-inf"))
-        if TOP_GROUPS < NUM_GROUPS:
-            choice = _best_groups(choice, experts, NUM_GROUPS, TOP_GROUPS, NUM_EXPERTS // NUM_GROUPS)
-        chosen_ids = _best_experts(choice, experts, inside, TOP_K, BLOCK_K)
-        taken = tl.load(row_logits + chosen_ids, mask=places < TOP_K, other=0.0).to(tl.float32)
-        chosen = tl.where(places < TOP_K, sigmoid(taken), 0.0)
-        if RENORMALIZE:
-            chosen = chosen / (tl.sum(chosen, 0) + epsilon)
-        chosen *= scale
-    _store_chosen(
-        weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids,
-        FIRST, COUNT, TOP_K, SHARED, GATED, BLOCK_K,
-    )  # fmt: skip
-
-
-def sigmoid_router_triton(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    *,
-    renormalize: bool,
-    epsilon: float,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
-    num_tokens: int | Tensor,
-    first_expert: int = 0,
-    num_experts: int | None = None,
-    shared_expert: bool = False,
-    shared_gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``sigmoid_router`` of ``weft/ops/moe.py``."""
-    num_rows, all_experts = logits.shape
-    assert logits.stride(1) == 1 and top_k <= all_experts // num_groups * top_groups
-    places, gate = top_k + shared_expert, logits if shared_gate is None else shared_gate
-    weights = torch.empty((num_rows, places), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_rows, places), dtype=torch.int32, device=logits.device)
-    on_device = isinstance(num_tokens, Tensor)
-    _sigmoid_router_kernel[(num_rows,)](
-        logits, gate, weights if bias is None else bias, weights, ids, num_tokens if on_device else ids,
-        0 if on_device else num_tokens, logits.stride(0), gate.stride(0), epsilon, scale,
-        FIRST=first_expert, COUNT=all_experts - first_expert if num_experts is None else num_experts,
-        NUM_EXPERTS=all_experts, TOP_K=top_k, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, BIASED=bias is not None,
-        SHARED=shared_expert, GATED=shared_gate is not None, RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
-        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(places), num_warps=1,
-        **early_launch(logits.device),
-    )  # fmt: skip
-    return weights, ids
+        if FIXED.sigmoid:
+            chosen_ids, chosen = _choose_by_sigmoid(row_logits, experts, inside, places, bias, epsilon, scale, FIXED)
+        else:
+            chosen_ids, chosen = _choose_by_softmax(row_logits, experts, inside, places, FIXED)
+    _store_chosen(weights, ids, shared_gate, row, num_tokens, stride_gate, chosen, chosen_ids, FIXED)
 
 
 def topk_router_triton(
@@ -219,21 +197,27 @@ def topk_router_triton(
     num_experts: int | None = None,
     shared_expert: bool = False,
     shared_gate: Tensor | None = None,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """``topk_router`` of ``weft/ops/moe.py``."""
     num_rows, all_experts = logits.shape
-    assert logits.stride(1) == 1 and top_k <= all_experts
-    places, gate = top_k + shared_expert, logits if shared_gate is None else shared_gate
+    assert logits.stride(1) == 1 and top_k <= all_experts // num_groups * top_groups
+    places = top_k + shared_expert
     weights = torch.empty((num_rows, places), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, places), dtype=torch.int32, device=logits.device)
-    on_device = isinstance(num_tokens, Tensor)
+    fixed = Fixed(
+        first_expert, all_experts - first_expert if num_experts is None else num_experts, shared_expert, all_experts,
+        top_k, num_groups, top_groups, renormalize, sigmoid, next_power_of_2(all_experts), next_power_of_2(places),
+    )  # fmt: skip
+    count, number = (num_tokens, 0) if isinstance(num_tokens, Tensor) else (None, num_tokens)
     _router_kernel[(num_rows,)](
-        logits, gate, weights, ids, num_tokens if on_device else ids, 0 if on_device else num_tokens,
-        logits.stride(0), gate.stride(0),
-        FIRST=first_expert, COUNT=all_experts - first_expert if num_experts is None else num_experts,
-        NUM_EXPERTS=all_experts, TOP_K=top_k, SHARED=shared_expert, GATED=shared_gate is not None,
-        RENORMALIZE=renormalize, COUNT_ON_DEVICE=on_device,
-        BLOCK_E=next_power_of_2(all_experts), BLOCK_K=next_power_of_2(places), num_warps=1,
-        **early_launch(logits.device),
+        logits, shared_gate, bias, weights, ids, count, number, logits.stride(0),
+        0 if shared_gate is None else shared_gate.stride(0), epsilon, scale,
+        FIXED=fixed, num_warps=1, **early_launch(logits.device),
     )  # fmt: skip
     return weights, ids
