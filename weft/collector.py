@@ -1,7 +1,5 @@
 """When Python's garbage collector runs: not during a start, not during a capture.
 
-Job: scopes without collections, or with cheap ones. Owns: nothing. Does not know: what happens in them.
-
 Two things want none. Loading torch makes some 200,000 objects that stay, and the collector would walk through all of
 them again and again: a fifth of the time of the import. And a tensor freed in the middle of a capture would spoil it.
 """

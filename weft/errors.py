@@ -1,9 +1,7 @@
 """Errors that Weft raises for its users.
 
-Job: one small family of exceptions whose messages say what was given, what is allowed and what to do.
-Owns: the exception classes. Does not know: who raises them.
-
-Invariants of Weft itself are checked with ``assert``; anything a user can cause raises a ``WeftError``.
+Messages say what was given, what is allowed and what to do. Invariants of Weft itself are checked with ``assert``;
+anything a user can cause raises a ``WeftError``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A child process that does not outlive its parent.
-
-Job: have the kernel end this process when the one that started it is gone. Owns: nothing. Does not know: what it does.
-"""
+"""A child process that does not outlive its parent."""
 
 from __future__ import annotations
 

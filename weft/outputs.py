@@ -1,8 +1,4 @@
-"""Results as the user gets them: ``RequestOutput`` and ``CompletionOutput``.
-
-Job: the public result objects, under the names that scripts for vLLM already use. Owns: their fields.
-Does not know: how they are produced.
-"""
+"""Results as the user gets them: ``RequestOutput`` and ``CompletionOutput``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Engine statistics: each gauge and counter, defined once.
 
-Job: the values behind metrics, progress bars and the inspector page. Owns: their names. Does not know: who counts.
 Counters are since the start of the engine.
 """
 

@@ -13,7 +13,7 @@ from weft.cache.manager import Manager
 from weft.cache.nodes import as_tokens
 from weft.engine import wire
 from weft.engine.inspection import Inspection, StepLog
-from weft.engine.views import MAX_NODES, MAX_REQUESTS, MAX_STEPS
+from weft.engine.snapshot import MAX_NODES, MAX_REQUESTS, MAX_STEPS
 from weft.messages import RowSampling, ScheduledRequest, SchedulerOutput
 from weft.request import Request
 from weft.stats import EngineStats

@@ -176,7 +176,7 @@ MUTANTS = (
         "victim = self._running[-1]", "victim = self._running[0]", "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
-        "stalls-unnoticed", "a preemption without progress is counted", "weft/scheduler/progress.py",
+        "stalls-unnoticed", "a preemption without progress is counted", "weft/scheduler/stalls.py",
         "if request.progress_when_preempted == self.num_new_tokens:", "if False:", "tests/scheduler/test_progress.py",
     ),
     _mutant(

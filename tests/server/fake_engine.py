@@ -15,7 +15,7 @@ from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, EngineStart
 from weft.engine.process import main
-from weft.engine.views import PoolView, Snapshot
+from weft.engine.snapshot import PoolView, Snapshot
 from weft.messages import TokenLogprobs
 from weft.request import FinishReason, Request
 from weft.stats import EngineStats

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.media import Prompt
 from weft.engine import wire
 from weft.engine.channel import EngineChannel, ServerChannel
-from weft.engine.clock_offset import ClockOffset
+from weft.engine.ray_engine import ClockOffset
 from weft.errors import EngineDeadError
 from weft.messages import RowSampling
 from weft.request import RequestSpec

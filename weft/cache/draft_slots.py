@@ -1,7 +1,7 @@
 """Pages and slots of steps that verify drafts.
 
-Job: find room for drafts, say which slots receive the states after them, and make the slot of the last accepted
-position the working slot. Owns: nothing; the slots belong to the leases (``cache/lease.py``).
+Finds room for drafts, says which slots receive the states after them, and makes the slot of the last accepted position
+the working slot. The slots belong to the leases (``cache/lease.py``).
 """
 
 from __future__ import annotations

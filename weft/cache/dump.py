@@ -1,6 +1,6 @@
 """The prefix tree as text, for people.
 
-Job: one line per node, indented by depth. Owns: the format. Does not know: how the tree changes.
+One line per node, indented by depth.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def dump_tree(tree: RadixTree) -> str:
             [150, 211) 5 pages, lost states 210, used 3 ago
     """
     lines: list[str] = []
-    stack = [(root, 0) for _, root in sorted(tree.salts().items(), key=lambda item: item[0] or "", reverse=True)]
+    stack = [(root, 0) for root in sorted(tree.roots, key=lambda root: root.salt or "", reverse=True)]
     while stack and len(lines) < MAX_NODES:
         node, depth = stack.pop()
         lines.append("  " * depth + _describe(node, tree.clock))

@@ -96,9 +96,6 @@ class Evictor:
 
     def offer_state(self, checkpoint: Checkpoint) -> None:
         self._states.push(checkpoint)
-        self.offer_leaf_of(checkpoint)
-
-    def offer_leaf_of(self, checkpoint: Checkpoint) -> None:
         if checkpoint.node.is_evictable_leaf:
             self._leaves.push(checkpoint.node)
 

@@ -1,7 +1,6 @@
 """Inserting what a request computed into the prefix tree.
 
-Job: insert KV and states of a lease, and keep the lease's lock on what it still reads. Owns: nothing of its own.
-Does not know: requests, when a step is done, eviction.
+The lease keeps its lock on what it still reads.
 """
 
 from __future__ import annotations

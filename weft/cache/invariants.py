@@ -1,7 +1,4 @@
-"""The invariants of the cache: every page and every slot has exactly one owner, counted again from scratch.
-
-Job: compare the pools' counts with what tree and leases really hold. Owns: nothing. Does not know: how it came about.
-"""
+"""The invariants of the cache: every page and every slot has exactly one owner, counted again from scratch."""
 
 from __future__ import annotations
 

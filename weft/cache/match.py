@@ -1,8 +1,4 @@
-"""The result of a prefix lookup, and the reason why it found no more.
-
-Job: the value that ``Manager.match`` hands out, and its report. Owns: the fields of a match, the sentences of a report.
-Does not know: how a prefix is found or what is done with it.
-"""
+"""The result of a prefix lookup, and the reason why it found no more."""
 
 from __future__ import annotations
 

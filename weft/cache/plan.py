@@ -1,8 +1,6 @@
 """Pool sizes: how many pages and slots a memory budget holds, and which limits shrink so that the rest fits.
 
-Job: turn a byte budget and a cache geometry into pool sizes, as returned values with reasons.
-Owns: the arithmetic of sharing a budget between pages and slots. Does not know: where the budget came from, tensors,
-requests.
+Where the budget comes from: ``runner/memory.py``. The result has a reason for every value.
 """
 
 from __future__ import annotations

@@ -98,10 +98,6 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def salts(self) -> dict[str | None, Node]:
-        """The root of every salt."""
-        return dict(self._roots)
-
     # -- inserting -------------------------------------------------------------------------------------------------
 
     def root(self, salt: str | None) -> Node:

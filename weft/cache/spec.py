@@ -1,7 +1,6 @@
 """What a page and a state slot of a model cost: the sum over its layers' specs.
 
-Job: bytes and FLOPs per page, per slot and per token, for planning pools and weighing what to keep.
-Owns: the arithmetic. Does not know: kinds of layers, tensors, devices, free memory, or who uses a page.
+Bytes and FLOPs per page, per slot and per token, for planning pools and weighing what to keep.
 """
 
 from __future__ import annotations

@@ -32,10 +32,9 @@ from weft.engine.grammars import Grammars
 from weft.engine.inspection import Inspection
 from weft.engine.logits_processors import processors_of
 from weft.engine.prefix_hashes import reusable_prefixes
-from weft.engine.views import Snapshot
+from weft.engine.snapshot import Snapshot
 from weft.errors import EngineDeadError
-from weft.executor.executor import Executor
-from weft.executor.make import make_executor
+from weft.executor.executor import Executor, make_executor
 from weft.executor.rank_process import StartedRank
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.request import FinishReason, Request

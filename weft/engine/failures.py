@@ -1,7 +1,6 @@
 """Ending requests whose step failed.
 
-Job: end the requests of a step that raised, all of them if the executor is dead, and keep what ended outside a step
-until the loop returns it. Owns: the ended requests that have not been reported yet. Does not know: what went wrong.
+What ended outside a step is kept until the loop returns it. What went wrong is not known here.
 """
 
 from __future__ import annotations

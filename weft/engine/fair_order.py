@@ -1,7 +1,7 @@
 """Fair queueing of callers (self-clocked) when more requests arrive than the engine can take.
 
-Job: give each request its place, so that callers get equal shares of the engine and a short call does not wait for all
-the long ones that came before it. Owns: the clock, and each caller's last place. Does not know: why a caller is one.
+Each request gets its place, so that callers get equal shares of the engine and a short call does not wait for all the
+long ones that came before it.
 
 The place of a request is where it would be done if every caller had an engine as fast as its share: behind its caller's
 earlier ones, or behind what is being served now, by the tokens that it asks for. The scheduler serves by place, as it

@@ -1,7 +1,4 @@
-"""Which GPUs a replica gets, found without torch.
-
-Job: count GPUs through the driver and deal them out. Owns: nothing. Does not know: what runs on them.
-"""
+"""Which GPUs a replica gets, found without torch."""
 
 from __future__ import annotations
 

@@ -1,25 +1,67 @@
 """Constrained output: which tokens each constrained request may sample next.
 
-Job: hold back a request until its grammar is compiled, follow its tokens, and give the masks of its next one and of
-those after its drafts. Owns: the matchers (llguidance) of all constrained requests. Does not know: logits, schedules,
-text.
+Job: compile grammars in a thread, off the step's path; hold back a request until its grammar is compiled, follow its
+tokens, and give the masks of its next one and of those after its drafts. Owns: compiled grammars and the matchers
+(llguidance) of all constrained requests. Does not know: logits, schedules, text.
+
+A grammar is a text in llguidance's format. The server tried it before, in a process that could be killed, so compiling
+it here is known to end; llguidance's own limits hold all the same.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.engine.grammar_compiler import GrammarCompiler
+from weft.errors import RequestError
 from weft.messages import ScheduledRequest
 from weft.request import Request
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_CACHED = 128
 
 _COMPILE_POLL_S = 0.01
+
+
+class GrammarCompiler:
+    """One thread that compiles, and a bounded cache of what it compiled. Arguments as of ``Grammars``."""
+
+    def __init__(self, tokenizer_path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer_path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """Begin to compile, or find it done. The future raises RequestError for a grammar that does not compile."""
+        if grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar]
+        future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+        if len(self._compiled) > MAX_CACHED:
+            self._compiled.popitem(last=False)
+        return future
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLTokenizer
+
+        if self._tokenizer is None:
+            file = str(self._tokenizer_path / "tokenizer.json")
+            self._tokenizer = LLTokenizer(file, n_vocab=self._vocab_size, eos_token=self._eos)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the grammar does not compile: {matcher.get_error()[:500]}")
+        return matcher
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Grammars:

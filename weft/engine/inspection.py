@@ -4,7 +4,7 @@ Job: remember the latest steps and requests, and put them, the prefix tree and t
 Owns: the two logs. Does not know: how a step runs, who looks.
 
 Keeping the logs costs a step a few microseconds. A snapshot is made only when someone asks, between two steps, and its
-size is bounded whatever the tree's (``views.py``).
+size is bounded whatever the tree's (``snapshot.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 from weft.cache.manager import Manager
 from weft.cache.nodes import Node, as_tokens
 from weft.cache.radix_tree import RadixTree
-from weft.engine.views import (
+from weft.engine.snapshot import (
     MAX_NODES,
     MAX_POSITIONS,
     MAX_REQUESTS,
@@ -128,7 +128,7 @@ class Inspection:
 def _latest(tree: RadixTree) -> Iterator[Node]:
     """The most recently used nodes, parents before children."""
     count = 0
-    heap = [(-root.last_used, i, root) for i, root in enumerate(tree.salts().values())]
+    heap = [(-root.last_used, i, root) for i, root in enumerate(tree.roots)]
     heapq.heapify(heap)
     number = len(heap)
     while heap and count < MAX_NODES:

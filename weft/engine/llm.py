@@ -18,7 +18,7 @@ from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.inputs import InputProcessor
 from weft.engine.outputs import OutputStream
-from weft.engine.progress import Progress
+from weft.engine.progress_bar import ProgressBar
 from weft.engine.prompts import Prompt
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import follow
@@ -158,7 +158,7 @@ class LLM:
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        with Progress(total=len(ids), enabled=use_tqdm) as progress:
+        with ProgressBar(total=len(ids), enabled=use_tqdm) as progress:
             while not self.is_finished():
                 changed = self._advance()
                 progress.step(changed)

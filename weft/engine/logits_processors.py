@@ -1,7 +1,6 @@
 """Logits processors: callables of the user that change the logits of one request.
 
-Job: bind the processors of each request to its tokens so far; one that fails ends its own request alone. Does not know:
-how logits are made or sampled from.
+Each is bound to the tokens of its request so far; one that fails ends its own request alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Logging through a thread, so that no caller waits for the disk or for a full pipe.
-
-Job: a bounded queue of lines, a thread that writes them, a count of the lines that were dropped. Owns: the queue and
-the thread. Does not know: what a line says.
-"""
+"""Logging through a thread, so that no caller waits for the disk or for a full pipe."""
 
 from __future__ import annotations
 

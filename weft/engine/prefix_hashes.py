@@ -1,7 +1,5 @@
 """Hashes of token prefixes, by which the router knows what a replica has cached.
 
-Job: hash the prefixes of a prompt, and those that a tree can reuse. Owns: the hash. Does not know: replicas.
-
 Prefixes are reported and looked up in whole ``STEP`` tokens: what can be reused up to a position counts up to the last
 multiple before it. The hash of ``n`` tokens is ``seed + sum (token_i + 1) * B**i`` modulo 2**64: all prefixes of a
 prompt in one pass, and a tree's nodes from their parents'. It is a hint, not a proof: a collision, or a prompt that

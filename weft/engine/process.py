@@ -37,7 +37,7 @@ from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
 
 if TYPE_CHECKING:
-    from weft.engine.views import Snapshot
+    from weft.engine.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

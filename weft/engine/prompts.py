@@ -1,7 +1,4 @@
-"""Prompts: the forms in which users give them, and the one that the engine takes.
-
-Job: ``PreparedPrompt``, and the checks of what a prompt given as a dict may hold. Does not know: tokenizers, models.
-"""
+"""Prompts: the forms in which users give them, and the one that the engine takes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from weft.engine.launcher import ENGINE_MODULE, MAX_RESTARTS_IN_A_ROW, STABLE_AF
 from weft.engine.prefix_resets import PrefixResets
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
-from weft.engine.views import ReplicaView
+from weft.engine.snapshot import ReplicaView
 from weft.multimodal.items import cache_token_ids
 from weft.request import RequestSpec
 from weft.stats import EngineStats, merged

@@ -1,7 +1,6 @@
 """Structured outputs: parameters of a request to one grammar in llguidance's format.
 
-Job: JSON schemas, regular expressions, choices and grammars as ``Constraint`` objects, for the offline interface and
-the server alike. Owns: that format. Does not know: how grammars are compiled, HTTP.
+For the offline interface and the server alike. Grammars are compiled in ``grammars.py``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from weft.config.parallelism import is_on_ray
 from weft.engine import wire
 from weft.engine.launcher import ENGINE_MODULE, MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineProcess
 from weft.engine.replicas import ReplicaSet
-from weft.engine.views import ReplicaView
+from weft.engine.snapshot import ReplicaView
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
-from weft.engine.views import Snapshot
+from weft.engine.snapshot import Snapshot
 from weft.errors import ConfigError, WeftError
 from weft.messages import TokenLogprobs
 from weft.multimodal.items import MediaItem

@@ -1,14 +1,16 @@
-"""The interface of executors: steps go out, results come back in the same order.
+"""The interface of executors (steps go out, results come back in the same order), and the choice of one.
 
-Job: the interface that every executor implements. Owns: nothing. Does not know: processes, devices, requests.
+Does not know: processes, devices, requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from weft.cache.plan import CachePlan
+from weft.config import EngineConfig
+from weft.executor.rank_process import StartedRank
 from weft.layers.sampler import LogitsProcessor
 from weft.messages import ModelOutput, SchedulerOutput
 
@@ -44,3 +46,18 @@ class Executor(Protocol):
     def stop(self) -> None:
         """Drop the steps in flight and let go of weights, caches and processes."""
         ...
+
+
+def make_executor(config: EngineConfig, ranks: Sequence[StartedRank] = ()) -> Executor:
+    """Start all ranks of the model. ``ranks``: those that ``begin_start`` has started for it.
+
+    Raises:
+        WeftError: a rank cannot start, and why.
+    """
+    if config.distributed_executor_backend == "uni":
+        from weft.executor.in_process import InProcessExecutor
+
+        return InProcessExecutor(config)
+    from weft.executor.multi_process import MultiProcessExecutor
+
+    return MultiProcessExecutor(config, ranks)

@@ -1,8 +1,5 @@
 """Ranks that torchrun has started: ``torchrun --nproc-per-node 2 script.py``.
 
-Job: in the process of rank 0, lead the others; in every other process, follow. Owns: nothing that outlives a process.
-Does not know: what a step means.
-
 Every process runs the same script. Where it makes an engine, rank 0 goes on with it, and the others become ranks of
 that engine until it is shut down; then they end, without running the rest of the script. They meet through torchrun's
 store.

@@ -1,8 +1,4 @@
-"""Runs steps in this process.
-
-Job: build the one rank's runner and call it. Owns: the runner and its launched steps. Does not know: requests, or what
-a step means.
-"""
+"""Runs steps in this process."""
 
 from __future__ import annotations
 

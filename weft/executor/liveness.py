@@ -1,7 +1,4 @@
-"""Whether a process makes progress, by what the operating system counts of it.
-
-Job: read processor time and thread states from ``/proc``. Owns: nothing. Does not know: what the process does.
-"""
+"""Whether a process lives and makes progress, by processor time and thread states in ``/proc``."""
 
 from __future__ import annotations
 
@@ -13,6 +10,14 @@ def processor_s(pid: int) -> float:
     """Seconds of processor time that a process has used, all threads. Raises OSError if there is no such process."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_alive(pid: int) -> bool:
+    """False of a process that has ended, also if nobody has asked for its status yet."""
+    try:
+        return _stat(Path(f"/proc/{pid}/stat"))[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def waits_for_processor(pid: int) -> bool:

@@ -1,14 +1,9 @@
-"""One rank of several: its place in the group, its device, its runner.
-
-Job: join the process group and build the runner on the rank's own device. Owns: both. Does not know: where steps come
-from.
-"""
+"""One rank of several: its place in the group, its device, its runner."""
 
 from __future__ import annotations
 
 import gc
 import os
-from types import TracebackType
 
 import torch
 from torch.distributed import Store
@@ -56,7 +51,5 @@ class Rank:
     def __enter__(self) -> Rank:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -16,11 +16,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from weft.config.parallelism import is_launched
+from weft.executor.liveness import is_alive
 from weft.executor.ring import Writer
 from weft.executor.worker import FAILED_STATUS, Report, WorkerStart, decode_report, encode_start
 from weft.preload import create_cuda_context
@@ -200,14 +200,7 @@ class SiblingRank(RankProcess):
         return True  # the group has met when rank 0 is
 
     def ending(self) -> str | None:
-        return None if not self.pid or self._is_alive() else "has ended"
-
-    def _is_alive(self) -> bool:
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state not in ("Z", "X")
+        return None if not self.pid or is_alive(self.pid) else "has ended"
 
     def kill(self) -> None:
         if self.pid:
@@ -217,7 +210,7 @@ class SiblingRank(RankProcess):
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self.pid and self._is_alive() and time.monotonic() < deadline:
+        while self.pid and is_alive(self.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def last_words(self) -> str:

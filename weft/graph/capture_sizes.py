@@ -1,7 +1,6 @@
 """Which sizes of which graphs a start captures, and which one a batch runs in.
 
-Job: the capture lists and the choice of the smallest that fits, all pure. Owns: the policy.
-Does not know: graphs, memory, devices.
+All of it is pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The dispatcher: from a batch's sizes to a graph mode and a captured size, as a pure function.
 
-Job: from a batch and the captured sizes to a run-time mode and a padded size. Owns: the choice. The rules of each mode
-are in ``config/graph_modes.py``. Does not know: graphs, devices, requests.
+The rules of each mode are in ``config/graph_modes.py``. Knows no graphs, devices or requests.
 """
 
 from __future__ import annotations

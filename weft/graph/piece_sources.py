@@ -1,7 +1,7 @@
 """Where pieces come from: the model as it is, or a traced pass whose pieces are run or compiled.
 
 Job: make of a model a callable that computes the same and breaks at the same split ops, so that ``PieceCapture``
-captures either alike. Owns: the three sources. Does not know: models, sizes, how passes are captured.
+captures either alike. Does not know: models, sizes, how passes are captured.
 
     capture    the model itself: no tracing, ready at once
     eager      the pass traced by Dynamo and cut at split ops; the pieces run operation by operation
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,19 +42,25 @@ class CompileCounters:
     reused: int = 0
 
 
-class PieceSource(Protocol):
-    """Where pieces come from.
+class Traced:
+    """``eager`` and ``inductor``: the traced pass.
 
-    Attributes:
-        name: as the setting names it.
-        counters: what was compiled; all zero for sources that do not compile.
+    Args:
+        device: where the model is.
+        compile_piece: from a piece to a callable of the same arguments, which returns a sequence of the results.
+        operations: names of operations that stay opaque in the trace.
+        counters: of what ``compile_piece`` does.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def counters(self) -> CompileCounters: ...
+    def __init__(
+        self,
+        device: torch.device,
+        compile_piece: Callable[[GraphModule], Callable[..., Any]],
+        operations: frozenset[str],
+        counters: CompileCounters | None = None,
+    ) -> None:
+        self.counters = counters or CompileCounters()
+        self._device, self._compile, self._operations = device, compile_piece, operations
 
     def prepare(self, model: Forward, context: ForwardContext, num_tokens: int) -> Forward:
         """The callable to capture in the model's place.
@@ -65,46 +71,8 @@ class PieceSource(Protocol):
             num_tokens: the size to optimise for; the result holds for every size.
 
         Raises:
-            ConfigError: the source cannot take this model, or is not available on this machine.
+            ConfigError: this model cannot be traced.
         """
-        ...
-
-
-class Uncompiled:
-    """``capture``: the model as it is."""
-
-    name = "capture"
-
-    def __init__(self) -> None:
-        self.counters = CompileCounters()
-
-    def prepare(self, model: Forward, context: ForwardContext, num_tokens: int) -> Forward:
-        return model
-
-
-class Traced:
-    """``eager`` and ``inductor``: the traced pass.
-
-    Args:
-        name: of the source.
-        device: where the model is.
-        compile_piece: from a piece to a callable of the same arguments, which returns a sequence of the results.
-        operations: names of operations that stay opaque in the trace.
-        counters: of what ``compile_piece`` does.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        compile_piece: Callable[[GraphModule], Callable[..., Any]],
-        operations: frozenset[str],
-        counters: CompileCounters | None = None,
-    ) -> None:
-        self.name, self.counters = name, counters or CompileCounters()
-        self._device, self._compile, self._operations = device, compile_piece, operations
-
-    def prepare(self, model: Forward, context: ForwardContext, num_tokens: int) -> Forward:
         traced = trace(model, context, self._device, num_tokens, self._operations)
         # Cut at every split op, also those that will not break a capture: what they look up is never compiled in.
         module, items = split_graph(traced.graph, known_split_ops())

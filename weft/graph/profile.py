@@ -1,8 +1,5 @@
 """The table of graph modes by measured milliseconds.
 
-Job: one table per kind of batch that says up to how many tokens which mode is the fastest. Owns: the rule between two
-measured sizes. Does not know: how the figures were measured, where they are kept, which sizes are captured.
-
 Between two measured sizes every mode's time is taken to grow in a straight line: within one captured size a step
 without a graph computes its real rows, and a graph computes nearly the same whatever its padding, so that the lines
 cross where padding stops being worth it. So measure the smallest and the largest batch of every captured size, and of a

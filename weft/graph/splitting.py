@@ -1,7 +1,6 @@
 """A traced pass, cut at split ops.
 
-Job: from one FX graph to a module of submodules in the original order, of which every second or so is a split op.
-Owns: which node belongs where. Does not know: how a graph was traced, what becomes of the pieces.
+From one FX graph to a module of submodules in the original order, of which every second or so is a split op::
 
     submod_0   embedding, norm, projection                       a piece
     submod_1   out = new_empty; attention_with_output(…, out)    a split op, with the memory of its output

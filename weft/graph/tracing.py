@@ -104,7 +104,7 @@ def trace(
     ((graph, examples),) = traced
     _check_any_size(graph)
     _check_no_fetches(graph)
-    _check_bound(graph, examples, ids, context.batch)
+    _check_bound(examples, ids, context.batch)
     return TracedPass(graph, tuple(_binding(example, ids) for example in examples))
 
 
@@ -149,7 +149,7 @@ def _check_no_fetches(graph: GraphModule) -> None:
             )
 
 
-def _check_bound(graph: GraphModule, examples: Sequence[Any], ids: Tensor, batch: Batch) -> None:
+def _check_bound(examples: Sequence[Any], ids: Tensor, batch: Batch) -> None:
     moving = {id(tensor): name for name, tensor in _tensors_of(batch) if name not in STATIC_BATCH_FIELDS}
     for example in examples:
         if id(example) in moving:

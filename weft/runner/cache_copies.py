@@ -1,7 +1,6 @@
 """Copies inside the caches: partial pages for copy-on-write, and recurrent states for forks.
 
-Job: turn a step's copies into one launch per size of a page or state, over all layers. Owns: nothing but the caches'
-addresses. Does not know: kinds of layers, why something is copied, whose it is.
+A step's copies become one launch per size of a page or state, over all layers.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from types import TracebackType
 from typing import Any, NoReturn
 
 import triton
@@ -148,9 +147,7 @@ class CompileProcesses:
     def __enter__(self) -> CompileProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._threads.shutdown()
         if self._pool is not None:
             self._kill()  # they have nothing left to do

@@ -1,7 +1,6 @@
 """CUDA graphs of the vision tower, by padded number of patches.
 
-Job: the static inputs of these graphs, and how a batch of images gets into them. Owns: that memory. Does not know:
-where embeddings are kept, which sizes are captured (``config/vision_settings.py``).
+Owns the static inputs of these graphs. Which sizes are captured: ``config/vision_settings.py``.
 """
 
 from __future__ import annotations

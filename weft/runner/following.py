@@ -1,7 +1,6 @@
 """Launching a verification step before the acceptance of the one before is known on the host.
 
-Job: correct a layout that takes all drafts for accepted by what the rows hold on the device.
-Does not know: which requests follow, graphs.
+Its layout takes all drafts for accepted, and is corrected by what the rows hold on the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which rows of a step logits may be computed from: the last token of each of its sequences (``LogitsRows``).
-
-Job: these rows as arrays of the step buffers, and as a batch of their own. Owns: what stands there for padding. Does
-not know: models, graphs.
-"""
+"""Which rows of a step logits may be computed from: the last token of each of its sequences (``LogitsRows``)."""
 
 from __future__ import annotations
 

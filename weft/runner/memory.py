@@ -1,7 +1,6 @@
 """Memory for the caches: the budget of a GPU, and the cache tensors.
 
-Job: find the budget of a GPU, allocate the tensors of a plan, explain a device that is out of memory.
-Owns: the shapes of the tensors. Does not know: requests, or how the budget is shared (``cache/plan.py``).
+How a budget is shared between the caches: ``cache/plan.py``.
 """
 
 from __future__ import annotations

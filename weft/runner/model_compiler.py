@@ -1,7 +1,6 @@
 """The model as graphs capture it: as it is, traced, or compiled.
 
-Job: choose the sources that the settings name, and prepare the model with each of them once. Owns: what was prepared,
-and the counters. Does not know: how graphs are captured, which batch runs how.
+Chooses the sources that the settings name, and prepares the model with each of them once.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from weft.config.cache_folder import cache_folder
 from weft.forward_context import ForwardContext
 from weft.graph.inductor import PieceCompiler
 from weft.graph.named_splits import NamedSplits
-from weft.graph.piece_sources import CompileCounters, Forward, PieceSource, Traced, Uncompiled, run_eagerly
+from weft.graph.piece_sources import CompileCounters, Forward, Traced, run_eagerly
 from weft.graph.split_ops import known_split_ops, select_split_ops
 from weft.layers.table import import_layers
 from weft.ops.traced import opaque_ops
@@ -26,19 +25,17 @@ FOLDER = "pieces"
 """Of compiled pieces, in the cache folder."""
 
 
-def make_source(name: str, device: torch.device) -> PieceSource:
-    """The source that the setting ``piecewise_cuda_graph_compiler`` names.
+def make_source(name: str, device: torch.device) -> Traced:
+    """The source that the setting ``piecewise_cuda_graph_compiler`` names, if it is not ``capture``.
 
     Raises:
         ConfigError: it is not available on this machine.
     """
-    if name == "capture":
-        return Uncompiled()
     if name == "eager":
-        return Traced(name, device, run_eagerly, opaque_ops(fusible=True))
+        return Traced(device, run_eagerly, opaque_ops(fusible=True))
     assert name == "inductor", f"there is no source {name}"
     compiler = PieceCompiler(device, cache_folder() / FOLDER)
-    return Traced(name, device, compiler, opaque_ops(fusible=False), compiler.counters)
+    return Traced(device, compiler, opaque_ops(fusible=False), compiler.counters)
 
 
 class ModelCompiler:
@@ -64,7 +61,8 @@ class ModelCompiler:
         self._model, device = model, torch.device(config.device)
         self._pieces_source = config.piecewise_cuda_graph_compiler
         self._decodes_source = "inductor" if config.enable_torch_compile else "capture"
-        self._sources = {name: make_source(name, device) for name in {self._pieces_source, self._decodes_source}}
+        traced = {self._pieces_source, self._decodes_source} - {"capture"}
+        self._sources = {name: make_source(name, device) for name in traced}
         self._prepared: dict[str, Forward] = {}
 
     @contextmanager
@@ -100,6 +98,8 @@ class ModelCompiler:
         )
 
     def _prepare(self, source: str, context: ForwardContext, num_tokens: int) -> Forward:
+        if source == "capture":
+            return self._model
         if source not in self._prepared:
             self._prepared[source] = self._sources[source].prepare(self._model, context, num_tokens)
         return self._prepared[source]

@@ -1,7 +1,4 @@
-"""Padding of a step to the sizes of the graph that it is to run in.
-
-Job: fill the step's host arrays behind what is real. Owns: what padding looks like. Does not know: graphs, requests.
-"""
+"""Padding of a step to the sizes of the graph that it is to run in."""
 
 from __future__ import annotations
 

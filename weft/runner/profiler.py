@@ -1,7 +1,6 @@
 """Traces of the running engine.
 
-Job: record steps with the torch profiler and write a Chrome trace; mark each step with an NVTX range on a GPU.
-Owns: the profiler session. Does not know: what a step computes.
+Steps are recorded with the torch profiler into a Chrome trace, and marked with NVTX ranges on a GPU.
 """
 
 from __future__ import annotations

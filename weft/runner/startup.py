@@ -1,7 +1,5 @@
 """Where the time of a start goes.
 
-Job: time named stages, and say each in the log when it ends. Owns: the seconds. Does not know: what the stages do.
-
 Device work that a stage only queues is counted where the host first waits for it.
 """
 

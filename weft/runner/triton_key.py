@@ -1,8 +1,5 @@
 """Triton's key of its own version, kept between starts because it takes long to compute.
 
-Job: spare a start the hash of Triton's own files, and do what is left in a thread. Owns: a small file beside the
-compiled kernels. Does not know: kernels.
-
 Triton looks a compiled kernel up under a hash of, among other things, its compiler: 400 MB of library, read and hashed
 in every process, 0.3 s and more. Whether the files are still those of the last start, their sizes and times of
 modification tell; then the key is the same, and is read from a file whose name holds a hash of these.

@@ -1,7 +1,4 @@
-"""The waiting queue: which request is scheduled next.
-
-Job: keep waiting requests in the order of the policy. Owns: the order. Does not know: memory or budgets.
-"""
+"""The waiting queue: which request is scheduled next."""
 
 from __future__ import annotations
 
@@ -31,12 +28,6 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         bisect.insort(self._entries, (sort_key(self.policy, request), request), key=lambda entry: entry[0])
-
-    def first(self) -> Request:
-        return self._entries[0][1]
-
-    def pop(self) -> Request:
-        return self._entries.pop(0)[1]
 
     def remove(self, request: Request) -> None:
         self._entries = [entry for entry in self._entries if entry[1] is not request]

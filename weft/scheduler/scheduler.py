@@ -36,9 +36,9 @@ from weft.request import FinishReason, Request, RequestStatus
 from weft.scheduler.draft_steps import add_drafts, following_step, must_wait, settle, tokens_by_row
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.lookups import PrefixLookups
-from weft.scheduler.progress import Progress
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
 from weft.scheduler.running import NOTHING, Launched, Planned, Running
+from weft.scheduler.stalls import StallDetector
 from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
 
@@ -73,7 +73,7 @@ class Scheduler:
         self._lookups = PrefixLookups(manager)
         self._launched: dict[int, list[Launched]] = {}
         self._step = self._num_preemptions = 0
-        self._progress = Progress()
+        self._stalls = StallDetector()
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             num_preemptions=self._num_preemptions,
-            num_stalls=self._progress.num_stalls,
+            num_stalls=self._stalls.num_stalls,
             **(self.drafts.stats() if self.drafts is not None else {}),
             **(self.encoder.stats() if self.encoder is not None else {}),
             **asdict(self.manager.stats()),
@@ -198,7 +198,7 @@ class Scheduler:
     def _preempt(self, victim: Running) -> None:
         """Take everything from ``victim`` and make it wait again; it will resume from what the cache keeps."""
         request = victim.request
-        self._progress.preempted(request)
+        self._stalls.preempted(request)
         assert victim.in_flight == 0 and request.num_pending == 0
         self._running.remove(victim)
         self.manager.preempt(victim.lease, victim.cache_tokens())
@@ -302,7 +302,7 @@ class Scheduler:
         request.num_computed_tokens = start + num_tokens
         sure_end = known_end - num_drafts if plan.follows else known_end  # the step before may accept no draft
         if sure_end > request.max_computed_tokens:
-            self._progress.num_new_tokens += sure_end - request.max_computed_tokens
+            self._stalls.num_new_tokens += sure_end - request.max_computed_tokens
             request.max_computed_tokens = sure_end
         request.num_pending += samples + num_drafts
         state_slot = lease.state_slot
@@ -387,7 +387,7 @@ class Scheduler:
         self.manager.check()
         if self.encoder is not None:
             self.encoder.check()
-        assert self._progress.num_stalls == 0, "a request was preempted twice, and no token was computed in between"
+        assert self._stalls.num_stalls == 0, "a request was preempted twice, and no token was computed in between"
         rows = [r.row for r in self._running + self._leaving]
         assert len(rows) == len(set(rows)) and not set(rows) & set(self._free_rows), "a row has two owners"
         for running in self._running:

@@ -18,7 +18,7 @@ import msgspec
 
 from weft.config.transport import decode_other, encode_other
 from weft.engine import wire
-from weft.engine.views import ReplicaView
+from weft.engine.snapshot import ReplicaView
 from weft.request import RequestSpec
 from weft.server.settings import ServerSettings
 

@@ -25,8 +25,8 @@ import uvloop
 
 from weft.engine import wire
 from weft.engine.logwriter import LogWriter
+from weft.engine.snapshot import ReplicaView
 from weft.engine.supervisor import OnLost, OnMessage
-from weft.engine.views import ReplicaView
 from weft.lifeline import die_with_parent
 from weft.server import api_link as link
 from weft.server.admission import OpenCounts

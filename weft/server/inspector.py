@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from weft.engine import wire
-from weft.engine.views import Snapshot
+from weft.engine.snapshot import Snapshot
 from weft.server.client import Client
 from weft.server.errors import ApiError
 from weft.server.service import Service

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from weft.engine.response_stream import ResponseStream
-from weft.engine.views import ReplicaView
+from weft.engine.snapshot import ReplicaView
 from weft.server.request_metrics import COUNTERS, HISTOGRAMS, Counts, RequestMetrics
 from weft.server.service import Service
 from weft.stats import EngineStats

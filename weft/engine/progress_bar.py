@@ -1,20 +1,15 @@
-"""The progress bar of offline generation.
-
-Job: show finished prompts and the speed of prefill and decode. Owns: the bar and its counters.
-Does not know: the engine; it sees the open outputs only.
-"""
+"""The progress bar of offline generation."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from tqdm import tqdm
 
 from weft.engine.outputs import OutputStream
 
 
-class Progress:
+class ProgressBar:
     """A bar over ``total`` prompts with prefill and decode tokens per second since its start; silent if not enabled."""
 
     def __init__(self, total: int, enabled: bool) -> None:
@@ -38,11 +33,9 @@ class Progress:
         prefill, decode = self._num_prefilled / elapsed, self._num_generated / elapsed
         self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.close()

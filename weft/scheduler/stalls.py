@@ -9,7 +9,7 @@ from weft.request import Request
 logger = logging.getLogger(__name__)
 
 
-class Progress:
+class StallDetector:
     """Attributes:
     num_new_tokens: tokens that all requests together have computed for the first time.
     num_stalls: preemptions since whose predecessor nothing new was computed.

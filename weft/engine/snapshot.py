@@ -1,7 +1,6 @@
 """Snapshots of the engine as plain values.
 
-Job: the messages behind the inspector page: prefix tree, steps, requests, pools. Owns: their fields and their bounds.
-Does not know: how they are gathered (``inspection.py``), who looks.
+Gathered in ``inspection.py``.
 
 Lengths are in tokens, moments in seconds of ``time.monotonic()``, ages in seconds.
 """
