@@ -14,7 +14,6 @@ from tests.tiny_tokenizer import save_sentencepiece_tokenizer
 from weft.config import resolve
 from weft.engine import wire
 from weft.engine.async_engine import AsyncEngine
-from weft.engine.heartbeat import Heartbeat
 from weft.engine.inputs import InputProcessor
 from weft.engine.process import MAX_BROKEN_STEPS, EngineLoop
 from weft.engine.response_stream import PromptDelta, ResponseStream
@@ -39,7 +38,7 @@ class Link:
         self.core = FakeCore(per_step=1)
         self.engine: AsyncEngine | None = None
         self.inbox: list[wire.ToEngine] = []
-        self.loop = EngineLoop(self.core, self, FakeHeartbeat())  # type: ignore[arg-type]
+        self.loop = EngineLoop(self.core, self)  # type: ignore[arg-type]
 
     def send(self, message: Any) -> None:
         if isinstance(message, wire.Outputs | wire.Inspected):
@@ -56,13 +55,6 @@ class Link:
                 self.loop._handle(message)  # type: ignore[arg-type]
             if self.core.has_work:
                 self.loop._step()
-
-
-class FakeHeartbeat:
-    num_steps = 0
-    step = Heartbeat.step
-    _step_start = 0.0
-    _num_steps = 0
 
 
 Body = Callable[[AsyncEngine, Link], Awaitable[None]]
@@ -304,7 +296,7 @@ def test_the_loop_gives_up_after_broken_steps_in_a_row() -> None:
         def receive(self, timeout_ms: int) -> list[Any]:
             return []
 
-    loop = EngineLoop(Broken(), Silent(), FakeHeartbeat())  # type: ignore[arg-type]
+    loop = EngineLoop(Broken(), Silent())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="no"):
         loop.run()
     assert loop._broken_steps == MAX_BROKEN_STEPS

@@ -1,8 +1,5 @@
 """The engine process's heartbeat, in a file that both processes map.
 
-Job: a small file, mapped by both processes: the engine's beat, its steps, and when the running step began.
-Owns: the layout of the file. Does not know: requests, sockets.
-
 The beat comes from a thread of its own, so a step may take as long as it likes. That thread may still be kept waiting,
 by a long call that holds the interpreter lock, or because the machine has no processor to spare. So the server also
 looks at what the kernel knows of the process: one that uses processor time, or waits for a processor, is not frozen.
@@ -16,8 +13,6 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from weft.executor.liveness import processor_s, waits_for_processor
@@ -25,7 +20,7 @@ from weft.executor.liveness import processor_s, waits_for_processor
 BEAT_S = 0.25
 """Seconds between two beats."""
 
-_LAYOUT = struct.Struct("<dQd")  # time of the last beat, steps done, start of the running step (0.0: none runs)
+_LAYOUT = struct.Struct("<d")  # time of the last beat
 
 
 class Heartbeat:
@@ -34,27 +29,11 @@ class Heartbeat:
     def __init__(self, path: Path, parent_pid: int = 0) -> None:
         self._memory = _map(path)
         self._parent_pid = parent_pid
-        self._num_steps = 0
-        self._step_start = 0.0
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._write()
         self._thread.start()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """One step of the engine runs inside."""
-        self._step_start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._step_start = 0.0
-            self._num_steps += 1
-
-    @property
-    def num_steps(self) -> int:
-        return self._num_steps
 
     def _beat(self) -> None:
         while True:
@@ -64,7 +43,7 @@ class Heartbeat:
             time.sleep(BEAT_S)
 
     def _write(self) -> None:
-        self._memory[: _LAYOUT.size] = _LAYOUT.pack(time.monotonic(), self._num_steps, self._step_start)
+        self._memory[: _LAYOUT.size] = _LAYOUT.pack(time.monotonic())
 
 
 class Pulse:
@@ -79,32 +58,23 @@ class Pulse:
     @property
     def silence_s(self) -> float:
         """Seconds since the last sign of life, a beat or what ``poll`` saw; infinite before the first beat."""
-        beat = self._read()[0]
+        beat = self._last_beat()
         return time.monotonic() - max(beat, self._moved_at) if beat else float("inf")
 
     def poll(self, pid: int) -> None:
         """See whether the process moves without a beat; for a caller that looks about once a second."""
         try:
             used = processor_s(pid)
-            is_quiet = time.monotonic() - self._read()[0] > 4 * BEAT_S  # else there is no need to ask every thread
+            is_quiet = time.monotonic() - self._last_beat() > 4 * BEAT_S  # else there is no need to ask every thread
             moves = used != self._processor_s or (is_quiet and waits_for_processor(pid))
         except OSError:  # it has ended, which is for others to notice
             return
         if moves:
             self._processor_s, self._moved_at = used, time.monotonic()
 
-    @property
-    def num_steps(self) -> int:
-        return self._read()[1]
-
-    @property
-    def step_s(self) -> float:
-        """Seconds that the running step has taken as of the last beat; 0.0: none runs."""
-        beat, _, start = self._read()
-        return max(0.0, beat - start) if start else 0.0
-
-    def _read(self) -> tuple[float, int, float]:
-        return _LAYOUT.unpack(self._memory[: _LAYOUT.size])
+    def _last_beat(self) -> float:
+        (moment,) = _LAYOUT.unpack(self._memory[: _LAYOUT.size])
+        return float(moment)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -68,14 +68,11 @@ class Core(Protocol):
 class EngineLoop:
     """Messages in, steps, messages out."""
 
-    def __init__(
-        self, core: Core, channel: EngineChannel, heartbeat: Heartbeat, *, reports_prefixes: bool = False
-    ) -> None:
+    def __init__(self, core: Core, channel: EngineChannel, *, reports_prefixes: bool = False) -> None:
         self._core = core
         self._prefixes_due = 0.0 if reports_prefixes else math.inf
         self._prefixes_version = -1
         self._channel = channel
-        self._heartbeat = heartbeat
         self._sent: dict[str, tuple[int, int]] = {}  # tokens and prompt log probabilities sent, by open request
         self._broken_steps = 0
         self._order = FairOrder()
@@ -145,8 +142,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         try:
-            with self._heartbeat.step():
-                changed = self._core.step()
+            changed = self._core.step()
         except EngineDeadError:
             raise
         except Exception:
@@ -245,7 +241,7 @@ def main(make: Start = start_core) -> int:
         gc.freeze()  # what is loaded by now stays: it need not be looked at by every collection
         channel.send(wire.Ready(capacity))
         reports_prefixes = (start.settings.get("data_parallel_size") or 1) > 1
-        EngineLoop(core, channel, heartbeat, reports_prefixes=reports_prefixes).run()
+        EngineLoop(core, channel, reports_prefixes=reports_prefixes).run()
     except Exception as error:
         if not isinstance(error, WeftError):
             logger.exception("the engine ends")
