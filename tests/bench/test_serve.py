@@ -75,6 +75,7 @@ def test_the_verb(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureF
     flags = ["--num-requests", "4", "--concurrency", "1", "0", "--input-words", "2", "3", "--slo", "ttft=10000"]
     assert main(["bench", "serve", "--base-url", f"{server.url}/v1", *flags, "--json", str(file)]) == 0
     runs = json.loads(file.read_text())["runs"]
+    assert [run["workload"]["seed"] for run in runs] == [0, 1], "the second run would find the first's prompts cached"
     assert [run["workload"]["concurrency"] for run in runs] == [1, None] and runs[0]["results"]["goodput_per_s"] > 0
     assert "Load on" in capsys.readouterr().out
 

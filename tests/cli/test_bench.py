@@ -48,6 +48,16 @@ def test_prefill(run_weft: RunWeft, tmp_path: Path) -> None:
     assert all(len(row["repeats"]["first_token_ms"]) == 2 and row["floor_ms"] is None for row in rows)
 
 
+def test_prefill_measures_what_the_context_has_room_for(run_weft: RunWeft, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = run_weft("bench", "prefill", "--prompt-lens", 16, 4096)
+    assert refused.status == 2 and "--prompt-lens 4096: the context has room for at most" in refused.err
+    measured: list[tuple[int, ...]] = []
+    monkeypatch.setattr("weft.bench.prefill.measure", lambda llm, workload: measured.append(workload.prompt_lens))
+    with pytest.raises(TypeError):  # there are no rows to show
+        run_weft("bench", "prefill")
+    assert max(measured[0]) < 4096 and len(measured[0]) > 3
+
+
 def test_distance_from_the_roofline(run_weft: RunWeft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ceilings of a device that moves a megabyte per second, every benchmark of speed tells its share of them."""
     slow = Ceilings(1e6, 1e18, 1e18, "made up")

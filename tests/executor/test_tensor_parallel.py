@@ -186,6 +186,8 @@ def test_the_vocabulary_is_padded_and_says_so(folders: dict[str, Path]) -> None:
     config = resolve(model=str(folders[HYBRID]), tensor_parallel_size=4)
     assert "211 is padded to 212, 53 tokens a rank" in config.reasons["tensor_parallel_size"]
     assert "by width" in config.reasons["enable_expert_parallel"]
+    given = resolve(model=str(folders[HYBRID]), tensor_parallel_size=4, enable_expert_parallel=False)
+    assert "enable_expert_parallel" not in given.reasons
     assert config.distributed_executor_backend == "mp"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any
 
 from weft import report
@@ -15,7 +16,7 @@ from weft.bench import latency, prefill, startup, throughput
 from weft.bench.prefix_workloads import WORKLOADS
 from weft.cli import bench_scaling, bench_serve
 from weft.cli.flags import add_engine_flags, engine_settings
-from weft.cli.parser import Parser, add_verb
+from weft.cli.parser import Parser, add_verb, check_lowest, check_range
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ def _add_common(parser: Parser, group: argparse._ArgumentGroup, repeats: int) ->
 
 
 def run_latency(args: argparse.Namespace) -> int:
-    _check(args, repeats=1, prompt_len=1, output_len=2)
-    if min(args.batch_sizes) < 1:
-        raise ConfigError(f"--batch-sizes {min(args.batch_sizes)}: give 1 or more")
+    check_lowest(args, repeats=1, prompt_len=1, output_len=2, batch_sizes=1)
     workload = latency.LatencyWorkload(
         tuple(args.batch_sizes), args.prompt_len, args.output_len, args.temperature, args.repeats
     )
@@ -178,12 +177,10 @@ def run_latency(args: argparse.Namespace) -> int:
 
 
 def run_prefill(args: argparse.Namespace) -> int:
-    _check(args, repeats=1)
-    if min(args.prompt_lens) < 1:
-        raise ConfigError(f"--prompt-lens {min(args.prompt_lens)}: give 1 or more")
-    workload = prefill.PrefillWorkload(tuple(args.prompt_lens), args.repeats)
+    check_lowest(args, repeats=1, prompt_lens=1)
     json_path = report.open_json(args.json)
     with _engine(args) as llm:
+        workload = prefill.PrefillWorkload(_fitting_lens(args, llm), args.repeats)
         results = prefill.measure(llm, workload)
         report.write_json(json_path, _figures("prefill", llm, workload) | {"results": results})
         name = report.device_name(llm.config.device)
@@ -192,8 +189,20 @@ def run_prefill(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fitting_lens(args: argparse.Namespace, llm: LLM) -> tuple[int, ...]:
+    """The lengths that the context holds with one new token. Raises ConfigError for a given one that does not fit."""
+    room = llm.max_model_len - 1
+    fitting = tuple(length for length in args.prompt_lens if length <= room)
+    if len(fitting) == len(args.prompt_lens):
+        return fitting
+    if args.prompt_lens != prefill.PrefillWorkload().prompt_lens:
+        raise ConfigError(f"--prompt-lens {max(args.prompt_lens)}: the context has room for at most {room}")
+    print(f"weft: longer prompts than {room} tokens are left out: the context has no room for them", file=sys.stderr)
+    return fitting
+
+
 def run_startup(args: argparse.Namespace) -> int:
-    _check(args, cold_repeats=1, warm_repeats=0)
+    check_lowest(args, cold_repeats=1, warm_repeats=0)
     workload = startup.StartupWorkload(args.cold_repeats, args.warm_repeats)
     json_path = report.open_json(args.json)
     figures = startup.measure({"skip_tokenizer_init": True} | engine_settings(args), workload)
@@ -217,13 +226,10 @@ def _table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> N
 
 
 def run_throughput(args: argparse.Namespace) -> int:
-    _check(args, repeats=1, num_prompts=1, warmups=0)
-    for name in ("prompt_len", "output_len"):
-        low, high = getattr(args, name)
-        if not 1 <= low <= high:
-            raise ConfigError(f"--{name.replace('_', '-')} {low} {high}: give MIN and MAX with 1 <= MIN <= MAX")
+    check_lowest(args, repeats=1, num_prompts=1, warmups=0)
+    prompt_len, output_len = check_range(args, "prompt_len"), check_range(args, "output_len")
     workload = throughput.ThroughputWorkload(
-        args.num_prompts, tuple(args.prompt_len), tuple(args.output_len), args.temperature, args.warmups, args.repeats
+        args.num_prompts, prompt_len, output_len, args.temperature, args.warmups, args.repeats
     )
     json_path = report.open_json(args.json)
     with _engine(args) as llm:
@@ -270,12 +276,6 @@ def _replay_prefix(args: argparse.Namespace, workload: PrefixWorkload, json_path
         f"Prefix reuse without a model, {args.workload}", tuple(name.replace("_", " ") for name in rows[0]), table
     )
     return 0
-
-
-def _check(args: argparse.Namespace, **lowest: int) -> None:
-    for name, low in lowest.items():
-        if getattr(args, name) < low:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: give {low} or more")
 
 
 def _engine(args: argparse.Namespace, **defaults: Any) -> LLM:

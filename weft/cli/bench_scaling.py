@@ -12,7 +12,7 @@ from typing import Any
 from weft import report
 from weft.bench.throughput import ThroughputWorkload
 from weft.cli.flags import add_engine_flags, engine_settings
-from weft.cli.parser import add_verb
+from weft.cli.parser import add_verb, check_lowest, check_range
 from weft.errors import ConfigError
 
 
@@ -67,15 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError, naming the flag."""
-    lowest = {"prompt_len": 1, "output_len": 2, "num_prompts": 1, "warmups": 0, "repeats": 1}
-    for name, low in lowest.items():
-        if getattr(args, name) < low:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: give {low} or more")
-    if min(args.batch_sizes) < 1:
-        raise ConfigError(f"--batch-sizes {min(args.batch_sizes)}: give 1 or more")
-    low, high = args.queue_len
-    if not 1 <= low <= high:
-        raise ConfigError(f"--queue-len {low} {high}: give MIN and MAX with 1 <= MIN <= MAX")
+    check_lowest(args, prompt_len=1, output_len=2, num_prompts=1, warmups=0, repeats=1, batch_sizes=1)
+    check_range(args, "queue_len")
     given = engine_settings(args)
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if name in given:

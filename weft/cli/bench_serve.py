@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from weft import report
-from weft.cli.parser import add_verb
+from weft.cli.parser import add_verb, check_lowest, check_range
 from weft.errors import ConfigError
 
 _KINDS = ("fixed", "random", "multi-turn", "trace")
@@ -48,7 +48,13 @@ def add_parser(kinds: Any) -> None:
     group.add_argument("--trace", metavar="FILE", help="JSON lines with timestamp, prompt, max_tokens")
     group.add_argument("--no-ignore-eos", action="store_true", help="let answers end by themselves")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts; default: 0")
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the first run's prompts, one more for each further run; default: 0",
+    )
     group.add_argument("--slo", nargs="+", default=[], metavar="NAME=MS", help="limits for goodput: ttft, tpot, e2e")
     group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, such as {"top_k": 5}')
     group.add_argument("--json", metavar="FILE", help="write the figures there")
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     target = Target.parse(args.base_url, args.key or os.environ.get("OPENAI_API_KEY"))
     json_path, plot_path = report.open_json(args.json), report.open_json(args.plot, "--plot")
-    workloads = [_workload(args, rate, concurrency) for rate, concurrency in _sweep(args)]
+    workloads = [_workload(args, number, *load) for number, load in enumerate(_sweep(args))]
     runs = []
     for workload in workloads:
         figures = serve.measure(target, args.model, workload)
@@ -82,15 +88,12 @@ def _sweep(args: argparse.Namespace) -> list[tuple[float | None, int]]:
     return [(rate, concurrency) for rate in rates for concurrency in concurrencies]
 
 
-def _workload(args: argparse.Namespace, rate: float | None, concurrency: int) -> Any:
+def _workload(args: argparse.Namespace, number: int, rate: float | None, concurrency: int) -> Any:
+    """The load of one run. Each has a seed of its own: the prompts of the run before would be in the prefix cache."""
     from weft.bench.serve import ServeWorkload
 
-    low, high = args.input_words
-    if not 1 <= low <= high:
-        raise ConfigError(f"--input-words {low} {high}: give MIN and MAX with 1 <= MIN <= MAX")
-    for name in ("num_requests", "max_tokens", "turns"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+    input_words = check_range(args, "input_words")
+    check_lowest(args, num_requests=1, max_tokens=1, turns=1)
     if rate is not None and rate <= 0:
         raise ConfigError(f"--request-rate {rate}: give more than 0, or leave it out")
     if (args.kind == "trace") != (args.trace is not None):
@@ -100,13 +103,13 @@ def _workload(args: argparse.Namespace, rate: float | None, concurrency: int) ->
         num_requests=args.num_requests,
         request_rate=rate,
         concurrency=concurrency if concurrency > 0 else None,
-        input_words=(low, high),
+        input_words=input_words,
         max_tokens=args.max_tokens,
         turns=args.turns,
         trace=args.trace,
         ignore_eos=not args.no_ignore_eos,
         temperature=args.temperature,
-        seed=args.seed,
+        seed=args.seed + number,
         slo_ms=dict(_slo(text) for text in args.slo),
         extra_body=_extra_body(args.extra_body),
     )

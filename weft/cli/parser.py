@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from weft.errors import ConfigError
+
 
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that takes no abbreviations and names flags close to an unknown one."""
@@ -48,6 +50,23 @@ def add_verb(
     parser.add_argument("--verbose", action="store_true", help="say what the engine decides while it starts")
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def check_lowest(args: argparse.Namespace, **lowest: int) -> None:
+    """Raises ConfigError, naming the flag, for a number, or one of several, below the lowest that is allowed."""
+    for name, low in lowest.items():
+        value = getattr(args, name)
+        least = min(value) if isinstance(value, (list, tuple)) else value
+        if least is not None and least < low:
+            raise ConfigError(f"--{name.replace('_', '-')} {least}: give {low} or more")
+
+
+def check_range(args: argparse.Namespace, name: str) -> tuple[int, int]:
+    """The two numbers of a flag. Raises ConfigError if they are no range of numbers above 0."""
+    low, high = getattr(args, name)
+    if not 1 <= low <= high:
+        raise ConfigError(f"--{name.replace('_', '-')} {low} {high}: give MIN and MAX with 1 <= MIN <= MAX")
+    return low, high
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import report
 from weft.cli.flags import add_engine_flags, engine_settings
-from weft.cli.parser import add_verb
+from weft.cli.parser import add_verb, check_lowest
 from weft.config.fields import EngineConfig
 from weft.errors import ConfigError
 
@@ -142,9 +142,7 @@ def _free_memory() -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for flag, value in (("--repeats", args.repeats), ("--context", args.context)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value}: give 1 or more")
+    check_lowest(args, repeats=1, context=1)
     if not args.seconds > 0:
         raise ConfigError(f"--seconds {args.seconds}: give a number above 0")
 

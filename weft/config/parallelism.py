@@ -7,7 +7,7 @@ Does not know: how layers shard, how ranks are started.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from weft.config.model import ModelConfig
@@ -75,14 +75,15 @@ def check_shares(model: ModelConfig, size: int, *, expert_parallel: bool) -> Non
         divide(moe.shared_expert_intermediate_size, size, "shared_expert_intermediate_size")
 
 
-def choose_parallelism(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig) -> None:
-    """Check ``tensor_parallel_size`` and ``enable_expert_parallel``; choose ``distributed_executor_backend``."""
+def choose_parallelism(values: dict[str, Any], reasons: dict[str, str], model: ModelConfig, given: Set[str]) -> None:
+    """Check ``tensor_parallel_size`` and ``enable_expert_parallel``; choose ``distributed_executor_backend``.
+    ``given``: settings of the user's."""
     size, experts = values["tensor_parallel_size"], values["enable_expert_parallel"]
     if experts and (size == 1 or model.moe is None):
         why = "tensor_parallel_size=1" if size == 1 else f"{model.architecture}, which has no experts"
         raise ConfigError(f"enable_expert_parallel=True has no effect with {why}; leave it out")
     check_shares(model, size, expert_parallel=experts)
-    if size > 1 and model.moe is not None and not experts:
+    if size > 1 and model.moe is not None and "enable_expert_parallel" not in given:
         reasons["enable_expert_parallel"] = "by width, which decodes faster; whole experts are faster for long prompts"
     if size > 1:
         _check_devices(values["device"], size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,12 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     tokenizer_path = locate(values["tokenizer"], weights=False) if values["tokenizer"] else model_path
     model = _choose_quantization(values, reasons, read_checkpoint_config(model_path))
     generation = read_generation_config(model_path)
-    _check_cache_settings(values, given=[name for name, value in user.items() if value is not None])
+    given = {name for name, value in user.items() if value is not None}
+    _check_cache_settings(values, given)
     _choose_names(values, reasons)
     plain, model = model, choose_speculation(values, reasons, model)
     _choose_device(values, reasons)
-    choose_parallelism(values, reasons, model)
+    choose_parallelism(values, reasons, model, given)
     _choose_dtypes(values, reasons, model)
     _choose_context(values, reasons, model)
     _choose_batch_limits(values, reasons)
@@ -92,7 +93,7 @@ def resolve_settings(user: Mapping[str, Any], *, weights: bool) -> EngineConfig:
     )
 
 
-def _check_cache_settings(values: dict[str, Any], given: list[str]) -> None:
+def _check_cache_settings(values: dict[str, Any], given: Set[str]) -> None:
     """Refuse what would have no effect without the prefix cache."""
     if values["enable_prefix_caching"]:
         return
