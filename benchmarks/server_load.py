@@ -27,7 +27,7 @@ import uvloop
 from tests.server.fake_engine import CUT, SLOW
 from weft import report
 from weft.config.cpu import cpu_name
-from weft.engine.heartbeat import processor_s
+from weft.executor.liveness import processor_s
 
 NUM_TOKENS = 16
 QUESTION = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"

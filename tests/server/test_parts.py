@@ -15,6 +15,7 @@ import pytest
 
 from weft.cli.serve import add_parser, serve_engine_settings, server_settings
 from weft.config.aliases import SERVER_FLAGS
+from weft.engine.launcher import EngineCommand
 from weft.engine.supervisor import EngineSupervisor
 from weft.errors import ConfigError, RequestError
 from weft.server.admission import Admission
@@ -220,7 +221,7 @@ def test_unforeseen_errors_tell_nothing() -> None:
 
 
 def test_every_route_is_in_the_openapi_document() -> None:
-    gate = build_app(Service(ServerSettings(), EngineSupervisor({})))
+    gate = build_app(Service(ServerSettings(), EngineSupervisor(EngineCommand({}))))
     document = openapi_document({path: kind for path, (_, kind) in POSTS.items()}, media_types())
     described = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
     routes = gate._app.app.routes  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ def test_two_replicas_on_two_nodes_and_one_killed_under_load(cluster: Any) -> No
         length = len(server.tokens["other"])
         await server.until(lambda: len(server.tokens["other"]) > length)
         await server.until(lambda: server.set.members[seen].is_ready)
-        assert server.set.members[seen].num_restarts == 1 and server.status is None
+        assert server.set.members[seen].restarts.num == 1 and server.status is None
         server.set.send(wire.FinishRequests(["other"]))
         assert victim not in engines(server)
 

@@ -16,7 +16,8 @@ from msgspec import structs
 from tests.media import item
 from tests.server.fake_engine import CAPACITY, SLOW
 from tests.server.running import RunningServer, is_alive, wait_until
-from weft.engine import gpus, wire
+from weft.engine import gpus, launcher, wire
+from weft.engine.launcher import EngineCommand, Restarts
 from weft.engine.prefix_resets import PrefixResets
 from weft.engine.replicas import Member, Open, ReplicaSet
 from weft.engine.router import Router
@@ -39,7 +40,7 @@ class Server:
         self.status: int | None = None
         self.stats = wire.EngineStats()
         given = {"data_parallel_size": count, "device": "cpu"} | settings
-        self.set = ReplicaSet(given, self.hear, self.exited, module)
+        self.set = ReplicaSet(EngineCommand(given, module), self.hear, self.exited)
 
     def hear(self, message: wire.FromEngine) -> None:
         if not isinstance(message, wire.Outputs):
@@ -128,7 +129,7 @@ def test_a_replica_dies_or_freezes(number: int, monkeypatch: pytest.MonkeyPatch)
         length = len(server.tokens["other"])
         await server.until(lambda: len(server.tokens["other"]) > length)
         await server.until(lambda: server.set.members[seen].is_ready)
-        assert server.set.members[seen].num_restarts == 1 and server.status is None
+        assert server.set.members[seen].restarts.num == 1 and server.status is None
         server.set.send(wire.FinishRequests(["other"]))
         server.ask("later", [9] * 5)
         await server.until(lambda: "later" in server.ends)
@@ -155,7 +156,7 @@ def test_a_replica_is_drained_and_started_without_losing_a_request() -> None:
         server.set.send(wire.StartReplica(1))
         assert states() == ["up", "starting"]
         await server.until(lambda: states() == ["up", "up"])
-        assert server.set.members[1].num_restarts == 0
+        assert server.set.members[1].restarts.num == 0
         server.ask("busy", [1] * 9, count=4000, priority=SLOW)
         assert server.ask("new", [9] * 5) == 1
         await server.until(lambda: "new" in server.ends)
@@ -213,6 +214,15 @@ def test_what_keeps_a_replica_from_starting_ends_all() -> None:
     server = asyncio.run(main())
     assert server.status == wire.FAILED_STATUS
     assert any(isinstance(m, wire.Failed) and "/nowhere" in m.message for m in server.others)
+
+
+def test_an_engine_that_was_good_for_long_is_not_restarted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time counts once: the processes after it may never become ready."""
+    monkeypatch.setattr(launcher, "STABLE_AFTER_S", -1.0)
+    restarts = Restarts(num_in_a_row=3)
+    assert not Restarts().allowed(), "it was never ready"
+    restarts.ready()
+    assert [restarts.allowed() for _ in range(5)] == [True, True, True, False, False] and restarts.num == 3
 
 
 def test_statistics_are_sums() -> None:

@@ -20,7 +20,7 @@ from weft.config import resolve
 from weft.engine import wire
 from weft.engine.channel import ServerChannel
 from weft.engine.heartbeat import Pulse
-from weft.engine.launcher import EngineProcess
+from weft.engine.launcher import EngineCommand, EngineProcess
 from weft.server import grammar_check
 from weft.server.errors import ApiError
 from weft.server.grammar_check import GrammarChecker
@@ -118,7 +118,7 @@ def test_an_engine_whose_messages_make_no_sense_is_ended() -> None:
         def refuse(message: wire.FromEngine) -> None:
             raise ValueError("not understood")
 
-        EngineProcess({}, refuse, ended.set_result, "tests.server.fake_engine")
+        EngineProcess(EngineCommand({}, "tests.server.fake_engine"), refuse, ended.set_result)
         return await asyncio.wait_for(ended, GUARD_S)
 
     assert asyncio.run(main()) == -signal.SIGKILL
@@ -132,7 +132,7 @@ def test_an_engine_whose_messages_cannot_be_read_is_ended(monkeypatch: pytest.Mo
 
     async def main() -> int:
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        EngineProcess({}, lambda message: None, ended.set_result, "tests.server.fake_engine")
+        EngineProcess(EngineCommand({}, "tests.server.fake_engine"), lambda message: None, ended.set_result)
         return await asyncio.wait_for(ended, GUARD_S)
 
     assert asyncio.run(main()) == -signal.SIGKILL
@@ -142,7 +142,9 @@ def test_the_last_words_of_an_engine_are_waited_for() -> None:
     async def main() -> tuple[list[wire.FromEngine], int]:
         heard: list[wire.FromEngine] = []
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        EngineProcess({"model": "/nowhere/at/all"}, heard.append, ended.set_result, "tests.server.fake_engine")
+        EngineProcess(
+            EngineCommand({"model": "/nowhere/at/all"}, "tests.server.fake_engine"), heard.append, ended.set_result
+        )
         return heard, await asyncio.wait_for(ended, GUARD_S)
 
     heard, status = asyncio.run(main())

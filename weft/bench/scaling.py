@@ -22,7 +22,7 @@ from typing import Any
 from weft.bench.throughput import ThroughputWorkload
 from weft.config import EngineConfig
 from weft.engine import wire
-from weft.engine.launcher import ENGINE_MODULE
+from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.replicas import ReplicaSet
 from weft.errors import ConfigError, EngineDeadError
 from weft.messages import RowSampling
@@ -117,7 +117,7 @@ class Engines:
         self._ended = asyncio.Event()
         self._open: set[str] = set()
         self._numbers = count()
-        self._set = ReplicaSet(settings, self._handle, self._exited, module)
+        self._set = ReplicaSet(EngineCommand(settings, module), self._handle, self._exited)
 
     async def ready(self) -> EngineConfig:
         """Wait for all replicas. Raises WeftError if one does not start."""

@@ -97,12 +97,12 @@ class AsyncLLM:
 
     def _launch(self) -> EngineProcess:
         try:
-            from weft.engine.launcher import EngineProcess
+            from weft.engine.launcher import EngineCommand, EngineProcess
         except ImportError as error:
             raise ConfigError(f"AsyncLLM needs {error.name}; install it with: pip install 'weft[server]'") from error
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("AsyncLLM must be started in the main thread: the engine ends with the thread it is from")
-        return EngineProcess(self._settings, self._handle, self._on_exit)
+        return EngineProcess(EngineCommand(self._settings), self._handle, self._on_exit)
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:

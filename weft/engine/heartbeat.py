@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from weft.executor.liveness import processor_s, waits_for_processor
+from weft.executor.liveness import Movement
 
 BEAT_S = 0.25
 """Seconds between two beats."""
@@ -52,25 +52,17 @@ class Pulse:
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(_LAYOUT.size))
         self._memory = _map(path)
-        self._processor_s = 0.0
-        self._moved_at = 0.0
+        self._movement = Movement()
 
     @property
     def silence_s(self) -> float:
         """Seconds since the last sign of life, a beat or what ``poll`` saw; infinite before the first beat."""
         beat = self._last_beat()
-        return time.monotonic() - max(beat, self._moved_at) if beat else float("inf")
+        return time.monotonic() - max(beat, self._movement.at) if beat else float("inf")
 
     def poll(self, pid: int) -> None:
         """See whether the process moves without a beat; for a caller that looks about once a second."""
-        try:
-            used = processor_s(pid)
-            is_quiet = time.monotonic() - self._last_beat() > 4 * BEAT_S  # else there is no need to ask every thread
-            moves = used != self._processor_s or (is_quiet and waits_for_processor(pid))
-        except OSError:  # it has ended, which is for others to notice
-            return
-        if moves:
-            self._processor_s, self._moved_at = used, time.monotonic()
+        self._movement.look(pid, is_quiet=time.monotonic() - self._last_beat() > 4 * BEAT_S)
 
     def _last_beat(self) -> float:
         (moment,) = _LAYOUT.unpack(self._memory[: _LAYOUT.size])

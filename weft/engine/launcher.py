@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,47 @@ GRACE_S = 10.0
 """Seconds that an engine gets to leave after ``Shutdown`` before it is killed."""
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they can be sent."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What an engine process is to run.
+
+    Attributes:
+        settings: what the user set, keyword arguments of ``weft.config.resolve``.
+        module: what ``python -m`` runs.
+        verbose: it says on stderr what it decides.
+    """
+
+    settings: dict[str, Any]
+    module: str = ENGINE_MODULE
+    verbose: bool = False
+
+    def start(self, address: Address, heartbeat: str = "", parent_pid: int = 0) -> EngineStart:
+        """What the process reads at its start."""
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in self.settings.items()}
+        return EngineStart(address, heartbeat, parent_pid, settings, self.verbose)
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Whether an engine is started again when its process has died. ``num``: how often it was."""
+
+    num: int = 0
+    num_in_a_row: int = 0
+    ready_at: float | None = None
+
+    def ready(self) -> None:
+        """Its process can take requests."""
+        self.ready_at = time.monotonic()
+
+    def allowed(self) -> bool:
+        """Its process has died. True: another one is to be started, and counts; not where none was ever ready."""
+        if self.ready_at is not None and time.monotonic() - self.ready_at > STABLE_AFTER_S:
+            self.num_in_a_row = 0
+        was_ready, self.ready_at = self.ready_at is not None or self.num > 0, None
+        if not was_ready or self.num_in_a_row >= MAX_RESTARTS_IN_A_ROW:
+            return False
+        self.num, self.num_in_a_row = self.num + 1, self.num_in_a_row + 1
+        return True
 
 
 def spawn(start: EngineStart, module: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -144,29 +184,23 @@ class EngineProcess(EngineHandle):
     """An engine process on this machine. Make it in the main thread.
 
     Args:
-        settings: what the user set, keyword arguments of ``weft.config.resolve``.
         on_message, on_exit: see ``EngineHandle``.
-        module: what ``python -m`` runs.
-        verbose: it says on stderr what it decides.
         environment: its variables, besides this process's.
     """
 
     def __init__(
         self,
-        settings: dict[str, Any],
+        command: EngineCommand,
         on_message: Callable[[wire.FromEngine], None],
         on_exit: Callable[[int], None],
-        module: str = ENGINE_MODULE,
-        *,
-        verbose: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(on_message, on_exit)
         self._directory = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
         heartbeat = self._directory / "heartbeat"
         self.pulse = Pulse(heartbeat)
-        start = EngineStart(self._open(self._directory), str(heartbeat), os.getpid(), plain(settings), verbose)
-        self._process = spawn(start, module, environment or {})
+        start = command.start(self._open(self._directory), str(heartbeat), os.getpid())
+        self._process = spawn(start, command.module, environment or {})
         self._watchdog = asyncio.create_task(self._poll())
         threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
 

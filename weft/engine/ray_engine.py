@@ -23,8 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.engine import ray_cluster, wire
-from weft.engine.channel import EngineStart
-from weft.engine.launcher import ENGINE_MODULE, EngineHandle, plain
+from weft.engine.launcher import EngineCommand, EngineHandle
 from weft.errors import WeftError
 from weft.request import RequestSpec
 
@@ -61,25 +60,19 @@ class RayEngine(EngineHandle):
     """An engine in a Ray actor.
 
     Args:
-        settings: what the user set, keyword arguments of ``weft.config.resolve``.
         on_message, on_exit: see ``EngineHandle``.
-        module: what ``python -m`` runs there.
-        verbose: it says on stderr what it decides.
         patience_s: how long to wait for room in the cluster; None: as long as it takes.
     """
 
     def __init__(
         self,
-        settings: dict[str, Any],
+        command: EngineCommand,
         on_message: Callable[[wire.FromEngine], None],
         on_exit: Callable[[int], None],
-        module: str = ENGINE_MODULE,
-        *,
-        verbose: bool = False,
         patience_s: float | None = None,
     ) -> None:
         super().__init__(on_message, on_exit)
-        self._settings, self._module, self._verbose, self._patience_s = plain(settings), module, verbose, patience_s
+        self._command, self._patience_s = command, patience_s
         self._actor: Any = None
         self._pid = 0
         self._reported_silence_s, self._reported_at = 0.0, time.monotonic()
@@ -109,7 +102,7 @@ class RayEngine(EngineHandle):
             began = time.monotonic()
             await asyncio.to_thread(ray_cluster.connect)
             ray_cluster.keep_signals()
-            bundle = ray_cluster.bundle_of(self._settings)
+            bundle = ray_cluster.bundle_of(self._command.settings)
             group = await ray_cluster.reserve(bundle, self._patience_s)
             self._on_message(wire.Stage("placed", time.monotonic() - began, "by Ray"))
             self._actor = ray_cluster.start_actor(group, bundle)
@@ -131,8 +124,7 @@ class RayEngine(EngineHandle):
     async def _run(self) -> int:
         """The engine's exit status. Raises Ray's error if the actor ends first."""
         address = self._open(await asyncio.to_thread(ray_cluster.this_address))
-        start = msgspec.msgpack.encode(EngineStart(address, "", 0, self._settings, self._verbose))
-        ended = self._actor.run.remote(start, self._module)
+        ended = self._actor.run.remote(msgspec.msgpack.encode(self._command.start(address)), self._command.module)
         beats = asyncio.create_task(self._ask())
         try:
             return await ended

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import assert_never
 
 from msgspec.structs import replace
 
 from weft.config.parallelism import is_on_ray
 from weft.engine import ray_cluster, wire
 from weft.engine.gpus import devices_of_replica
-from weft.engine.launcher import ENGINE_MODULE, MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineHandle, EngineProcess
+from weft.engine.launcher import EngineCommand, EngineHandle, EngineProcess, Restarts
 from weft.engine.prefix_resets import PrefixResets
 from weft.engine.ray_engine import RayEngine
 from weft.engine.router import NoReplicaError, Router
@@ -55,9 +54,7 @@ class Member:
     capacity: wire.Capacity | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     failed: wire.Failed | None = None
-    ready_at: float = 0.0
-    num_restarts: int = 0
-    restarts_in_a_row: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
     is_out: bool = False
     """It has been drained, or is about to be."""
 
@@ -108,14 +105,11 @@ class ReplicaSet:
 
     def __init__(
         self,
-        settings: dict[str, Any],
+        command: EngineCommand,
         on_message: Callable[[wire.FromEngine], None],
         on_exit: Callable[[int], None],
-        module: str = ENGINE_MODULE,
-        *,
-        verbose: bool = False,
     ) -> None:
-        self._settings, self._module, self._verbose = settings, module, verbose
+        self._command, settings = command, command.settings
         self._on_message, self._on_exit = on_message, on_exit
         self.members = [Member(index) for index in range(settings.get("data_parallel_size") or 1)]
         self._on_ray = is_on_ray(settings)
@@ -141,12 +135,9 @@ class ReplicaSet:
         self, member: Member, on_message: Callable[[wire.FromEngine], None], ended: Callable[[int], None]
     ) -> EngineHandle:
         if not self._on_ray:
-            environment = self._devices(member.index)
-            return EngineProcess(
-                self._settings, on_message, ended, self._module, verbose=self._verbose, environment=environment
-            )
+            return EngineProcess(self._command, on_message, ended, self._devices(member.index))
         patience_s = None if self._is_ready else PLACEMENT_PATIENCE_S  # one that comes back waits for its turn
-        return RayEngine(self._settings, on_message, ended, self._module, verbose=self._verbose, patience_s=patience_s)
+        return RayEngine(self._command, on_message, ended, patience_s)
 
     # -- towards the replicas ------------------------------------------------------------------------------------
 
@@ -250,7 +241,8 @@ class ReplicaSet:
             self._on_message(wire.Outputs(updates, merged([m.stats for m in self.members])))
 
     def _became_ready(self, member: Member, capacity: wire.Capacity) -> None:
-        member.capacity, member.ready_at = capacity, time.monotonic()
+        member.capacity = capacity
+        member.restarts.ready()
         member.stats = EngineStats(num_free_pages=capacity.num_pages - 1, num_free_slots=max(0, capacity.num_slots - 1))
         self._router.max_num_seqs = capacity.max_num_seqs
         self._router.up(member.index)
@@ -279,7 +271,7 @@ class ReplicaSet:
                 pid=m.process.pid if m.process is not None else 0,
                 num_open=self._router.replicas[m.index].num_open,
                 max_num_seqs=m.capacity.max_num_seqs if m.capacity is not None else 0,
-                num_restarts=m.num_restarts,
+                num_restarts=m.restarts.num,
                 **{name: getattr(m.stats, name) for name in names},
             )
             for m in self.members
@@ -311,7 +303,7 @@ class ReplicaSet:
             await member.process.stop()
 
     def _restart(self, member: Member) -> None:
-        member.is_out, member.restarts_in_a_row = False, 0
+        member.is_out, member.restarts = False, Restarts(member.restarts.num)
         self._start(member)
 
     @property
@@ -334,7 +326,6 @@ class ReplicaSet:
 
     def _ended(self, member: Member, status: int) -> None:
         """A replica's process has ended."""
-        was_up = member.is_ready
         member.process = member.capacity = None
         self._router.down(member.index)
         self._resets.died(member.index)
@@ -349,11 +340,7 @@ class ReplicaSet:
             return
         words = member.failed.message if member.failed is not None else f"status {status}"
         logger.error("replica %d has died (%s)", member.index, words)
-        if time.monotonic() - member.ready_at > STABLE_AFTER_S:
-            member.restarts_in_a_row = 0
-        if (was_up or member.num_restarts) and member.restarts_in_a_row < MAX_RESTARTS_IN_A_ROW:
-            member.restarts_in_a_row += 1
-            member.num_restarts += 1
+        if member.restarts.allowed():
             self._start(member)
         elif all(m.process is None for m in self.members):
             self._give_up(member, status)

@@ -7,13 +7,12 @@ know: requests, tokenizers, HTTP.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from weft.config.parallelism import is_on_ray
 from weft.engine import wire
-from weft.engine.launcher import ENGINE_MODULE, MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S, EngineProcess
+from weft.engine.launcher import EngineCommand, EngineProcess, Restarts
 from weft.engine.replicas import ReplicaSet
 from weft.engine.snapshot import ReplicaView
 
@@ -61,38 +60,31 @@ class EngineSupervisor:
     """The engine processes of this process.
 
     Args:
-        settings, module, verbose: see ``EngineProcess``.
+        command: what they run.
         restarts: start another one when it dies.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        module: str = ENGINE_MODULE,
-        *,
-        verbose: bool = False,
-        restarts: bool = False,
-    ) -> None:
-        self._settings, self._module, self._verbose = settings, module, verbose
+    def __init__(self, command: EngineCommand, *, restarts: bool = False) -> None:
+        self._command = command
         self._on_message: OnMessage = lambda message: None
         self._on_lost: OnLost = lambda failure, is_restarting: None
         self._may_restart = restarts
         self._process: EngineProcess | ReplicaSet | None = None
         self._failed: wire.Failed | None = None
-        self._ready_at: float | None = None
-        self._restarts_in_a_row = 0
+        self._restarts = Restarts()
         self._is_stopping = False
-        self.num_restarts = 0
 
     def listen(self, on_message: OnMessage, on_lost: OnLost) -> None:
         self._on_message, self._on_lost = on_message, on_lost
 
     def start(self) -> None:
-        self._failed, self._ready_at = None, None
-        many = (self._settings.get("data_parallel_size") or 1) > 1 or is_on_ray(self._settings)
-        self._process = (ReplicaSet if many else EngineProcess)(
-            self._settings, self._handle, self._on_exit, self._module, verbose=self._verbose
-        )
+        self._failed, settings = None, self._command.settings
+        many = (settings.get("data_parallel_size") or 1) > 1 or is_on_ray(settings)
+        self._process = (ReplicaSet if many else EngineProcess)(self._command, self._handle, self._on_exit)
+
+    @property
+    def num_restarts(self) -> int:
+        return self._restarts.num
 
     @property
     def pid(self) -> int | None:
@@ -129,26 +121,16 @@ class EngineSupervisor:
             self._failed = message
             return
         if isinstance(message, wire.Ready):
-            self._ready_at = time.monotonic()
+            self._restarts.ready()
         self._on_message(message)
 
     def _on_exit(self, status: int) -> None:
         if self._is_stopping:
             return
         failure = self._failed or wire.Failed(f"the engine process ended unexpectedly ({describe_end(status)})")
-        was_ready = self._ready_at is not None
-        if self._ready_at is not None and time.monotonic() - self._ready_at > STABLE_AFTER_S:
-            self._restarts_in_a_row = 0
-        starts_another = (
-            self._may_restart
-            and (was_ready or self.num_restarts > 0)
-            and self._restarts_in_a_row < MAX_RESTARTS_IN_A_ROW
-        )
-        if not starts_another:
+        if not (self._may_restart and self._restarts.allowed()):
             self._on_lost(failure, False)
             return
-        self._restarts_in_a_row += 1
-        self.num_restarts += 1
         logger.error("%s; another one is started", failure.message)
         self._on_lost(failure, True)
         self.start()

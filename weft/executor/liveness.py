@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+
+
+class Movement:
+    """When a process was last seen to move. ``at``: of ``time.monotonic()``; 0.0: not yet."""
+
+    def __init__(self) -> None:
+        self.at, self._used = 0.0, -1.0
+
+    def look(self, pid: int, *, is_quiet: bool) -> None:
+        """See whether it used a processor since the last look; or waits for one, which takes a look at every thread and
+        is asked only if it ``is_quiet`` otherwise."""
+        try:
+            before, self._used = self._used, processor_s(pid)
+            if self._used != before or (is_quiet and waits_for_processor(pid)):
+                self.at = time.monotonic()
+        except OSError:  # it has ended, which is for others to notice
+            return
 
 
 def processor_s(pid: int) -> float:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from weft.errors import ConfigError, EngineDeadError, WeftError
-from weft.executor.liveness import processor_s, waits_for_processor
+from weft.executor.liveness import Movement
 from weft.executor.rank_process import RankProcess
 from weft.executor.ring import Writer
 from weft.parallel.process_group import abort_groups
@@ -42,7 +42,7 @@ class Workers:
         self._ring = ring
         self._failure: WeftError | None = None
         self._is_stopping = threading.Event()
-        self._used: dict[int, tuple[float, float]] = {}  # processor time, and when it last rose, by process id
+        self._movements: dict[int, Movement] = {}  # by process id
         self._watcher = threading.Thread(target=self._watch, name="rank watch", daemon=True)
         self._watcher.start()
 
@@ -94,20 +94,11 @@ class Workers:
         """Seconds in which the process neither beat nor used a processor nor waited for one."""
         pid, beat = self._ring.beats()[worker.rank - 1]
         now = time.monotonic()
-        if not pid:  # it has not come far enough; loading libraries may take long
+        if not pid or now - beat <= 4 * _LOOK_S:  # it still loads libraries, which may take long; or it beats
             return 0.0
-        used, since = self._used.get(pid, (-1.0, now))
-        if now - beat > 4 * _LOOK_S:
-            try:
-                current = processor_s(pid)
-                if current != used or waits_for_processor(pid):
-                    since = now
-            except OSError:
-                current = used
-            self._used[pid] = (current, since)
-            return now - max(beat, since)
-        self._used[pid] = (used, now)
-        return 0.0
+        movement = self._movements.setdefault(pid, Movement())
+        movement.look(pid, is_quiet=True)
+        return now - max(beat, movement.at)
 
     def _fail(self, worker: RankProcess, what: str) -> None:
         if self._is_stopping.is_set():

@@ -17,7 +17,7 @@ import uvloop
 
 from weft import __version__
 from weft.engine import wire
-from weft.engine.launcher import ENGINE_MODULE
+from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
 from weft.server.api_servers import ApiServers
 from weft.server.http_server import listen, make_tracer, serve_http
@@ -48,7 +48,8 @@ def serve(
     tracer = make_tracer(settings.otlp_traces_endpoint)
     listeners = listen(settings)
     log = configure_log(settings.log_format == "json", verbose)
-    supervisor = EngineSupervisor(engine_settings, engine_module, verbose=verbose, restarts=settings.restart_engine)
+    command = EngineCommand(engine_settings, engine_module, verbose)
+    supervisor = EngineSupervisor(command, restarts=settings.restart_engine)
     report = StartReport(log.put)
     report.head(settings, listeners[0])
     try:
