@@ -8,7 +8,9 @@ devices, user settings.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from weft.config.families import FAMILIES, OTHER_NAMES, Family
 from weft.config.json_object import JsonObject
@@ -54,6 +56,12 @@ def _architecture(top: JsonObject) -> str:
     return architecture
 
 
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    """By architecture: the reference implementation's values of keys that a ``config.json`` may leave out."""
+    return JsonObject.load(Path(__file__).parent / "defaults.json").values
+
+
 def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObject:
     """The object that holds the language model's numbers, with the architecture's defaults under it."""
     text = top.object("text_config") if family.multimodal else top
@@ -63,7 +71,7 @@ def _text_config(top: JsonObject, architecture: str, family: Family) -> JsonObje
     if "num_local_experts" in given:  # the name under which newer files store it
         given.setdefault("num_experts", given["num_local_experts"])
     given |= {shared: given[own] for own, shared in family.keys.items() if own in given}
-    merged = {**family.defaults, **given}
+    merged = {**_defaults().get(architecture, {}), **given}
     if text.values.get("sliding_window", 0) is None:  # null has a meaning of its own: no window
         merged.pop("sliding_window", None)
     return JsonObject(merged, text.where)

@@ -1,7 +1,8 @@
 """Architectures that Weft runs: one entry each, and everything that an architecture's name alone decides.
 
-Job: the table from the class name in ``config.json`` to what its layers are, the defaults of its keys and the model
-class. A new architecture is registered here and nowhere else. Does not know: values of a checkpoint.
+Job: the table from the class name in ``config.json`` to what its layers are and the model class. A new
+architecture is registered here; ``defaults.json`` has what its ``config.json`` may leave out. Does not know: values of
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from weft.config.attention import AttentionConfig, read_attention
 from weft.config.family import Family, Mixers
 from weft.config.gated_delta_net import read_gated_delta_net, read_olmo_hybrid_gated_delta_net
-from weft.config.gemma3 import GEMMA3, gemma3_layer_types, gemma3_multipliers, read_full_attention, read_window
+from weft.config.gemma3 import gemma3_layer_types, gemma3_multipliers, read_full_attention, read_window
 from weft.config.json_object import JsonObject
 from weft.config.kimi import kimi_layer_types, read_kimi_delta, read_latent_attention
 from weft.config.mamba_families import MAMBA_FAMILIES
@@ -65,74 +66,11 @@ def lfm2_intermediate_size(text: JsonObject) -> int:
     return -(-size // multiple) * multiple
 
 
-_LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_MISTRAL = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_QWEN2 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "num_key_value_heads": 32,
-          "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
-_QWEN2_MOE = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
-              "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408,
-              "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
-              "norm_topk_prob": False, "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
-_QWEN3 = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
-          "sliding_window": 4096, "max_window_layers": 28}  # fmt: skip
-_QWEN3_MOE = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-              "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
-              "num_experts_per_tok": 8, "norm_topk_prob": False, "sliding_window": 4096}  # fmt: skip
-_LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-           "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}  # fmt: skip
-_QWEN3_NEXT = _LINEAR | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
-                         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
-                         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
-                         "num_experts_per_tok": 10, "norm_topk_prob": True}  # fmt: skip
-_QWEN3_5 = _LINEAR | {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-                      "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}  # fmt: skip
-_QWEN3_5_MOE = _LINEAR | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
-                          "num_key_value_heads": 2, "head_dim": 256, "moe_intermediate_size": 512,
-                          "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
-                          "norm_topk_prob": True}  # fmt: skip
-
-_QWEN3_VL = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-             "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0,
-             "max_position_embeddings": 128000}  # fmt: skip
-_QWEN3_VL_MOE = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
-                 "num_attention_heads": 16, "num_key_value_heads": 16, "rope_theta": 500000.0,
-                 "max_position_embeddings": 128000, "moe_intermediate_size": 1408, "num_experts": 60,
-                 "num_experts_per_tok": 4}  # fmt: skip
-
-_LFM2 = {"vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5,
-         "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True, "bos_token_id": 1,
-         "eos_token_id": 2}  # fmt: skip
-
-_LFM2_MOE = {"vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 32,
-             "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000,
-             "rms_norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True, "num_experts": 32,
-             "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 _LFM2_KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 _LFM2_MIXERS: Mixers = {
     "full_attention": {"self_attn": partial(read_attention, qkv_bias=False, qk_norm=True)},
     "conv": {"conv": read_short_conv},
 }
-
-_KIMI_LINEAR = {"vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
-                "num_hidden_layers": 27, "num_attention_heads": 32, "routed_scaling_factor": 2.446, "kv_lora_rank": 512,
-                "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "num_experts": 256,
-                "num_experts_per_tok": 8, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
-                "bos_token_id": 163584, "eos_token_id": 163586}  # fmt: skip
-_GPT_OSS = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
-            "num_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
-            "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                                "truncate": False, "original_max_position_embeddings": 4096}}  # fmt: skip
-_OLMO_HYBRID = {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
-                "num_attention_heads": 30, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4,
-                "eos_token_id": 100257}  # fmt: skip
 
 
 def _windowed(attention: Callable[[JsonObject], AttentionConfig], *, switched: bool = True) -> Mixers:
@@ -154,9 +92,9 @@ _hybrid = partial(
     zero_centered_norm=True,
     mtp=True,
 )
-_qwen3_5 = partial(_hybrid, "weft.models.qwen3_5:Qwen3_5ForCausalLM", defaults=_QWEN3_5)
+_qwen3_5 = partial(_hybrid, "weft.models.qwen3_5:Qwen3_5ForCausalLM")
 _QWEN3_5_EXPERTS = partial(read_moe, shared_expert=True, always_renormalise=True)
-_qwen3_5_moe = partial(_qwen3_5, moe=_QWEN3_5_EXPERTS, defaults=_QWEN3_5_MOE)
+_qwen3_5_moe = partial(_qwen3_5, moe=_QWEN3_5_EXPERTS)
 _qwen3_5_vision = partial(
     read_vision,
     tokens=VisionTokens(image=248056, video=248057, start=248053, end=248054),
@@ -180,36 +118,31 @@ FAMILIES: dict[str, Family] = {
         "weft.models.llama:LlamaForCausalLM",
         {"full_attention": {"self_attn": read_attention}},
         mlp_bias=True,
-        defaults=_LLAMA,
     ),
     "MistralForCausalLM": Family(
         "weft.models.llama:LlamaForCausalLM",
         _windowed(partial(read_attention, qkv_bias=False), switched=False),
         layer_types=all_sliding,
-        defaults=_MISTRAL,
     ),
     "Qwen2ForCausalLM": Family(
         "weft.models.llama:LlamaForCausalLM",
         _windowed(partial(read_attention, qkv_bias=True)),
         layer_types=sliding_from_layer,
-        defaults=_QWEN2,
     ),
     "Qwen2MoeForCausalLM": Family(
         "weft.models.qwen2_moe:Qwen2MoeForCausalLM",
         _windowed(read_qwen2_moe_attention),
         layer_types=sliding_every_other,
         moe=partial(read_moe, shared_expert=True),
-        defaults=_QWEN2_MOE,
     ),
     "Qwen3ForCausalLM": Family(
-        "weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, layer_types=sliding_from_layer, defaults=_QWEN3
+        "weft.models.qwen3:Qwen3ForCausalLM", _QK_NORM_ATTENTION, layer_types=sliding_from_layer
     ),
     "Qwen3MoeForCausalLM": Family(
         "weft.models.qwen3_moe:Qwen3MoeForCausalLM",
         _QK_NORM_ATTENTION,
         layer_types=all_sliding_if_used,
         moe=read_moe,
-        defaults=_QWEN3_MOE,
     ),
     "Lfm2ForCausalLM": Family(
         "weft.models.lfm2:Lfm2ForCausalLM",
@@ -217,7 +150,6 @@ FAMILIES: dict[str, Family] = {
         layer_types=lfm2_layer_types,
         keys=_LFM2_KEYS | {"block_ff_dim": "intermediate_size"},
         intermediate_size=lfm2_intermediate_size,
-        defaults=_LFM2,
     ),
     "Lfm2MoeForCausalLM": Family(
         "weft.models.lfm2:Lfm2ForCausalLM",
@@ -225,7 +157,6 @@ FAMILIES: dict[str, Family] = {
         layer_types=lfm2_layer_types,
         moe=read_lfm2_moe,
         keys=_LFM2_KEYS,
-        defaults=_LFM2_MOE,
     ),
     "OlmoHybridForCausalLM": Family(
         "weft.models.olmo_hybrid:OlmoHybridForCausalLM",
@@ -235,7 +166,6 @@ FAMILIES: dict[str, Family] = {
         },
         layer_types=olmo_hybrid_layer_types,
         norm_placement={"full_attention": "post"},
-        defaults=_OLMO_HYBRID,
     ),
     "Gemma3ForCausalLM": Family(
         "weft.models.gemma3:Gemma3ForCausalLM",
@@ -246,14 +176,12 @@ FAMILIES: dict[str, Family] = {
         activation="gelu_pytorch_tanh",
         zero_centered_norm=True,
         keys={"hidden_activation": "hidden_act"},
-        defaults=GEMMA3,
     ),
     "GptOssForCausalLM": Family(
         "weft.models.gpt_oss:GptOssForCausalLM",
         _windowed(partial(read_attention, sinks=True), switched=False),
         layer_types=alternating_from_sliding,
         moe=read_gpt_oss_moe,
-        defaults=_GPT_OSS,
     ),
     "KimiLinearForCausalLM": Family(
         "weft.models.kimi_linear:KimiLinearForCausalLM",
@@ -267,20 +195,18 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_token": "num_experts_per_tok",
             "num_shared_experts": "n_shared_experts",
         },
-        defaults=_KIMI_LINEAR,
     ),
     "Qwen3NextForCausalLM": _hybrid(
-        "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=partial(read_moe, shared_expert=True), defaults=_QWEN3_NEXT
+        "weft.models.qwen3_next:Qwen3NextForCausalLM", moe=partial(read_moe, shared_expert=True)
     ),
     "Qwen3_5ForCausalLM": _qwen3_5(),
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe(),
     "Qwen3_5ForConditionalGeneration": _qwen3_5(multimodal=True, vision=_qwen3_5_vision),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe(multimodal=True, vision=_qwen3_5_vision),
-    "Qwen3VLForConditionalGeneration": _qwen3_vl("weft.models.qwen3_vl:Qwen3VLForCausalLM", defaults=_QWEN3_VL),
+    "Qwen3VLForConditionalGeneration": _qwen3_vl("weft.models.qwen3_vl:Qwen3VLForCausalLM"),
     "Qwen3VLMoeForConditionalGeneration": _qwen3_vl(
         "weft.models.qwen3_vl:Qwen3VLMoeForCausalLM",
         moe=read_renormalised_moe,
-        defaults=_QWEN3_VL_MOE,
     ),
     **MAMBA_FAMILIES,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import MixerConfig
@@ -49,7 +48,6 @@ class Family:
         mtp: checkpoints come with a multi-token-prediction head, unless ``mtp_num_hidden_layers`` is 0.
         multimodal: the language model's numbers stand under ``text_config``.
         vision: reads the vision tower, from the whole config and the text config; None: the architecture has none.
-        defaults: the reference implementation's values of keys that a ``config.json`` may leave out.
     """
 
     model: str
@@ -69,4 +67,3 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     layer_names: Mapping[str, str] = field(default_factory=dict)
     intermediate_size: Callable[[JsonObject], int] | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)

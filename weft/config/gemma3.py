@@ -10,11 +10,6 @@ from weft.config.model import Multipliers
 from weft.config.sliding_window import SlidingWindowConfig, read_sliding_window
 from weft.errors import UnsupportedModelError
 
-GEMMA3 = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-          "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True, "bos_token_id": 2,
-          "eos_token_id": 1}  # fmt: skip
-
 _THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 
 

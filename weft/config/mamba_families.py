@@ -216,10 +216,6 @@ _MINIMAX_KEYS = {
     for own, shared in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
     for factor in ("alpha", "beta")
 }
-_MINIMAX = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1,
-            "eos_token_id": 2}  # fmt: skip
 _MINIMAX_FAMILY = Family(
     "weft.models.minimax:MiniMaxForCausalLM",
     {
@@ -231,52 +227,22 @@ _MINIMAX_FAMILY = Family(
     norm_placement={"full_attention": "stream", "linear_attention": "stream"},
     residual_weights=read_residual_weights,
     keys=_MINIMAX_KEYS,
-    defaults=_MINIMAX,
 )
 
 
-# --- defaults and table ----------------------------------------------------------------------------------------------
+# --- table -----------------------------------------------------------------------------------------------------------
 
-_MAMBA2_LAYER = {"mamba_n_heads": 128, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4, "mamba_expand": 2}
-_BAMBA = _MAMBA2_LAYER | {"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336,
-                          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-                          "max_position_embeddings": 262144,
-                          "rms_norm_eps": 1e-5, "mamba_n_groups": 1, "mamba_d_state": 256, "bos_token_id": 1,
-                          "eos_token_id": 2}  # fmt: skip
-_MAMBA2 = _MAMBA2_LAYER | {"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "mamba_d_head": 64,
-                           "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "bos_token_id": 0,
-                           "eos_token_id": 2}  # fmt: skip
 _MAMBA2_KEYS = {"num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "state_size": "mamba_d_state",
                 "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "expand": "mamba_expand",
                 "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
                 "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
 
-_GRANITE = _MAMBA2_LAYER | {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
-                            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
-                            "mamba_n_groups": 1, "mamba_d_state": 256, "num_experts": 8, "num_experts_per_tok": 2,
-                            "shared_intermediate_size": 1024, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_NEMOTRON = {"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32,
-             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-             "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4,
-             "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
-             "moe_shared_expert_intermediate_size": 7688, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 _NEMOTRON_KEYS = {"layers_block_type": "layer_types", "attention_head_dim": "head_dim",
                   "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head",
                   "ssm_state_size": "mamba_d_state", "n_groups": "mamba_n_groups",
                   "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
                   "layer_norm_epsilon": "rms_norm_eps", "mlp_hidden_act": "hidden_act",
                   "n_routed_experts": "num_experts"}  # fmt: skip
-_FALCON_H1 = {"vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-              "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
-              "rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_d_conv": 4,
-              "mamba_rms_norm": False, "mamba_norm_before_gate": True, "mamba_out_bias": False, "bos_token_id": 1,
-              "eos_token_id": 2}  # fmt: skip
-_JAMBA = {"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 262144, "num_experts": 16,
-          "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-_FALCON_MAMBA = {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32, "rms_norm_eps": 1e-5,
-                 "max_position_embeddings": 262144, "tie_word_embeddings": True, "bos_token_id": 0,
-                 "eos_token_id": 0}  # fmt: skip
 _FALCON_MAMBA_KEYS = {"state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "expand": "mamba_expand",
                       "use_conv_bias": "mamba_conv_bias", "use_bias": "mamba_proj_bias",
                       "time_step_rank": "mamba_dt_rank", "layer_norm_epsilon": "rms_norm_eps"}  # fmt: skip
@@ -292,7 +258,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         keys={"layers_block_type": "layer_types"},
         layer_names=MAMBA_LAYER_NAMES,
         mlp_bias=True,
-        defaults=_BAMBA,
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "weft.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM",
@@ -303,7 +268,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         intermediate_size=lambda text: text.integer("shared_intermediate_size"),
         keys={"layers_block_type": "layer_types"},
         layer_names=MAMBA_LAYER_NAMES,
-        defaults=_GRANITE,
     ),
     "NemotronHForCausalLM": Family(
         "weft.models.nemotron_h:NemotronHForCausalLM",
@@ -320,7 +284,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         mlp_bias=True,
         keys=_NEMOTRON_KEYS,
         layer_names=MAMBA_LAYER_NAMES,
-        defaults=_NEMOTRON,
     ),
     "FalconH1ForCausalLM": Family(
         "weft.models.falcon_h1:FalconH1ForCausalLM",
@@ -329,7 +292,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         multipliers=read_falcon_h1_multipliers,
         mlp_bias=True,
         keys={"projectors_bias": "mamba_out_bias"},
-        defaults=_FALCON_H1,
     ),
     "JambaForCausalLM": Family(
         "weft.models.jamba:JambaForCausalLM",
@@ -339,7 +301,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         },
         layer_types=jamba_layer_types,
         moe=read_jamba_moe,
-        defaults=_JAMBA,
     ),
     "FalconMambaForCausalLM": Family(
         "weft.models.falcon_mamba:FalconMambaForCausalLM",
@@ -348,7 +309,6 @@ MAMBA_FAMILIES: dict[str, Family] = {
         without_mlp=("linear_attention",),
         intermediate_size=lambda _: 0,
         keys=_FALCON_MAMBA_KEYS,
-        defaults=_FALCON_MAMBA,
     ),
     "MiniMaxForCausalLM": _MINIMAX_FAMILY,
     "Mamba2ForCausalLM": Family(
@@ -358,6 +318,5 @@ MAMBA_FAMILIES: dict[str, Family] = {
         without_mlp=("linear_attention",),
         intermediate_size=lambda _: 0,
         keys=_MAMBA2_KEYS,
-        defaults=_MAMBA2,
     ),
 }

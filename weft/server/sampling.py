@@ -15,26 +15,10 @@ from weft.server.settings import ServerSettings
 COMPLETION_MAX_TOKENS = 16
 """What ``/v1/completions`` generates if the caller does not say (the OpenAI API's default)."""
 
-_SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "seed",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-)
+_SAME_NAME = {*SamplingFields.__struct_fields__} & {*SamplingParams.__struct_fields__} - {
+    "logit_bias", "max_tokens", "stop", "structured_outputs",
+}  # fmt: skip
+"""Fields that are taken over as they are."""
 
 _MOST = {"bad_words": 512, "allowed_token_ids": 1 << 18, "logit_bias": 1 << 18}
 """Entries of a list that are looked at one by one while others wait."""
