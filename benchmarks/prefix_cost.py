@@ -119,7 +119,6 @@ def full_steps_ms(manager: Manager, count: int) -> list[float]:
     free = manager.pages.num_free - BATCH * 20
     pages = manager.pages.allocate(free)
     assert pages is not None
-    manager.pages.pin(pages)
     return steps_ms(manager, count)
 
 

@@ -159,7 +159,6 @@ class Poisoned:
         assert manager.evictor.make_room(count)
         pages = manager.pages.allocate(count)
         assert pages is not None
-        manager.pages.pin(pages)
         self.hog += pages
 
     def give_memory_back(self) -> None:

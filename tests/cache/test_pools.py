@@ -25,7 +25,9 @@ def test_too_many_takes_nothing() -> None:
 def test_page_is_free_after_its_last_user() -> None:
     pool = PagePool(4)
     pages = pool.allocate(2)
-    assert pages is not None
+    assert pages is not None and pool.num_evictable == 0
+    pool.unpin(pages)
+    assert pool.num_evictable == 2
     pool.retain(pages[:1])
     pool.release(pages)
     assert pool.num_free == 2 and pool.references(pages[0]) == 1
@@ -59,7 +61,9 @@ def test_random_use_keeps_the_books() -> None:
             taken += [] if slot is None else [slot]
         else:
             rng.shuffle(held)
-            pool.release([held.pop() for _ in range(min(len(held), rng.randint(0, 4)))])
+            ended = [held.pop() for _ in range(min(len(held), rng.randint(0, 4)))]
+            pool.unpin(ended)
+            pool.release(ended)
             if taken:
                 slots.release(taken.pop(rng.randrange(len(taken))))
         assert len(held) + pool.num_free == pool.capacity

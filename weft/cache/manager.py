@@ -276,12 +276,7 @@ class Manager:
         move_lock(lease, self.tree.root(lease.salt), self.tree)
 
     def _take_pages(self, count: int) -> list[int] | None:
-        if not self.evictor.make_room(count):
-            return None
-        pages = self.pages.allocate(count)
-        assert pages is not None
-        self.pages.pin(pages)
-        return pages
+        return self.pages.allocate(count) if self.evictor.make_room(count) else None
 
     def allocate_checkpoints(
         self, lease: Lease, start: int, num_tokens: int, num_drafts: int = 0

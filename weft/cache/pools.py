@@ -40,12 +40,16 @@ class PagePool:
         return self.num_pages - 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages with one reference each and no pin, or None (and nothing taken) if fewer are free."""
-        if count > len(self._free):
+        """``count`` pages with one reference and one pin each, or None (and nothing taken) if fewer are free."""
+        left = len(self._free) - count
+        if left < 0:
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        pages = self._free[: -count - 1 : -1]
+        del self._free[left:]
+        references, pins = self._references, self._pins
         for page in pages:
-            self._references[page] = 1
+            references[page] = pins[page] = 1
+        self._num_pinned += count
         return pages
 
     def references(self, page: int) -> int:
@@ -63,13 +67,14 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """One reference less; a page without references is free again."""
-        references = self._references
+        references, pins, free = self._references, self._pins, self._free
         for page in pages:
-            assert page > 0 and references[page] > 0, f"page {page} is released more often than it was taken"
-            references[page] -= 1
-            if references[page] == 0:
-                assert self._pins[page] == 0, f"page {page} is still needed by a running request"
-                self._free.append(page)
+            left = references[page] - 1
+            assert page > 0 and left >= 0, f"page {page} is released more often than it was taken"
+            references[page] = left
+            if not left:
+                assert not pins[page], f"page {page} is still needed by a running request"
+                free.append(page)
 
     def pin(self, pages: Iterable[int]) -> None:
         """One more running need of each of ``pages``, which must be in use."""
@@ -81,11 +86,13 @@ class PagePool:
 
     def unpin(self, pages: Iterable[int]) -> None:
         """One running need less."""
-        pins = self._pins
+        pins, num_unpinned = self._pins, 0
         for page in pages:
-            assert pins[page] > 0, f"page {page} is unpinned more often than it was pinned"
-            pins[page] -= 1
-            self._num_pinned -= pins[page] == 0
+            left = pins[page] - 1
+            assert left >= 0, f"page {page} is unpinned more often than it was pinned"
+            pins[page] = left
+            num_unpinned += not left
+        self._num_pinned -= num_unpinned
 
     def check(self) -> None:
         """Assert that every page is exactly one of reserved, free, in use, and that the pin count adds up."""
