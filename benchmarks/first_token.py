@@ -4,15 +4,13 @@
 
 As ``weft bench prefill``, one request at a time with one new token; every part is timed where it is called, in
 microseconds, medians of all requests. Parts contain one another: *launch* contains *fill* and *replay*. On a GPU *wait*
-is what the host waits for the device, and *device* spans the first to the last operation of the step. ``--model`` may
-be a folder; with ``--device cpu`` the host's parts of a tiny model are measured without a GPU.
+is what the host waits for the device, and *device* spans the first to the last operation of the step. With
+``--device cpu`` the host's parts of a tiny model are measured without a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import random
 import sys
 import time
@@ -25,13 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks import dummy_engine
 from weft import LLM, SamplingParams, report
 from weft.graph.graph_set import GraphSet
 from weft.runner.batch_builder import BatchBuilder
 from weft.runner.results import PendingStep
 from weft.runner.step_runner import StepRunner
-
-CONFIGS = Path(__file__).parent / "configs"
 
 
 class Parts:
@@ -112,28 +109,17 @@ def measure(llm: LLM, parts: Parts, length: int, repeats: int) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser = dummy_engine.arguments(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--settings", default="{}", help="JSON of further engine settings")
-    parser.add_argument("--json", required=True)
     args = parser.parse_args()
-    folder = CONFIGS / args.model if (CONFIGS / args.model).is_dir() else Path(args.model)
-    settings: dict[str, Any] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": 256,
-        "enable_prefix_caching": False, "device": args.device,
-    } | json.loads(args.settings)  # fmt: skip
-    parts, rows = Parts(), {}
-    with LLM(str(folder), **settings) as llm:
+    parts, rows, target = Parts(), {}, report.open_json(args.json)
+    with dummy_engine.make(args, max_num_seqs=256) as llm:
         watch(llm, parts)
         for length in args.lengths:
             rows[length] = measure(llm, parts, length, args.repeats)
             print(args.model, length, rows[length], flush=True)
-        result = {"benchmark": "first_token", **report.provenance(llm.config.device), "model": args.model}
-        result |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config), "us": rows}
-    Path(args.json).write_text(json.dumps(result, indent=1, default=str) + "\n")
+        report.write_json(target, dummy_engine.head("first_token", args, llm) | {"us": rows})
 
 
 if __name__ == "__main__":

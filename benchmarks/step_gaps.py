@@ -6,15 +6,13 @@ Runs the workload of ``weft bench throughput`` (lengths by ``--lens``) in one pr
 the device around every step: one before the step's inputs are sent, one around each graph, one after its results are
 copied. *gap*: the device has nothing to do between two steps. *copies*: inputs and results of a step, and what runs
 outside its graphs. *host*: what a turn of the loop takes beside waiting for the device. ``--budgets`` runs the queue
-again with other token budgets per step, no larger than the engine's. ``--model`` may be a folder; on a CPU a step runs
-where it is launched, so that gaps are the host's whole time.
+again with other token budgets per step, no larger than the engine's. On a CPU a step runs where it is launched, so
+that gaps are the host's whole time.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
 import time
 from collections import defaultdict
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks import dummy_engine
 from weft import LLM, SamplingParams, report
 from weft.bench.throughput import ThroughputWorkload
 from weft.graph.graph_set import GraphSet
@@ -36,7 +35,6 @@ from weft.runner.batch_builder import BatchBuilder
 from weft.runner.results import PendingStep
 from weft.runner.step_runner import StepRunner
 
-CONFIGS = Path(__file__).parent / "configs"
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 """Upper ends of the batch sizes that are told apart."""
 
@@ -219,26 +217,17 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser = dummy_engine.arguments(__doc__)
     parser.add_argument("--prompts", type=int, nargs="+", default=[256])
     parser.add_argument("--lens", type=int, nargs=2, default=[100, 1024], help="of prompts and of outputs")
     parser.add_argument("--budgets", type=int, nargs="*", default=[], help="token budgets per step to run again with")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--settings", default="{}", help="JSON of further engine settings")
-    parser.add_argument("--json", required=True)
     args = parser.parse_args()
-    folder = CONFIGS / args.model if (CONFIGS / args.model).is_dir() else Path(args.model)
-    settings: dict[str, Any] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384, "max_num_seqs": max(args.prompts),
-        "enable_prefix_caching": False, "device": args.device,
-    } | json.loads(args.settings)  # fmt: skip
+    target = report.open_json(args.json)
     found: list[dict[str, Any]] = []
-    with LLM(str(folder), **settings) as llm:
+    with dummy_engine.make(args, max_num_seqs=max(args.prompts)) as llm:
         trace, scheduler = Trace(llm), llm._core.scheduler
-        head = {"benchmark": "step_gaps", **report.provenance(llm.config.device), "model": args.model}
-        head |= {"command": "python " + " ".join(sys.argv), "config": report.settings(llm.config)}
+        head = dummy_engine.head("step_gaps", args, llm)
         for count in args.prompts:
             lens = tuple(args.lens)
             workload = ThroughputWorkload(num_prompts=count, prompt_len=lens, output_len=lens)
@@ -247,7 +236,7 @@ def main() -> None:
                 found.append(measure(llm, trace, workload, args.repeats))
                 scheduler.max_num_batched_tokens = before
                 show(found[-1])
-                Path(args.json).write_text(json.dumps(head | {"results": found}, indent=1, default=str) + "\n")
+                report.write_json(target, head | {"results": found})
 
 
 if __name__ == "__main__":
