@@ -18,7 +18,7 @@ from tests.tiny import make_checkpoint
 from weft.cli import main
 from weft.cli.graph_picture import fold, page
 from weft.config import resolve
-from weft.graph.graph import EmulatedGraphPool, Tape
+from weft.graph.graph import EmulatedGraphPool, Tape, capture
 from weft.graph.op_recorder import GraphWithOps, Operation, OpRecordingPool, Stopwatch
 from weft.runner.graph_dump import GraphDump, Part, dump_graphs, launches_noted
 
@@ -128,7 +128,7 @@ def test_the_notes_are_what_the_tape_replays(source: str, monkeypatch: pytest.Mo
 def test_listed_graphs_compute_what_they_did() -> None:
     pool = OpRecordingPool(EmulatedGraphPool(), torch.device("cpu"))
     x = torch.arange(6.0).view(2, 3)
-    graph, y = pool.capture(lambda: (x.t() @ x).add_(1.0))
+    graph, y = capture(pool, lambda: (x.t() @ x).add_(1.0))
     assert isinstance(graph, GraphWithOps)
     assert [o.name for o in graph.operations if o.is_kernel] == ["aten.mm", "aten.add_.Tensor"]
     product = graph.operations[1]
@@ -143,8 +143,8 @@ def test_listed_graphs_compute_what_they_did() -> None:
 def test_a_capture_that_fails_leaves_nothing_on() -> None:
     pool = OpRecordingPool(EmulatedGraphPool(), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="captured graph"):
-        pool.capture(lambda: torch.ones(3).sum().item())
-    graph, _ = pool.capture(lambda: torch.ones(3) + 1)
+        capture(pool, lambda: torch.ones(3).sum().item())
+    graph, _ = capture(pool, lambda: torch.ones(3) + 1)
     assert isinstance(graph, GraphWithOps)
     assert [o.name for o in graph.operations if o.is_kernel] == ["aten.ones", "aten.add.Tensor"]
 
@@ -183,7 +183,7 @@ def test_triton_kernels_are_noted_where_they_are_launched(monkeypatch: pytest.Mo
     monkeypatch.setattr(Kernel, "run", run)
     kernel, x = Kernel(scale_kernel), torch.ones(4)
     pool = OpRecordingPool(EmulatedGraphPool(), torch.device("cpu"), launches_noted)
-    graph, _ = pool.capture(lambda: kernel[(2, 1)](x, 4, BLOCK=64))
+    graph, _ = capture(pool, lambda: kernel[(2, 1)](x, 4, BLOCK=64))
     assert launched == [(kernel, (x, 4), (2, 1), False, {"BLOCK": 64})]
     assert isinstance(graph, GraphWithOps)
     (noted,) = graph.operations

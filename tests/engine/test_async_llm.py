@@ -91,7 +91,7 @@ async def aborted(llm: AsyncLLM) -> None:
     async for _ in stream:
         break
     await stream.aclose()  # type: ignore[attr-defined]
-    assert llm._engine.num_open == llm._engine.num_open_completions == 0
+    assert llm._engine.num_open == len(llm._engine._owners) == 0
 
 
 async def refused(llm: AsyncLLM) -> None:

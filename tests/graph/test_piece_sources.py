@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.graph.fake_model import SIZE, Model, context_of
+from tests.graph.scribble import num_bytes, scribble_buffers
 from tests.graph.test_pieces import SIZES, AllAtOnce, Pieces, eager, random_lengths
 from weft.errors import ConfigError
 from weft.forward_context import forward_context, get_forward_context
@@ -57,12 +58,12 @@ def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model, name:
         count = rng.randint(1, size)
         ids, lengths = torch.randint(50, (count,)), random_lengths(count, rng)
         pieces.pool.scribble()
-        pieces.source.buffers.scribble()
+        scribble_buffers(pieces.source.buffers)
         kept.append(torch.full((rng.randint(1, 4000),), torch.nan))
         torch.testing.assert_close(pieces.run(ids, lengths, size), eager(model, ids, lengths), rtol=1e-5, atol=1e-5)
     assert pieces.runs.counters.captures == len(SIZES) and pieces.runs.counters.replays == 150
     # One input, one output, one result, whatever the source.
-    assert pieces.source.buffers.num_bytes == 3 * max(SIZES) * SIZE * 4
+    assert num_bytes(pieces.source.buffers) == 3 * max(SIZES) * SIZE * 4
 
 
 def test_outputs_that_live_together_do_not_share_memory(folder: Path) -> None:
@@ -70,7 +71,7 @@ def test_outputs_that_live_together_do_not_share_memory(folder: Path) -> None:
     pieces, ids = prepared_pieces(model, make("eager", folder)), torch.randint(50, (63,))
     torch.testing.assert_close(pieces.run(ids, [20, 43], 64), eager(model, ids, [20, 43]), rtol=0, atol=1e-6)
     # Two outputs live together; the graph forgets them before the third, where Python's variables would not.
-    assert pieces.source.buffers.num_bytes == (1 + 2 + 1) * max(SIZES) * SIZE * 4
+    assert num_bytes(pieces.source.buffers) == (1 + 2 + 1) * max(SIZES) * SIZE * 4
 
 
 def test_a_prepared_model_outside_of_pieces_is_the_model(model: Model, folder: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_compiled_piece_is_one_operation_to_the_recorder(model: Model, folder:
     tapes = [step for step in graph.steps if isinstance(step, Tape)]
     assert len(tapes) == 4
     for tape in tapes:
-        names = [step[0].name() for step in tape._steps]
+        names = [step[0].name() for step in tape.steps]
         assert names[0] == "weft::compiled_piece" and set(names[1:]) <= {"aten::copy_"}
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.graph.fake_model import SIZE, Model, context_of
+from tests.graph.scribble import ScribblingPool, num_bytes, scribble_buffers
 from weft.config.graph_modes import GraphMode
 from weft.forward_context import BatchDescriptor, forward_context
-from weft.graph.graph import EmulatedGraphPool
+from weft.graph.graph import EmulatedGraphPool, capture
 from weft.graph.graph_set import CaptureOptions
 from weft.graph.piece_sources import Forward
 from weft.graph.pieces import PieceCapture, PiecewiseModel
@@ -25,7 +26,7 @@ class Pieces:
     """A model captured in pieces for ``SIZES``."""
 
     def __init__(self, model: Model, prepared: Forward | None = None, **options: Any) -> None:
-        self.model, self.pool = model, EmulatedGraphPool()
+        self.model, self.pool = model, ScribblingPool()
         context = context_of([1], model.table())  # made once: making its tensors is no part of a pass
         self.runs = PiecewiseModel(
             prepared or model,
@@ -64,7 +65,7 @@ def test_sizes_in_random_order_with_memory_churn_equal_eager(model: Model) -> No
         count = rng.randint(1, size)
         ids, lengths = torch.randint(50, (count,)), random_lengths(count, rng)
         pieces.pool.scribble()
-        pieces.source.buffers.scribble()
+        scribble_buffers(pieces.source.buffers)
         kept.append(torch.full((rng.randint(1, 4000),), torch.nan))  # the allocator's other customers
         torch.testing.assert_close(pieces.run(ids, lengths, size), eager(model, ids, lengths), rtol=0, atol=1e-6)
     assert pieces.runs.counters.captures == len(SIZES) and pieces.runs.counters.replays == 300
@@ -76,13 +77,13 @@ def test_split_ops_do_not_run_during_capture_and_run_on_replay(model: Model) -> 
     pieces.run(torch.ones(3, dtype=torch.int64), [3], 4)
     assert [m.calls for m in model.mixers] == [1, 1, 1]
     sequence, steps = pieces.runs.sequence(64), len(model.mixers)
-    assert sequence.num_pieces == pieces.runs.num_pieces == steps + 1 and len(sequence.steps) == 2 * steps + 1
+    assert len(sequence.steps) == 2 * steps + 1
 
 
 def test_what_crosses_a_break_is_shared_by_layers_and_sizes(model: Model) -> None:
     buffers = Pieces(model).source.buffers
     # One input, one output, one result; nothing per layer or per size.
-    assert buffers.num_bytes == 3 * max(SIZES) * SIZE * 4
+    assert num_bytes(buffers) == 3 * max(SIZES) * SIZE * 4
 
 
 class AllAtOnce(Model):
@@ -98,7 +99,7 @@ def test_outputs_that_live_together_do_not_share_memory() -> None:
     model = AllAtOnce().requires_grad_(False)
     pieces, ids = Pieces(model), torch.randint(50, (63,))
     torch.testing.assert_close(pieces.run(ids, [20, 43], 64), eager(model, ids, [20, 43]), rtol=0, atol=1e-6)
-    assert pieces.source.buffers.num_bytes == (1 + 3 + 1) * max(SIZES) * SIZE * 4
+    assert num_bytes(pieces.source.buffers) == (1 + 3 + 1) * max(SIZES) * SIZE * 4
 
 
 def test_an_op_that_is_not_named_is_captured_and_frozen(model: Model) -> None:
@@ -108,7 +109,7 @@ def test_an_op_that_is_not_named_is_captured_and_frozen(model: Model) -> None:
     with forward_context(context_of([4], model.table(), breaks=source)):
         source.warm_up(lambda: model(ids))
         graph, out = source.capture(lambda: model(ids))
-    assert graph.num_pieces == 1
+    assert len(graph.steps) == 1
     with forward_context(context_of([2, 2], model.table())):
         graph.replay()
     torch.testing.assert_close(out, eager(model, ids, [4]))
@@ -138,7 +139,7 @@ def test_in_another_mode_the_model_runs_also_inside_a_full_graph(model: Model) -
 
     full = context_of([1], model.table(), mode=GraphMode.FULL, descriptor=BatchDescriptor(1, 1, uniform_decode=True))
     with forward_context(full):
-        graph, out = EmulatedGraphPool().capture(step)
+        graph, out = capture(EmulatedGraphPool(), step)
     for token in (7, 8):
         ids.fill_(token)
         graph.replay()

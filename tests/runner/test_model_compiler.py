@@ -101,7 +101,7 @@ def test_traced_pieces_do_not_change_the_answers(
     assert given == expected and len(set(churn)) >= 5
     layers = runner.config.model_config.layer_types
     breaks = layers.count("full_attention") if splitting_ops is None else len(layers)
-    assert runner.graphs.pieces is not None and runner.graphs.pieces.num_pieces == breaks + 1
+    assert runner.graphs.pieces is not None and len(runner.graphs.pieces._source._plan) + 1 == breaks + 1
     assert runner.compiler.counters == CompileCounters()
 
 
@@ -181,7 +181,7 @@ def test_functions_methods_and_modules_are_split_off_by_name(
     assert given == expected
     pieces = runner.graphs.pieces
     assert pieces is not None and pieces.counters.replays > 3
-    assert pieces.num_pieces == breaks(list(runner.config.model_config.layer_types)) + 1
+    assert len(pieces._source._plan) + 1 == breaks(list(runner.config.model_config.layer_types)) + 1
 
 
 @pytest.mark.parametrize(("source", "most_rows"), [("capture", TOKENS[1]), ("eager", 1 << 20)])
@@ -246,7 +246,7 @@ from weft.config import resolve
 from weft.runner.model_runner import ModelRunner
 runner = ModelRunner(resolve(model=sys.argv[1], max_num_seqs=1, max_model_len=16, cuda_graph_mode="PIECEWISE",
                              piecewise_cuda_graph_tokens=[4], splitting_ops=["+gated_delta_net"]))
-assert runner.graphs.pieces.num_pieces == len(runner.config.model_config.layer_types) + 1
+assert len(runner.graphs.pieces._source._plan) + 1 == len(runner.config.model_config.layer_types) + 1
 """
 
 

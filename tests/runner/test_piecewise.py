@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.graph.scribble import ScribblingPool, scribble_buffers
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.config.graph_modes import GraphMode
 from weft.forward_context import ForwardContext, forward_context
+from weft.graph import graph
 from weft.graph.dispatcher import Choice
 from weft.graph.graph import EmulatedGraphPool
 from weft.graph.graph_set import CaptureOptions
@@ -48,11 +50,12 @@ def churn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def churned(self: PiecewiseModel, context: ForwardContext, ids: torch.Tensor, size: int) -> torch.Tensor:
         self._source._pool.scribble()  # type: ignore[attr-defined]
-        self._source.buffers.scribble()
+        scribble_buffers(self._source.buffers)
         sizes.append(size)
         return run(self, context, ids, size)
 
     monkeypatch.setattr(PiecewiseModel, "run", churned)
+    monkeypatch.setattr(graph, "EmulatedGraphPool", ScribblingPool)
     yield sizes
 
 
@@ -97,7 +100,7 @@ def test_pieces_do_not_change_the_answers(checkpoint: Path, settings: dict[str, 
     graphs, breaks = runner.graphs, runner.config.model_config.layer_types.count("full_attention")
     pieces = graphs.pieces
     assert pieces is not None and pieces.sizes == TOKENS and pieces.counters.captures == len(TOKENS)
-    assert pieces.num_pieces == breaks + 1 and pieces.counters.replays == len(churn)
+    assert len(pieces._source._plan) + 1 == breaks + 1 and pieces.counters.replays == len(churn)
     assert 0 < pieces.counters.padding_rows < pieces.counters.rows == sum(churn)
     assert (graphs.decode is not None) == ("cuda_graph_bs" in settings)
     if graphs.decode is not None:

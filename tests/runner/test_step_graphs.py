@@ -14,7 +14,7 @@ import torch
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError
 from weft.graph.capture_sizes import decode_sizes, smallest_fitting
-from weft.graph.graph import EmulatedGraphPool
+from weft.graph.graph import EmulatedGraphPool, capture
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.runner.step_graphs import StepGraphs
 from weft.runner.step_shape import StepShape
@@ -127,7 +127,7 @@ def test_replay_repeats_device_work_and_no_python() -> None:
         calls.append(1)
         return (x * 2).add_(1).reshape(2, 1)
 
-    graph, out = EmulatedGraphPool().capture(step)
+    graph, out = capture(EmulatedGraphPool(), step)
     assert out.tolist() == [[3.0], [5.0]]
     x.copy_(torch.tensor([10.0, 20.0]))
     graph.replay()
@@ -137,7 +137,7 @@ def test_replay_repeats_device_work_and_no_python() -> None:
 def test_rebound_buffer_and_frozen_value_show_in_a_replay() -> None:
     """What would go wrong on a GPU goes wrong here: host values are those of the capture, new tensors are not seen."""
     state = {"x": torch.ones(2), "factor": 3}
-    graph, out = EmulatedGraphPool().capture(lambda: state["x"] * state["factor"])
+    graph, out = capture(EmulatedGraphPool(), lambda: state["x"] * state["factor"])
     state["x"], state["factor"] = torch.full((2,), 5.0), 7
     graph.replay()
     assert out.tolist() == [3.0, 3.0]
@@ -146,7 +146,7 @@ def test_rebound_buffer_and_frozen_value_show_in_a_replay() -> None:
 def test_copies_disguised_as_views_are_replayed() -> None:
     x = torch.arange(6, dtype=torch.int32).view(2, 3)
     with torch.inference_mode():
-        graph, out = EmulatedGraphPool().capture(lambda: (x.t().reshape(6), x.long(), x.t().contiguous()))
+        graph, out = capture(EmulatedGraphPool(), lambda: (x.t().reshape(6), x.long(), x.t().contiguous()))
         x.mul_(10)
         graph.replay()
     assert out[0].tolist() == [0, 30, 10, 40, 20, 50]
@@ -158,7 +158,7 @@ def test_host_synchronisation_in_a_capture_is_refused() -> None:
     waits = (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 0], lambda: x + torch.tensor([1.0, 2.0, 3.0]))
     for wait in waits:
         with pytest.raises(RuntimeError, match="inside a captured graph"):
-            EmulatedGraphPool().capture(wait)
+            capture(EmulatedGraphPool(), wait)
 
 
 def test_capture_list() -> None:

@@ -143,7 +143,7 @@ def test_deltas_add_up_to_the_result(inputs: InputProcessor, stop: Any, burst: i
         assert tokens == output.token_ids and output.finish_reason == "stop"
         assert output.stop_reason == (found[0] if found else None)
         link.run()
-        assert not link.core.requests and engine.num_open_completions == 0
+        assert not link.core.requests and len(engine._owners) == 0
         stream.close()
         assert engine.num_open == 0
 
@@ -169,7 +169,7 @@ def test_a_completion_whose_tokens_give_no_text_ends_alone(
         good, bad = stream.snapshot()[0].outputs
         assert (good.text, good.finish_reason) == (TEXT, "stop") and bad.finish_reason == "error"
         link.run()
-        assert not link.core.requests and engine.num_open_completions == 0
+        assert not link.core.requests and len(engine._owners) == 0
 
     run(inputs, body)
 
@@ -255,7 +255,7 @@ def test_a_request_that_breaks_ends_alone(inputs: InputProcessor, where: str, mo
         link.run(100)
         assert (await bad.results())[0].outputs[0].finish_reason == "error"
         assert (await good.results())[0].outputs[0].text == TEXT
-        assert engine.num_open_completions == 0 and not link.core.requests
+        assert len(engine._owners) == 0 and not link.core.requests
 
     run(inputs, body)
 

@@ -86,11 +86,6 @@ class AsyncEngine:
         """Streams that somebody still reads."""
         return len(self._streams)
 
-    @property
-    def num_open_completions(self) -> int:
-        """Completions that have not ended."""
-        return len(self._owners)
-
     def submit(
         self,
         request_id: str,

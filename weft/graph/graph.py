@@ -51,13 +51,17 @@ class GraphPool(Protocol):
         """A scope in which graphs are recorded one after the other. Tensors that outlive a graph keep their memory."""
         ...
 
-    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        """Run ``function`` once, recording its device work.
 
-        Returns:
-            The graph, and what the function returned: tensors that a replay fills again.
-        """
-        ...
+def capture(pool: GraphPool, function: Callable[[], T]) -> tuple[Graph, T]:
+    """Run ``function`` once, recording all of its device work as one graph.
+
+    Returns:
+        The graph, and what the function returned: tensors that a replay fills again.
+    """
+    with pool.recording() as recording:
+        recording.begin()
+        outputs = function()
+        return recording.end(), outputs
 
 
 def make_pool(device: torch.device) -> GraphPool:
@@ -85,9 +89,6 @@ class CudaGraphPool:
             finally:
                 recording.abandon()
         torch.cuda.current_stream().wait_stream(self._stream)
-
-    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        return _capture(self, function)
 
 
 class CudaRecording:
@@ -119,31 +120,19 @@ class CudaRecording:
 class EmulatedGraphPool:
     """Tapes of operations; see the module docstring."""
 
-    def __init__(self) -> None:
-        self._tapes: list[Tape] = []
-
     @contextmanager
     def recording(self) -> Iterator[EmulatedRecording]:
-        recording = EmulatedRecording(self._tapes)
+        recording = EmulatedRecording()
         try:
             yield recording
         finally:
             recording.abandon()
 
-    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        return _capture(self, function)
-
-    def scribble(self) -> None:
-        """Overwrite all that graphs of this pool computed, as graphs that share memory do to each other."""
-        for tape in self._tapes:
-            tape.scribble()
-
 
 class EmulatedRecording:
-    """One tape after the other; they are noted in ``tapes``."""
+    """One tape after the other."""
 
-    def __init__(self, tapes: list[Tape]) -> None:
-        self._tapes = tapes
+    def __init__(self) -> None:
         self._tape: Tape | None = None
 
     def begin(self) -> None:
@@ -154,21 +143,12 @@ class EmulatedRecording:
         tape, self._tape = self._tape, None
         assert tape is not None, "end without begin"
         tape.__exit__(None, None, None)
-        self._tapes.append(tape)
         return tape
 
     def abandon(self) -> None:
         """Stop recording after an exception."""
         if self._tape is not None:
             self.end()
-
-
-def _capture(pool: GraphPool, function: Callable[[], T]) -> tuple[Graph, T]:
-    """All of ``function`` as one graph."""
-    with pool.recording() as recording:
-        recording.begin()
-        outputs = function()
-        return recording.end(), outputs
 
 
 class Tape(TorchDispatchMode):
@@ -179,7 +159,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]] = []
+        self.steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[tuple[int, Tensor]]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -198,28 +178,16 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         fresh = _fresh_outputs(result, args, kwargs)
         if fresh or not func.is_view:  # "views" such as reshape and to() copy when they must
-            self._steps.append((func, args, kwargs, fresh))
+            self.steps.append((func, args, kwargs, fresh))
         return result
 
     def replay(self) -> None:
-        for func, args, kwargs, outputs in self._steps:
+        for func, args, kwargs, outputs in self.steps:
             result = func(*args, **kwargs)
             if outputs:
                 leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
                 for place, recorded in outputs:
                     recorded.copy_(leaves[place])
-
-    def scribble(self) -> None:
-        """Fill the recorded results with NaN, or the lowest number."""
-        for _, _, _, outputs in self._steps:
-            for _, tensor in outputs:
-                tensor.fill_(_rubbish(tensor.dtype))
-
-
-def _rubbish(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:

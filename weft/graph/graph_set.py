@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from weft.collector import collector_off, objects_frozen
-from weft.graph.graph import Graph, GraphPool
+from weft.graph.graph import Graph, GraphPool, capture
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class FunctionRecorder(Generic[T]):
         self.warm_up, self._pool = function, pool
 
     def record(self, size: int) -> tuple[Graph, T]:
-        return self._pool.capture(lambda: self.warm_up(size))
+        return capture(self._pool, lambda: self.warm_up(size))
 
 
 @dataclass(frozen=True, slots=True)

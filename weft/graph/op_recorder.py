@@ -263,12 +263,6 @@ class OpRecordingPool:
             finally:
                 recorder.abandon()
 
-    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        with self.recording() as recording:
-            recording.begin()
-            outputs = function()
-            return recording.end(), outputs
-
 
 class OpRecording:
     """Another recording, with notes."""

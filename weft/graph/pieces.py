@@ -56,10 +56,6 @@ class PieceSequence:
         for step in self.steps:
             step.replay()
 
-    @property
-    def num_pieces(self) -> int:
-        return sum(not isinstance(step, SplitCall) for step in self.steps)
-
 
 class CrossingBuffers:
     """Static memory of the tensors that cross a break: one buffer per role, shared by all layers and sizes.
@@ -80,19 +76,9 @@ class CrossingBuffers:
             self._buffers[key] = like.new_zeros(self._max_rows, *tail)
         return self._buffers[key][: like.shape[0]]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def named(self) -> dict[str, Tensor]:
         """The buffers by a name that tells their role."""
         return {" ".join(str(part) for part in ("crossing buffer", *key)): t for key, t in self._buffers.items()}
-
-    def scribble(self) -> None:
-        """Fill floating-point buffers with NaN, to show that a pass depends on nothing that the last one left."""
-        for buffer in self._buffers.values():
-            if buffer.is_floating_point():
-                buffer.fill_(torch.nan)
 
 
 class PieceCapture:
@@ -150,11 +136,6 @@ class PieceCapture:
             self._outputs.append((number, weakref.ref(out)))
         self._num_breaks += 1
         return out
-
-    @property
-    def num_breaks(self) -> int:
-        """Breaks of one pass."""
-        return len(self._plan)
 
     def _output_number(self) -> int:
         """The output buffer of the next break: the first that nobody reads any more.
@@ -225,11 +206,6 @@ class PiecewiseModel:
     @property
     def counters(self) -> GraphCounters:
         return self._graphs.counters
-
-    @property
-    def num_pieces(self) -> int:
-        """Graphs of one pass."""
-        return self._source.num_breaks + 1
 
     def results(self, size: int) -> Tensor:
         """Where a replay of a captured size leaves the hidden states."""
