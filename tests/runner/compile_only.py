@@ -26,7 +26,7 @@ from weft.cache.plan import CachePlan
 from weft.config import resolve
 from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
-from weft.ops.triton import attention, early_launch, gated_delta_rule, gdn_verify, selective_scan
+from weft.ops.triton import attention, delta_scan, early_launch, gdn_verify, selective_scan
 from weft.runner import model_runner, warmup
 
 LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 1024}
@@ -100,7 +100,7 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
         from weft.ops.triton import gated_linear_hopper
 
         attention.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
-        gated_delta_rule.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
+        delta_scan.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
         gdn_verify.gluon.is_hopper = lambda device: True  # type: ignore[assignment]
         selective_scan.gluon.is_hopper = lambda device: True  # type: ignore[assignment]
         gated_linear_hopper.is_hopper = lambda device: True  # type: ignore[assignment]

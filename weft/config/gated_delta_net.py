@@ -12,6 +12,9 @@ from weft.errors import ConfigError
 CHUNK_SIZE = 64
 """Longest chunk of the chunked gated delta rule, in tokens."""
 
+L2_EPS = 1e-6
+"""Under the root of the norm of a query or key."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetConfig:

@@ -21,13 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.gated_delta_net import CHUNK_SIZE, L2_EPS
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import schedule, store_checkpoints, token_grid
 from weft.ops.device_work import device_reference, device_work
-
-_L2_EPS = 1e-6
 
 
 @with_kernel("weft.ops.triton.gdn_gates")
@@ -53,7 +51,7 @@ gdn_gates_reference = reference_of(gdn_gates)
 
 
 def _l2norm(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + _L2_EPS).rsqrt()
+    return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
 # --- decode ----------------------------------------------------------------------------------------------------------

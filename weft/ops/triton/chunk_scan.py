@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 METADATA = [
     "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
@@ -69,3 +70,8 @@ def store_checkpoint(
     slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
     if slot >= 0:
         tl.store(state + (slot * H + i_head) * SIZE + inside, b_state.to(state.dtype.element_ty), mask=mask)
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """Tokens may be strided (a slice of a wider projection); heads and their dimensions must be dense."""
+    assert x.stride(2) == 1 and x.stride(1) == x.shape[2], f"{name}: heads must be dense, got strides {x.stride()}"

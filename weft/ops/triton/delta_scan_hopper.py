@@ -1,7 +1,7 @@
 """The gated delta rule's walk through the chunks of a sequence, for Hopper, in Gluon.
 
-Job: what the second kernels of ``gated_delta_rule.py`` and ``kda.py`` do, with the state transposed. Owns: its layouts
-in shared memory, and who waits for whom. Does not know: what the first kernels compute, when it is the faster one.
+Job: what the kernel of ``delta_scan.py`` does, with the state transposed. Owns: its layouts
+in shared memory, and who waits for whom. Does not know: what the kernels before it compute, when it is the faster one.
 
 All products of a chunk stand the other way round: ``S^T k^T``, ``right^T solve^T``, ``delta^T k``, ... So what one
 product leaves in registers is the left operand of the next, in the layout that it has there, and nothing between two
@@ -360,15 +360,8 @@ def launch_delta_scan(
     """Outputs and states from what the first kernels have left, for values that the kernel ``takes``.
 
     Args:
-        q, k: ``[T, HK, 128]``; without a meaning where there are ``keys``.
-        v, out: ``[T, HV, 128]``, ``out`` contiguous.
-        state: ``[slots, HV, 128, 128]``.
-        solve, attention: ``[chunks, HV, 64, 64]``.
-        vectors: float32, without ``keys [chunks, HV, 8, 64]``: scale of keys and of queries with the decay from the
-            chunk's start, keys with the decay to its end, decay of the whole chunk (from its first token), write
-            strength, effect of a token on itself, two of no meaning; else ``[chunks, HV, 4, 64]``: write strength,
-            effect of a token on itself, and the decay of the whole chunk for each of the 128 channels.
-        keys: ``[chunks, HV, 3, 64, 128]``: keys with their decays from the chunk's start, queries, keys to its end.
+        q, k, v, out, state, solve, attention, batch, zero_decodes, keys: as of ``scan_chunks``, K and V being 128.
+        vectors: as there, ``[chunks, HV, 8, 64]``, or with ``keys`` ``[chunks, HV, 4, 64]``.
         consumers: 1 or 2, overrides the choice (tests and measurements).
     """
     chunks: ChunkTable = batch.chunks[CHUNK_SIZE]

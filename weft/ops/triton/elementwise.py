@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def sigmoid(x):
     Half the instructions of ``tl.sigmoid``: the base-2 exponential and the reciprocal root are one each, while the
     natural exponential and a division also treat denormal numbers, which cannot matter next to 1.
     """
-    root = tl.rsqrt(1.0 + tl.exp2(x * -_LOG2_E))
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
     return root * root
 
 

@@ -34,22 +34,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.gated_delta_net import CHUNK_SIZE, L2_EPS
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
+from weft.ops.triton.chunk_scan import METADATA, check_rows
+from weft.ops.triton.delta_scan import Tile, scan_chunks
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.elementwise import sigmoid, softplus
-from weft.ops.triton.gated_delta_rule import Tile, _check_rows, _precision, choose_tile
-from weft.ops.triton.gluon import GLUON_IS_KNOWN
+from weft.ops.triton.elementwise import LOG2_E, sigmoid, softplus
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
 
-if GLUON_IS_KNOWN:
-    from weft.ops.triton import delta_scan_hopper as hopper
-
-_L2_EPS = tl.constexpr(1e-6)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+_L2_EPS = tl.constexpr(L2_EPS)
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -99,27 +94,6 @@ def _choose_shape(dtype: torch.dtype) -> Shape:
     return Shape(32, 8, None) if dtype == torch.float32 else Shape(128, 8, None)
 
 
-class Fixed(NamedTuple):
-    """What the scan is compiled for.
-
-    Attributes:
-        num_heads, head_k_dim, head_v_dim: of the layer.
-        block_k, block_v: of a slice of the state.
-        zero_decodes: write zeros to the rows before the first sequence that has chunks.
-        precision: of products of float32 operands.
-        stages: of the scan's pipeline.
-    """
-
-    num_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    block_k: int
-    block_v: int
-    zero_decodes: bool
-    precision: str
-    stages: int
-
-
 @triton.jit
 def _running_sums(p_g, p_sums, p_decay, valid_rows, stride, K: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
                   CHUNK: tl.constexpr):  # fmt: skip
@@ -137,7 +111,7 @@ def _running_sums(p_g, p_sums, p_decay, valid_rows, stride, K: tl.constexpr, BLO
         decays = ()
         for r in tl.static_range(ROWS):
             inside = (first + r < valid_rows) & c_mask
-            decay = tl.load(p_g + (first + r) * stride + o_c, mask=inside, other=0.0) * _LOG2_E
+            decay = tl.load(p_g + (first + r) * stride + o_c, mask=inside, other=0.0) * LOG2_E
             decays = decays + (decay,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
         total = tl.zeros([PARTS, BLOCK], tl.float32)
         for r in tl.static_range(ROWS):
@@ -241,79 +215,6 @@ def _solve_kernel(
     tl.store(solve + square, tl.where(i == j, 0.0, inverse).to(solve.dtype.element_ty))
 
 
-@jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=METADATA)
-def _scan_kernel(
-    v, out, state, keys, solve, attention, vectors,
-    chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
-    num_rows, num_seqs, stride_v,
-    FIXED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One sequence, head and slice of V: the chunks in order, the state's columns in registers."""
-    enter(EARLY)
-    H: tl.constexpr = FIXED.num_heads
-    K: tl.constexpr = FIXED.head_k_dim
-    V: tl.constexpr = FIXED.head_v_dim
-    BLOCK_V: tl.constexpr = FIXED.block_v
-    PRECISION: tl.constexpr = FIXED.precision
-    i_v, i_head, i_prefill = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_row, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, FIXED.block_k), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_mask, v_mask = o_k < K, o_v < V
-    i_seq, first, last = find_chunks(
-        out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
-        H, V, CHUNK, FIXED.zero_decodes,
-    )  # fmt: skip
-    if first == last:
-        return
-    square = o_row[:, None] * CHUNK + o_row[None, :]
-    inside = o_k[:, None] * V + o_v[None, :]
-    state_mask = k_mask[:, None] & v_mask[None, :]
-    p_state, b_state = read_state(
-        state, cu_seqlens_q, seq_lens, state_slots, i_seq, i_head, inside, state_mask, H, K * V
-    )  # fmt: skip
-    value_columns = i_head * V + o_v
-    operand = keys.dtype.element_ty
-    start = tl.load(chunk_start + first).to(tl.int64)
-    length = tl.load(chunk_length + first)
-    for i_chunk in tl.range(first, last, num_stages=FIXED.stages):
-        # The next chunk's length is read one chunk ahead, so that the addresses of its tiles wait for nothing.
-        next_length = tl.load(chunk_length + i_chunk + 1, mask=i_chunk + 1 < last, other=0)
-        valid = o_row < length
-        rows = start + o_row
-        tile = (i_chunk * H + i_head).to(tl.int64)
-        p_keys = keys + tile * 3 * CHUNK * K + o_row[:, None] * K + o_k[None, :]
-        b_k = tl.load(p_keys, mask=k_mask[None, :], other=0.0)
-        b_q = tl.load(p_keys + CHUNK * K, mask=k_mask[None, :], other=0.0)
-        k_to_end = tl.load(p_keys + 2 * CHUNK * K, mask=k_mask[None, :], other=0.0)
-        mask = valid[:, None] & v_mask[None, :]
-        b_v = tl.load(v + rows[:, None] * stride_v + value_columns[None, :], mask=mask, other=0.0)
-        b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
-        b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
-        p_vectors = vectors + tile * (2 * CHUNK + K)
-        b_beta, own = tl.load(p_vectors + o_row), tl.load(p_vectors + CHUNK + o_row)
-        decay = tl.load(p_vectors + 2 * CHUNK + o_k, mask=k_mask, other=0.0)
-
-        old = b_state.to(operand)
-        right = (b_v - tl.dot(b_k, old, input_precision=PRECISION)) * b_beta[:, None]
-        b_out = tl.dot(b_q, old, input_precision=PRECISION)
-        delta = tl.dot(b_solve, right.to(operand), right, input_precision=PRECISION)
-        b_state = b_state * decay[:, None]
-        b_state = tl.dot(tl.trans(k_to_end), delta.to(operand), b_state, input_precision=PRECISION)
-        b_out = tl.dot(b_attention, delta.to(operand), b_out + delta * own[:, None], input_precision=PRECISION)
-        p_out = out + rows[:, None] * (H * V) + value_columns[None, :]
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
-
-        store_checkpoint(state, checkpoint_slot, i_chunk, i_head, inside, state_mask, b_state, H, K * V)
-        start += length
-        length = next_length
-    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=state_mask)
-
-
-def _choose_tile(num_rows: int, head_v_dim: int, dtype: torch.dtype) -> Tile:
-    """That of the rule with one decay per head; a third stage of the three forms of keys would not fit."""
-    tile = choose_tile(num_rows, head_v_dim, dtype)
-    return tile._replace(stages=min(tile.stages, 2))
-
-
 def chunk_kda_triton(
     q: Tensor,
     k: Tensor,
@@ -329,36 +230,16 @@ def chunk_kda_triton(
 ) -> Tensor:
     """Triton kernels of ``chunk_gated_delta_rule`` with ``g [T, H, K]``; float32 inputs keep float32 accuracy.
 
-    ``tile`` overrides the choice of ``choose_tile``, ``shape`` that of the first kernel (tests and measurements).
+    ``tile``: of ``scan_chunks``; ``shape`` overrides that of the first kernel (tests and measurements).
     """
     chunks = batch.chunks[CHUNK_SIZE]
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, x)
+        check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and k.shape[1] == v.shape[1]
     zero_decodes, out = out is None, v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
-    (num_rows, heads, head_v_dim), head_dim = v.shape, k.shape[2]
-    num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
-    prepared = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
-    if tile is None and GLUON_IS_KNOWN and hopper.takes(q, k, v):
-        keys, solve, attention, vectors = prepared
-        lines = vectors.view(*vectors.shape[:2], -1, CHUNK_SIZE)
-        squares = (solve, attention, lines)
-        hopper.launch_delta_scan(q, k, v, out, state, *squares, batch, zero_decodes=zero_decodes, keys=keys)
-        return out
-    tile = tile or _choose_tile(num_seqs * heads, head_v_dim, q.dtype)
-    block_v = max(16, tile.block_v)
-    fixed = Fixed(
-        heads, head_dim, head_v_dim, max(16, next_power_of_2(head_dim)), block_v, zero_decodes, _precision(q.dtype),
-        tile.stages,
-    )  # fmt: skip
-    _scan_kernel[(cdiv(head_v_dim, block_v), heads, chunks.max_seqs)](
-        v, out, state, *prepared,
-        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
-        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, chunks.first.shape[0] - 1, v.stride(0),
-        FIXED=fixed, CHUNK=CHUNK_SIZE, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
-    )  # fmt: skip
+    keys, solve, attention, vectors = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
+    scan_chunks(q, k, v, out, state, solve, attention, vectors, batch, zero_decodes=zero_decodes, keys=keys, tile=tile)
     return out
 
 
@@ -381,12 +262,12 @@ def _prepare(
         q.stride(0), k.stride(0),
         H=heads, K=dim, BLOCK_K=widest, BLOCK=block, PARTS=min(16, 32 * shape.warps // block), CHUNK=CHUNK_SIZE,
         LEVELS=levels,
-        OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=_precision(q.dtype),
+        OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, PRECISION=precision(q),
         num_warps=shape.warps, maxnreg=shape.max_registers, num_stages=1, **early_launch(q.device),
     )  # fmt: skip
     _solve_kernel[(num_chunks, heads)](
         system, solve, chunks.length,
-        CHUNK=CHUNK_SIZE, PRECISION=_precision(q.dtype), num_warps=4, num_stages=1,
+        CHUNK=CHUNK_SIZE, PRECISION=precision(q), num_warps=4, num_stages=1,
         **early_launch(q.device),
     )  # fmt: skip
     return keys, solve, attention, vectors

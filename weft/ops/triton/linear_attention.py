@@ -27,11 +27,10 @@ from torch import Tensor
 
 from weft.config.linear_attention import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
+from weft.ops.triton.chunk_scan import METADATA, check_rows, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.gated_delta_rule import _check_rows, _precision
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2
+from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2, precision
 
 _VECTORS = tl.constexpr(4)
 
@@ -221,7 +220,7 @@ def chunk_linear_attention_triton(
     """
     chunks = batch.chunks[CHUNK_SIZE]
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, x)
+        check_rows(name, x)
     assert g.stride(1) == 1 and state.is_contiguous() and (beta is None or beta.is_contiguous())
     zero_decodes = out is None
     out = v.new_empty(v.shape) if out is None else out
@@ -233,7 +232,7 @@ def chunk_linear_attention_triton(
     block_k, block_v = max(16, next_power_of_2(head_k_dim)), max(16, tile.block_v)
     fixed = Fixed(
         num_groups, num_heads, head_k_dim, head_v_dim, block_k, block_v, beta is not None, skip is not None,
-        zero_decodes, _precision(q.dtype), tile.stages,
+        zero_decodes, precision(q), tile.stages,
     )  # fmt: skip
     prepared = _prepare(q, k, g, beta, skip, chunks, fixed)
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.chunk_scan import check_rows
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
-from weft.ops.triton.gated_delta_rule import _check_rows
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
@@ -133,7 +133,7 @@ def linear_attention_step(
     """
     (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, x)
+        check_rows(name, x)
     assert state.is_contiguous() and state_slots.is_contiguous() and (dt is None or dt.stride(1) == 1)
     out = v.new_empty(v.shape) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"

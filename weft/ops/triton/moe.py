@@ -36,7 +36,7 @@ from weft.ops.triton.moe_blocks import (
 )
 from weft.ops.triton.moe_groups import group_pairs
 from weft.ops.triton.moe_sum import sum_experts
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 
 class Fixed(NamedTuple):
@@ -268,11 +268,11 @@ def fused_moe_triton(
     _num_experts, hidden_size, width = down.shape
     hidden = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
     partial = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    precision, gated = "tf32x3" if x.dtype == torch.float32 else "tf32", gate_up.shape[1] == 2 * width
+    gated = gate_up.shape[1] == 2 * width
 
     def compiled_for(tile: Tile, inner: int) -> dict[str, Any]:
         fixed = Fixed(
-            hidden_size, width, top_k, tile.columns, inner, tile.stages, tile.span, grouped, precision, gated
+            hidden_size, width, top_k, tile.columns, inner, tile.stages, tile.span, grouped, precision(x), gated
         )  # fmt: skip
         return {"FIXED": fixed, "ROWS": tile.rows, "num_warps": tile.warps}
 

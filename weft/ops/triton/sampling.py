@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
 from weft.ops.triton.random_numbers import exponential, random_words, uniform
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -157,7 +158,7 @@ def _best_of_block(row, raw, largest, inverse, seed, position, tokens, VOCAB: tl
     ``E`` is at least the first terms of its series, so the best token is one with a small ``terms / p``, which takes no
     logarithm. Only where other tokens come near to the true ``E / p`` of the smallest are all scores computed."""
     u = uniform(random_words(seed, position, tokens))
-    scale = inverse * 1.4426950408889634
+    scale = inverse * LOG2_E
     bound = u * (1.0 + u * (0.5 + u * 0.3333)) * tl.exp2((largest - raw) * scale)
     bound = tl.where(bound == bound, bound, float("inf"))
     token = tl.min(tl.where(bound == tl.min(bound, 0), tokens, _NO_TOKEN), 0)

@@ -25,10 +25,10 @@ from weft.config.mamba import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
 
 _N = gl.constexpr(16)
-_LOG2_E = gl.constexpr(1.4426950408889634)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _OUTPUTS = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 @gluon.jit
 def _softplus(x):
     """``log(1 + exp(x))``, relative error below 1e-6: the logarithm is a polynomial, fitted at Chebyshev's points."""
-    e = gl.exp2(gl.abs(x) * -_LOG2_E)
+    e = gl.exp2(gl.abs(x) * -LOG2_E)
     p = e * 0.005253457929939032 - 0.02958850748836994
     p = p * e + 0.07836166769266129
     p = p * e - 0.13674770295619965
@@ -66,7 +66,7 @@ def _softplus(x):
 @gluon.jit
 def _gate(z):
     """``z / (1 + exp(-z))``."""
-    root = gl.rsqrt(1.0 + gl.exp2(z * -_LOG2_E))
+    root = gl.rsqrt(1.0 + gl.exp2(z * -LOG2_E))
     return z * root * root
 
 
@@ -166,7 +166,7 @@ def _selective_scan_gluon_kernel(
         b_state = gl.full([_N, CHANNELS], 0.0, gl.float32, layout=WALK)
         if continues:
             b_state = gl.load(state + slot * (_N * C) + inside).to(gl.float32)
-        b_rate = gl.exp2(gl.load(A_log + inside).to(gl.float32) * _LOG2_E) * -_LOG2_E
+        b_rate = gl.exp2(gl.load(A_log + inside).to(gl.float32) * LOG2_E) * -LOG2_E
         b_bias = gl.load(dt_bias + o_c).to(gl.float32)[None, :]
         b_skip = gl.load(D + o_c).to(gl.float32)[None, :]
         steps = gl.allocate_shared_memory(gl.float32, [_TOKENS * CHANNELS], _FLAT)
