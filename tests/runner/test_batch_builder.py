@@ -217,3 +217,22 @@ def test_equally_many_drafts_are_one_verification() -> None:
     fewer = [replace(r, num_tokens=2, checkpoints=r.checkpoints[:1], draft_token_ids=[5]) for r in alike]
     for others in ([decode, *alike], [alike[0], snapshot], fewer):
         assert builder.fill(SchedulerOutput(9, others)).query_len == 0
+
+
+def test_page_updates_beside_what_earlier_steps_left_in_the_buffers() -> None:
+    table, builder = make()
+    ids = array("I", [1] * 128)
+
+    def give(row: int, start: int, pages: list[int]) -> None:
+        builder.fill(SchedulerOutput(0, [ScheduledRequest(row, start, 16 * len(pages), pages, 1, True)]))
+        builder.send()
+
+    for row in (0, 1):
+        table.fill(NewRequest(row, ids, 128, RowSampling()))
+    give(0, 0, list(range(10, 18)))
+    table.fill(NewRequest(0, ids, 128, RowSampling()))
+    give(0, 0, [40, 41, 42, 43])
+    give(0, 64, [50, 51, 52, 53])
+    give(1, 0, [60, 61, 62, 63, 64])
+    assert table.device_page_table[0, :8].tolist() == [40, 41, 42, 43, 50, 51, 52, 53]
+    assert table.device_page_table[1, :6].tolist() == [60, 61, 62, 63, 64, 0]

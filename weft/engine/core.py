@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -109,12 +108,15 @@ class EngineCore:
 
     def _launch(self, scheduler_output: SchedulerOutput) -> None:
         launched = time.monotonic()
-        with self._ending(scheduler_output):
+        try:
             sampling = self.scheduler.sampling_requests(scheduler_output.step)
             masks = self._grammars.masks(sampling, scheduler_output.requests)
             if masks:
                 scheduler_output = replace(scheduler_output, token_masks=masks)
             self._executor.launch(scheduler_output, processors_of(sampling))
+        except BaseException as error:
+            self._end_broken(scheduler_output, error)
+            raise
         self._in_flight.append((scheduler_output, launched))
 
     def _result(self, max_in_flight: int) -> ModelOutput | None:
@@ -122,21 +124,20 @@ class EngineCore:
         if len(self._in_flight) <= max_in_flight:
             return None
         scheduler_output, launched = self._in_flight.popleft()
-        with self._ending(scheduler_output):
+        try:
             output = self._executor.result()
+        except BaseException as error:
+            self._end_broken(scheduler_output, error)
+            raise
         self._inspection.steps.ended(scheduler_output, launched, output.mode, output.num_padding_tokens)
         return output
 
-    @contextmanager
-    def _ending(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
-        """An error in the body ends the requests of this step; all requests if no step can run any more."""
-        try:
-            with self._failures.ending(scheduler_output):
-                yield
-        finally:
-            if self._failures.fatal is not None:
-                self._failures.end_all([output for output, _ in self._in_flight], self._grammars.drop())
-                self._in_flight.clear()
+    def _end_broken(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
+        """End the requests of a step that raised; all requests if no step can run any more."""
+        self._failures.end_step(scheduler_output, error)
+        if self._failures.fatal is not None:
+            self._failures.end_all([output for output, _ in self._in_flight], self._grammars.drop())
+            self._in_flight.clear()
 
     @property
     def failure(self) -> EngineDeadError | None:

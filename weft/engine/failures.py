@@ -5,8 +5,7 @@ What ended outside a step is kept until the loop returns it. What went wrong is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from weft.errors import EngineDeadError
 from weft.messages import ModelOutput, SchedulerOutput
@@ -26,16 +25,11 @@ class Failures:
         self._requests: list[Request] = []
         self.fatal: EngineDeadError | None = None
 
-    @contextmanager
-    def ending(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
-        """Whatever the body raises ends the requests of this step, and is passed on."""
-        try:
-            yield
-        except BaseException as error:
-            self._end_step(scheduler_output)
-            if isinstance(error, EngineDeadError):
-                self.fatal = error
-            raise
+    def end_step(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
+        """A step raised: its requests end."""
+        self._end_step(scheduler_output)
+        if isinstance(error, EngineDeadError):
+            self.fatal = error
 
     def _end_step(self, scheduler_output: SchedulerOutput) -> None:
         rows = [scheduled.row for scheduled in scheduler_output.requests]

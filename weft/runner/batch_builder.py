@@ -83,6 +83,7 @@ class BatchBuilder:
         self._places = np.arange(max_num_tokens)
         self._host: dict[str, np.ndarray] = {}
         self._num_updates = 0
+        self._updates: dict[int, tuple[Tensor, Tensor]] = {}  # by their number
 
     # -- host ----------------------------------------------------------------------------------------------------
 
@@ -143,6 +144,10 @@ class BatchBuilder:
         self._buffers.upload(2 * self._num_updates)
         self._apply_page_updates(self._num_updates)
 
+    def mark_sent(self) -> None:
+        """The step's work is queued: see ``StepBuffers.mark``."""
+        self._buffers.mark()
+
     def _fill_page_updates(self, requests: list[ScheduledRequest]) -> int:
         updates = self._host["page_updates"]
         at = 0
@@ -152,11 +157,19 @@ class BatchBuilder:
                 updates[at : at + 2 * count : 2] = np.arange(first, first + count)
                 updates[at + 1 : at + 2 * count : 2] = r.new_pages
                 at += 2 * count
-        return at // 2
+        count = at // 2
+        if not count:
+            return 0
+        size = 1 << (count - 1).bit_length()  # few sizes, whose slices are kept; the last update is repeated
+        updates[at : 2 * size].reshape(-1, 2)[:] = updates[at - 2 : at]
+        return size
 
     def _apply_page_updates(self, count: int) -> None:
-        if count:
-            self._flat_page_table.index_copy_(0, self._updated_index[:count], self._updated_page[:count])
+        if not count:
+            return
+        if count not in self._updates:
+            self._updates[count] = self._updated_index[:count], self._updated_page[:count]
+        self._flat_page_table.index_copy_(0, *self._updates[count])
 
     def _fill_tokens(self, requests: list[ScheduledRequest], layout: Layout) -> None:
         """Token ids, rows, positions and cache slots on the flat axis."""
@@ -364,7 +377,7 @@ def _arrays(
         groups.append((torch.int32, max_num_seqs + 1, (f"chunk_first_{size}",)))
     arrays = {name: (dtype, size) for dtype, size, names in groups for name in names}
     # New pages of a step: flat index and page side by side, in the tail, because a cache hit can bring thousands.
-    arrays["page_updates"] = (torch.int64, 2 * max_num_seqs * max_pages)
+    arrays["page_updates"] = (torch.int64, 2 << (max_num_seqs * max_pages - 1).bit_length())
     return arrays
 
 

@@ -4,8 +4,10 @@ Job: typed slices of one block on the host and of one of the same layout on the 
 host block may be filled again. Does not know: what the numbers mean.
 
 On a GPU there are two pinned host blocks, used in turn; a block is filled again only after the copy out of it is done,
-so the next step can be prepared while the last one's copy is still waiting in the stream. The device block never moves:
-a captured graph reads it. On the CPU host and device block are the same memory and the copy is nothing.
+so the next step can be prepared while the last one's copy is still waiting in the stream. The event that says so is
+recorded behind the step's launches (``mark``): recording it costs the host time for which the device would wait. The
+device block never moves: a captured graph reads it. On the CPU host and device block are the same memory and the copy
+is nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class StepBuffers:
         self._views = [self._numpy_views(host) for host in self._hosts]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if on_gpu else []
         self._device = torch.zeros(end, dtype=torch.uint8, device=device) if on_gpu else self._hosts[0]
+        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}  # of both blocks, by the size of the tail
+        self._is_marked = True
         self._current = 0
 
     def _numpy_views(self, host: Tensor) -> dict[str, np.ndarray]:
@@ -60,6 +64,7 @@ class StepBuffers:
 
     def begin(self) -> dict[str, np.ndarray]:
         """The host arrays to fill for the next step (waits, if need be, until the last copy out of them is done)."""
+        self.mark()
         self._current = (self._current + 1) % len(self._hosts)
         if self._copied:
             self._copied[self._current].synchronize()
@@ -69,9 +74,18 @@ class StepBuffers:
         """Copy the filled arrays to the device, of the tail only ``tail_size`` values (asynchronous on a GPU)."""
         if not self._copied:
             return
-        end = self._offsets[self._tail] + tail_size * self._arrays[self._tail][0].itemsize
-        self._device[:end].copy_(self._hosts[self._current][:end], non_blocking=True)
-        self._copied[self._current].record()
+        if tail_size not in self._parts:
+            end = self._offsets[self._tail] + tail_size * self._arrays[self._tail][0].itemsize
+            self._parts[tail_size] = self._device[:end], [host[:end] for host in self._hosts]
+        device, hosts = self._parts[tail_size]
+        device.copy_(hosts[self._current], non_blocking=True)
+        self._is_marked = False
+
+    def mark(self) -> None:
+        """Note that what is queued by now follows the last ``upload``; ``begin`` does it if nobody has."""
+        if not self._is_marked:
+            self._copied[self._current].record()
+            self._is_marked = True
 
     @property
     def block(self) -> Tensor:

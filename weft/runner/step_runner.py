@@ -154,6 +154,7 @@ class StepRunner:
         if self._media is not None and self.rows.rope_positions:
             self._media.load(scheduler_output.requests, self.rows)
         pending = self._launch(scheduler_output, processors)
+        self.builder.mark_sent()
         pending.encoder_time = encoder_time
         return pending
 

@@ -3,7 +3,7 @@ input tensors (``StepInputs``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,8 +96,9 @@ class StepShape:
         return StepShape(tokens, size, 0, query_len, max_seq_len, (), tokens, padded=True, query_len=query_len)
 
     @staticmethod
+    @functools.cache
     def mixture(
-        num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: Sequence[int], may_have_media: bool = False
+        num_tokens: int, max_num_seqs: int, max_seq_len: int, chunk_sizes: tuple[int, ...], may_have_media: bool = False
     ) -> StepShape:
         """What a graph of ``num_tokens`` tokens computes, whatever sequences they belong to."""
         num_seqs = min(num_tokens, max_num_seqs)
