@@ -25,11 +25,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 UNITS = (1.0, 1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 100.0, 2.0**-20, 2.0**-30)
 """Seconds to ms and us, bytes to MiB and GiB, shares to percent."""
 
-FROM_ELSEWHERE: dict[str, dict[str, str]] = {
-    "kernels.md": {
-        "4.25": "TB/s, what floors are counted with",
-    },
-}
+FROM_ELSEWHERE: dict[str, dict[str, str]] = {}
 """By document: figures that no file holds, and why they stand there."""
 
 FIGURE = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+|\d+)\.(\d+)(?![\w.])")
