@@ -21,8 +21,7 @@ from weft.graph.graph import Tape
 from weft.graph.inductor import PieceCompiler, code_of
 from weft.graph.piece_sources import CompileCounters, Traced, run_eagerly
 from weft.graph.split_ops import known_split_ops
-from weft.graph.splitting import split_graph
-from weft.graph.tracing import trace
+from weft.graph.tracing import split_graph, trace
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,7 @@ from torch.fx import Graph, GraphModule
 
 from tests.graph.fake_model import SIZE, Model, RunningSum, context_of
 from weft.forward_context import forward_context
-from weft.graph.splitting import SplitItem, split_graph
-from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, TracedPass, trace
+from weft.graph.tracing import NUM_TOKENS, TOKEN_IDS, SplitItem, TracedPass, split_graph, trace
 
 CPU = torch.device("cpu")
 OP = torch.ops.weft.running_sum_with_output.default

@@ -37,7 +37,7 @@ BETWEEN_ROOMS = (
     ),
     mutant(
         "slots-of-fewer-drafts-kept", "slots for more drafts than a batch gets go back", "weft/cache/draft_slots.py",
-        "        for slot in lease.drafts.trim(num_drafts):\n            self._slots.release(slot)\n",
+        "        for slot in lease.drafts.trim(num_drafts):\n            self.slots.release(slot)\n",
         "        lease.drafts.trim(num_drafts)\n", "tests/speculation/test_by_batch.py",
         "tests/speculation/test_traffic.py",
     ),

@@ -38,7 +38,7 @@ MUTANTS = (
     ),
     _mutant(
         "old-snapshot-kept", "a decoding request keeps one snapshot", "weft/cache/draft_slots.py",
-        "            self._slots.release(lease.checkpoints.snapshot[1])\n", "            pass\n",
+        "            self.slots.release(lease.checkpoints.snapshot[1])\n", "            pass\n",
         "tests/scheduler/test_prefix_reuse.py",
     ),
     _mutant(
@@ -53,7 +53,7 @@ MUTANTS = (
         "tests/graph/test_piece_sources.py::test_another_version_or_device_finds_nothing",
     ),
     _mutant(
-        "split-loses-order", "parts of a cut graph keep the original order", "weft/graph/splitting.py",
+        "split-loses-order", "parts of a cut graph keep the original order", "weft/graph/tracing.py",
         "keep_original_order=True", "keep_original_order=False",
         "tests/graph/test_splitting.py",
     ),

@@ -58,7 +58,7 @@ def _after_full_step(
     device = hidden_states.device
     last = torch.arange(inputs.batch.num_seqs, device=device) if acceptance is None else acceptance.last
     drafts = _from_table(inputs.rows, inputs.batch.positions.index_select(0, last))
-    self._rows.set_drafts(inputs.rows, drafts)
+    self.rows.set_drafts(inputs.rows, drafts)
     return drafts
 
 

@@ -7,6 +7,7 @@ the working slot. The slots belong to the leases (``cache/lease.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from weft.cache.eviction import Evictor
 from weft.cache.lease import Lease
@@ -15,46 +16,41 @@ from weft.cache.spec import CacheSpec
 from weft.cache.state_plan import StatePlan
 
 
+@dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """Args: the manager's. ``allocate_pages``: ``Manager.allocate``."""
+    """Fields: the manager's. ``allocate_pages``: ``Manager.allocate``."""
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        slots: StatePool,
-        evictor: Evictor,
-        states: StatePlan,
-        allocate_pages: Callable[[Lease, int], list[int] | None],
-    ) -> None:
-        self._spec, self._slots, self._evictor, self._states = spec, slots, evictor, states
-        self._has_states = spec.has_states
-        self._allocate_pages = allocate_pages
+    spec: CacheSpec
+    slots: StatePool
+    evictor: Evictor
+    states: StatePlan
+    allocate_pages: Callable[[Lease, int], list[int] | None]
 
     def allocate(self, lease: Lease, start: int, num_drafts: int) -> int:
         """How many of ``num_drafts`` drafts a step may verify that begins at ``start`` with the last token; pages and
         slots for these are then there. Under ``aligned`` it ends where a state has to be kept."""
-        if self._states.at_multiples:
-            num_drafts = min(num_drafts, self._states.alignment - 1 - start % self._states.alignment)
-        if self._has_states:
+        if self.states.at_multiples:
+            num_drafts = min(num_drafts, self.states.alignment - 1 - start % self.states.alignment)
+        if lease.state_slot:
             spare = lease.drafts.spare
-            while len(spare) < num_drafts and (slot := self._evictor.take_slot()) is not None:
+            while len(spare) < num_drafts and (slot := self.evictor.take_slot()) is not None:
                 spare.append(slot)
             num_drafts = min(num_drafts, len(spare))
-        if num_drafts and self._allocate_pages(lease, start + 1 + num_drafts) is None:
-            num_drafts = max(0, len(lease.pages) * self._spec.page_size - start - 1)
+        if num_drafts and self.allocate_pages(lease, start + 1 + num_drafts) is None:
+            num_drafts = max(0, len(lease.pages) * self.spec.page_size - start - 1)
         return num_drafts
 
     def trim(self, lease: Lease, num_drafts: int) -> None:
         """A step begins: the states of the last one's drafts do not count any more, and the slots for more than
         ``num_drafts`` drafts go back."""
         for slot in lease.drafts.trim(num_drafts):
-            self._slots.release(slot)
+            self.slots.release(slot)
 
     def store(self, lease: Lease, start: int, num_drafts: int) -> list[tuple[int, int]]:
         """``(position, slot)`` of the states that a step from ``start`` stores, if there are states. Call it when the
         step is launched."""
         checkpoints, end = lease.drafts.begin(start, num_drafts, lease.state_slot), start + 1 + num_drafts
-        slot = self._evictor.take_slot() if self._states.takes_snapshot(end) else None
+        slot = self.evictor.take_slot() if self.states.takes_snapshot(end) else None
         if slot is not None:
             lease.drafts.snapshot = (end, slot)
             checkpoints.append((end, slot))
@@ -64,7 +60,7 @@ class DraftSlots:
     def can_follow(self) -> bool:
         """Whether a step that verifies drafts can be launched before the last one is settled: not where it has to end
         at certain positions."""
-        return not self._states.at_multiples
+        return not self.states.at_multiples
 
     def follow(self, lease: Lease, start: int) -> tuple[list[tuple[int, int]], int]:
         """The ``(position, slot)`` pairs of a step that follows an unsettled one, if that is accepted wholly up to
@@ -83,7 +79,7 @@ class DraftSlots:
         if snapshot is not None and snapshot[0] == lease.num_committed_tokens:
             self.keep_snapshot(lease, snapshot)
         elif snapshot is not None:
-            self._slots.release(snapshot[1])
+            self.slots.release(snapshot[1])
 
     def rewind(self, lease: Lease, num_tokens: int) -> None:
         """Of an accepted run only what lies within ``num_tokens`` tokens counts, if a state is still there."""
@@ -94,5 +90,5 @@ class DraftSlots:
     def keep_snapshot(self, lease: Lease, snapshot: tuple[int, int]) -> None:
         """``(position, slot)`` takes the place of the snapshot that a decoding request kept before."""
         if lease.checkpoints.snapshot is not None:
-            self._slots.release(lease.checkpoints.snapshot[1])
+            self.slots.release(lease.checkpoints.snapshot[1])
         lease.checkpoints.snapshot = snapshot

@@ -9,7 +9,7 @@ not know: how the head drafts (``models/mtp.py``), how a match is found (``ops/n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -74,24 +74,20 @@ _SAMPLED = -1
 """Stands for the token that the step samples."""
 
 
+@dataclass(frozen=True, slots=True)
 class MtpStepDrafter:
     """Drafts by the model's own head (MTP).
 
-    Args:
+    Attributes:
         context: from a batch and the mode it runs in to its forward context.
         reach: tokens past the last one of a step that the head reads and writes.
     """
 
-    def __init__(
-        self,
-        drafter: MtpDrafter,
-        builder: BatchBuilder,
-        rows: RowTable,
-        context: Callable[[Batch, GraphMode], ForwardContext],
-        reach: int,
-    ) -> None:
-        self._drafter, self._builder, self._rows, self._context = drafter, builder, rows, context
-        self._reach = reach
+    drafter: MtpDrafter
+    builder: BatchBuilder
+    rows: RowTable
+    context: Callable[[Batch, GraphMode], ForwardContext]
+    reach: int
 
     def fill(self, new: NewRequest) -> None:
         """What the head knows of a sequence lies in its pages."""
@@ -104,24 +100,24 @@ class MtpStepDrafter:
         token_ids: Tensor | None,
         acceptance: Acceptance | None,
     ) -> Tensor:
-        longest = min(shape.max_seq_len + self._reach, self._rows.max_pages * self._builder.page_size)
-        inputs = self._builder.materialise(replace(shape, max_seq_len=longest))
+        longest = min(shape.max_seq_len + self.reach, self.rows.max_pages * self.builder.page_size)
+        inputs = self.builder.materialise(replace(shape, max_seq_len=longest))
         sampling = self._ints([i for i, request in enumerate(requests) if request.samples])
         last = self._last(requests, sampling, acceptance)
         next_ids = inputs.input_ids.roll(-1).index_copy_(0, last, self._ids_after(requests))
-        with forward_context(self._context(inputs.batch, GraphMode.NONE)):
+        with forward_context(self.context(inputs.batch, GraphMode.NONE)):
             drafts = DraftInputs(hidden_states, next_ids, last[sampling], sampling, inputs.batch)
-            return self._drafter.draft(drafts, self._builder.num_drafts_at(len(sampling)))
+            return self.drafter.draft(drafts, self.builder.num_drafts_at(len(sampling)))
 
     def after_full_step(
         self, inputs: StepInputs, hidden_states: Tensor, token_ids: Tensor, acceptance: Acceptance | None
     ) -> Tensor:
         last = acceptance.last if acceptance is not None else None
-        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
+        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
             drafts = DraftInputs(hidden_states, token_ids, last, None, inputs.batch)
-            found = self._drafter.draft(drafts, self._builder.num_drafts_at(inputs.batch.num_seqs))
+            found = self.drafter.draft(drafts, self.builder.num_drafts_at(inputs.batch.num_seqs))
         if acceptance is not None:
-            self._rows.set_drafts(inputs.rows, found)
+            self.rows.set_drafts(inputs.rows, found)
         return found
 
     def _last(self, requests: Sequence[ScheduledRequest], sampling: Tensor, acceptance: Acceptance | None) -> Tensor:
@@ -137,14 +133,14 @@ class MtpStepDrafter:
         known = []
         for request in requests:
             end = request.start + request.num_tokens
-            following = self._rows.known_tokens(request.row, end, end + 1)
+            following = self.rows.known_tokens(request.row, end, end + 1)
             known.append(_SAMPLED if request.samples else int(following[0]) if len(following) else 0)
         after = self._ints(known)
-        sampled = self._rows.last_token.index_select(0, self._ints([request.row for request in requests]))
+        sampled = self.rows.last_token.index_select(0, self._ints([request.row for request in requests]))
         return torch.where(after == _SAMPLED, sampled, after)
 
     def _ints(self, values: list[int]) -> Tensor:
-        return device_ints(values, self._rows.last_token.device)
+        return device_ints(values, self.rows.last_token.device)
 
 
 class NgramDrafter:

@@ -11,7 +11,7 @@ its tokens and one by its samples.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -47,74 +47,64 @@ class SampledLogits(NamedTuple):
     drafts: Tensor | None = None
 
 
+@dataclass(slots=True)
 class StepFunctions:
     """The functions behind a runner's full graphs.
 
-    Args:
-        model, builder, rows, sampler, sampling, draft, rejection_sampler: the runner's.
+    Attributes:
         context: from a batch and the mode it runs in to its forward context.
         max_num_seqs, max_model_len: what a graph must be able to serve.
         hidden: ``[T, hidden_size]``, static memory for the hidden states of the largest captured forward pass.
-
-    Attributes:
-        hidden: as given.
+        drafter: makes drafts for the next step, if the engine has some made.
+        The others: the runner's.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        builder: BatchBuilder,
-        rows: RowTable,
-        sampler: Sampler,
-        sampling: SamplingInputs,
-        draft: Drafter | None,
-        rejection_sampler: RejectionSampler,
-        context: Callable[[Batch, GraphMode], ForwardContext],
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        hidden: Tensor,
-    ) -> None:
-        self._model, self._builder, self._rows = model, builder, rows
-        self._sampler, self._sampling, self._context = sampler, sampling, context
-        self._draft, self._rejection_sampler = draft, rejection_sampler
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self.hidden = hidden
-        self._compiled: Callable[..., Tensor] = model
-        self._max_compiled = 0
+    model: CausalLM
+    builder: BatchBuilder
+    rows: RowTable
+    sampler: Sampler
+    sampling: SamplingInputs
+    drafter: Drafter | None
+    rejection_sampler: RejectionSampler
+    context: Callable[[Batch, GraphMode], ForwardContext]
+    max_num_seqs: int
+    max_model_len: int
+    hidden: Tensor
+    _compiled: Callable[..., Tensor] | None = None
+    _max_compiled: int = 0
 
     def pad(self, shape: StepShape) -> None:
         """Put padding of the given sizes into the step buffers."""
-        self._builder.send_padding(shape)
+        self.builder.send_padding(shape)
 
     def decode_shape(self, size: int) -> StepShape:
-        return StepShape.decodes(size, self._max_model_len)
+        return StepShape.decodes(size, self.max_model_len)
 
     def query_len(self, size: int) -> int:
         """Tokens of each of ``size`` sequences that verify drafts."""
-        return 1 + self._builder.num_drafts_at(size)
+        return 1 + self.builder.num_drafts_at(size)
 
     def verification_shape(self, size: int) -> StepShape:
-        return StepShape.verification(size, self.query_len(size), self._max_model_len)
+        return StepShape.verification(size, self.query_len(size), self.max_model_len)
 
     def mixture_shape(self, num_tokens: int) -> StepShape:
-        return self._builder.mixture_shape(num_tokens, self._max_model_len)
+        return self.builder.mixture_shape(num_tokens, self.max_model_len)
 
     def pieces_context(self, num_tokens: int) -> ForwardContext:
         """The forward context in which pieces of ``num_tokens`` tokens are captured."""
-        return self._context(self._builder.materialise(self.mixture_shape(num_tokens)).batch, GraphMode.NONE)
+        return self.context(self.builder.materialise(self.mixture_shape(num_tokens)).batch, GraphMode.NONE)
 
     def compile_decodes(self, compiler: ModelCompiler, max_size: int) -> None:
         """From now on, decode steps of up to ``max_size`` rows run the model as it is compiled for them."""
-        batch = self._builder.materialise(self.decode_shape(min(max_size, self._max_num_seqs))).batch
-        self._compiled = compiler.for_decodes(self._context(batch, GraphMode.FULL), batch.num_tokens)
+        batch = self.builder.materialise(self.decode_shape(min(max_size, self.max_num_seqs))).batch
+        self._compiled = compiler.for_decodes(self.context(batch, GraphMode.FULL), batch.num_tokens)
         self._max_compiled = max_size
 
     def decode(self, size: int) -> SampledLogits:
         """The whole decode step of ``size`` rows, with drafts for the next one."""
-        inputs = self._builder.materialise(self.decode_shape(size))
-        model = self._compiled if size <= self._max_compiled else self._model
-        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
+        inputs = self.builder.materialise(self.decode_shape(size))
+        model = self._compiled if self._compiled is not None and size <= self._max_compiled else self.model
+        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
             hidden_states = model(input_ids=inputs.input_ids)
         sampled = self._sample(hidden_states, inputs.samples)
         return self._with_drafts(sampled, inputs, hidden_states)
@@ -122,30 +112,30 @@ class StepFunctions:
     def verify(self, size: int) -> SampledLogits:
         """The step of ``size`` sequences that verify drafts: a token for every position, which of them count, and
         drafts for the next step."""
-        inputs = self._builder.materialise(self.verification_shape(size))
-        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
-            hidden_states = self._model(inputs.input_ids)
-        logits = self._model.compute_logits(hidden_states)
-        result = self._sampler(logits, self._sampling.any_row(inputs.samples))
+        inputs = self.builder.materialise(self.verification_shape(size))
+        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
+            hidden_states = self.model(inputs.input_ids)
+        logits = self.model.compute_logits(hidden_states)
+        result = self.sampler(logits, self.sampling.any_row(inputs.samples))
         samples = inputs.samples
         sampled = (result.token_ids, inputs.input_ids, samples.seeds, samples.positions, samples.rows)
-        token_ids, acceptance = self._rejection_sampler.accept_alike(*sampled, self.query_len(size), self._rows.state)
+        token_ids, acceptance = self.rejection_sampler.accept_alike(*sampled, self.query_len(size), self.rows.state)
         result = replace(result, token_ids=token_ids)
         return self._with_drafts(SampledLogits(logits, result, acceptance), inputs, hidden_states)
 
     def _with_drafts(self, sampled: SampledLogits, inputs: StepInputs, hidden_states: Tensor) -> SampledLogits:
-        if self._draft is None:
+        if self.drafter is None:
             return sampled
-        drafts = self._draft.after_full_step(inputs, hidden_states, sampled.result.token_ids, sampled.acceptance)
+        drafts = self.drafter.after_full_step(inputs, hidden_states, sampled.result.token_ids, sampled.acceptance)
         return sampled._replace(hidden_states=hidden_states, drafts=drafts)
 
     def forward(self, num_tokens: int) -> Tensor:
         """The forward pass of ``num_tokens`` tokens of any sequences: ``[num_tokens, hidden_size]``, kept. Where rows
         are selected, what stands in the others is arbitrary."""
         shape = self.mixture_shape(num_tokens)
-        inputs = self._builder.materialise(shape, selects_rows=self._builder.selects_rows(shape))
-        with forward_context(self._context(inputs.batch, GraphMode.FULL)):
-            hidden_states = self._model(inputs.input_ids)
+        inputs = self.builder.materialise(shape, selects_rows=self.builder.selects_rows(shape))
+        with forward_context(self.context(inputs.batch, GraphMode.FULL)):
+            hidden_states = self.model(inputs.input_ids)
         rows = inputs.batch.logits_rows
         if rows is None:
             return self.keep(hidden_states)
@@ -157,11 +147,11 @@ class StepFunctions:
 
     def sample(self, size: int) -> SampledLogits:
         """Sample ``size`` tokens from the kept hidden states."""
-        samples = self._builder.sample_rows(size)
+        samples = self.builder.sample_rows(size)
         return self._sample(self.hidden.index_select(0, samples.indices), samples)
 
     def _sample(self, hidden_states: Tensor, samples: SampleRows) -> SampledLogits:
-        logits = self._model.compute_logits(hidden_states)
-        result = self._sampler(logits, self._sampling.any_row(samples))
-        self._rows.set_last_tokens(samples.rows, result.token_ids)
+        logits = self.model.compute_logits(hidden_states)
+        result = self.sampler(logits, self.sampling.any_row(samples))
+        self.rows.set_last_tokens(samples.rows, result.token_ids)
         return SampledLogits(logits, result)

@@ -23,7 +23,7 @@ from weft.graph.graph import GraphPool
 from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
 from weft.graph.pieces import PiecewiseModel
 from weft.graph.profile import ModeTable
-from weft.runner.encoder_graphs import EncoderGraphs
+from weft.runner.media_inputs import EncoderGraphs
 from weft.runner.memory import GRAPH_BYTES
 from weft.runner.model_compiler import ModelCompiler
 from weft.runner.step_functions import SampledLogits, StepFunctions

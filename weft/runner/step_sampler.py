@@ -46,19 +46,15 @@ class SampledTokens:
     logprobs: Logprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Samples the tokens of steps and remembers them for the next ones. All arguments are the runner's."""
+    """Samples the tokens of steps and remembers them for the next ones. All fields are the runner's."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        inputs: SamplingInputs,
-        builder: BatchBuilder,
-        rows: RowTable,
-        rejection_sampler: RejectionSampler,
-    ) -> None:
-        self._sampler, self._inputs, self._builder, self._rows = sampler, inputs, builder, rows
-        self._rejection_sampler = rejection_sampler
+    sampler: Sampler
+    inputs: SamplingInputs
+    builder: BatchBuilder
+    rows: RowTable
+    rejection_sampler: RejectionSampler
 
     def __call__(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], replayed: SampledLogits | None = None
@@ -69,18 +65,18 @@ class StepSampler:
             logits: ``[M or more, V]``, rows in the order of ``sampled``.
             replayed: what a graph has sampled of these logits, without edits, and remembered.
         """
-        count, edited = len(sampled), self._inputs.edited(sampled)
+        count, edited = len(sampled), self.inputs.edited(sampled)
         rows = [request.row for request in sampled]
         if replayed is not None and not edited:
             tokens = self._as_replayed(rows, replayed)
         else:
             result = self._sample(logits[:count], sampled, edited, replayed.result if replayed is not None else None)
             tokens = SampledTokens(rows, result.token_ids, result.nan_rows)
-        if tokens.acceptance is None and self._builder.num_drafts:
+        if tokens.acceptance is None and self.builder.num_drafts:
             tokens = self._accept_drafts(sampled, tokens)
         counted = tokens.acceptance.counted if tokens.acceptance is not None else None
-        self._inputs.record(sampled, tokens.token_ids, counted)
-        wanted = self._inputs.num_logprobs(sampled)
+        self.inputs.record(sampled, tokens.token_ids, counted)
+        wanted = self.inputs.num_logprobs(sampled)
         if not wanted:
             return tokens
         return replace(tokens, num_logprobs=wanted, logprobs=self._logprobs(logits[:count], tokens.token_ids, wanted))
@@ -109,34 +105,34 @@ class StepSampler:
         following = [after.draft_token_ids[-1:] for after in sampled[1:]] + [[]]
         drafts = self._places([draft[0] if draft else NO_DRAFT for draft in following])
         first = [i for i, request in enumerate(sampled) if not request.draft_token_ids]
-        samples = self._builder.sample_rows(len(sampled))
-        token_ids, is_right = self._rejection_sampler(tokens.token_ids, drafts, samples.seeds, samples.positions)
+        samples = self.builder.sample_rows(len(sampled))
+        token_ids, is_right = self.rejection_sampler(tokens.token_ids, drafts, samples.seeds, samples.positions)
         acceptance = accept(is_right, self._places(first))
         rows = self._places([sampled[i].row for i in first])
-        self._rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
+        self.rows.set_last_tokens(rows, token_ids.index_select(0, acceptance.last))
         return replace(tokens, token_ids=token_ids, acceptance=acceptance)
 
     def _sample(
         self, logits: Tensor, sampled: Sequence[ScheduledRequest], edited: list[int], replayed: SamplerOutput | None
     ) -> SamplerOutput:
-        count, samples = len(sampled), self._builder.sample_rows(len(sampled))
+        count, samples = len(sampled), self.builder.sample_rows(len(sampled))
         if len(edited) == count:
-            result = self._sampler(logits, self._inputs.build(sampled, samples))
+            result = self.sampler(logits, self.inputs.build(sampled, samples))
         else:
             if replayed is None:
-                result = self._sampler(logits, self._inputs.plain(sampled, samples))
+                result = self.sampler(logits, self.inputs.plain(sampled, samples))
             else:
                 result = SamplerOutput(replayed.token_ids[:count], replayed.nan_rows[:count])
             if edited:
                 places = self._places(edited)
-                batch = self._inputs.build([sampled[i] for i in edited], samples.select(places))
-                again = self._sampler(logits.index_select(0, places), batch)
+                batch = self.inputs.build([sampled[i] for i in edited], samples.select(places))
+                again = self.sampler(logits.index_select(0, places), batch)
                 result = SamplerOutput(
                     result.token_ids.index_copy(0, places, again.token_ids),
                     result.nan_rows.index_copy(0, places, again.nan_rows),
                 )
-        self._rows.set_last_tokens(samples.rows, result.token_ids)
+        self.rows.set_last_tokens(samples.rows, result.token_ids)
         return result
 
     def _places(self, indices: Sequence[int]) -> Tensor:
-        return device_ints(indices, self._rows.last_token.device)
+        return device_ints(indices, self.rows.last_token.device)
