@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import itertools
 import json
 import os
@@ -32,7 +33,7 @@ from weft.config import resolve
 from weft.config.vision import VisionConfig
 from weft.engine.core import EngineCore
 from weft.messages import RowSampling
-from weft.multimodal.items import MediaItem, content_hash, pixel_bytes
+from weft.multimodal.items import MediaItem, pixel_bytes
 from weft.request import Request, RequestSpec
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -68,7 +69,8 @@ class Requests:
         grid, pixels = image
         count, tokens = self._vision.num_tokens(grid), self._vision.tokens
         ids = [tokens.start, *[tokens.image] * count, tokens.end, *text]
-        item = MediaItem("image", content_hash(pixels, grid, "benchmark"), [(1, count)], grid, pixels, self._dtype)
+        digest = hashlib.sha256(f"{grid}".encode() + pixels).digest()
+        item = MediaItem("image", digest, [(1, count)], grid, pixels, self._dtype)
         return self.of(ids, max_tokens, [item])
 
     def of(self, ids: list[int], max_tokens: int = 1, media: Sequence[MediaItem] = ()) -> Request:

@@ -1,7 +1,5 @@
 """Decode latency: milliseconds per step at a given batch size; with drafts, per new token.
 
-Job: time batches of random prompts that are submitted together. Owns: the method below. Does not know: flags, files.
-
 Method: every prompt has ``prompt_len`` random tokens; greedy, end-of-sequence ignored. A step's time is
 (median time for ``output_len`` new tokens - median time for 1) / (output_len - 1), so that prefill cancels out. Beside
 it stands the median interval between two consecutive steps in which the whole batch decoded, from one more run that

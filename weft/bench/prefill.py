@@ -1,7 +1,5 @@
 """Prefill: milliseconds from the call to the first token of one prompt.
 
-Job: time single prompts of given lengths. Owns: the method below. Does not know: flags, files.
-
 Method: one request at a time, ``max_tokens`` 1, greedy, from the call to the returned token, so that the host's share
 counts; the median of ``repeats`` after ``warmups``, every prompt with new random tokens.
 """

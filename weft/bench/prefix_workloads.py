@@ -1,7 +1,4 @@
-"""Workloads for the prefix cache: sequences of prompts, and which earlier one each continues.
-
-Job: name and generate request sequences with a fixed seed. Owns: their shapes. Does not know: engines, caches.
-"""
+"""Workloads for the prefix cache: sequences of prompts, and which earlier one each continues."""
 
 from __future__ import annotations
 

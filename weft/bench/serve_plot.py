@@ -1,8 +1,4 @@
-"""A picture of a sweep of ``weft bench serve``: latency and throughput against the load, as one SVG file.
-
-Job: from the figures of several runs to SVG text that needs nothing else. Owns: panels, axes and colours.
-Does not know: how the figures came about.
-"""
+"""A picture of a sweep of ``weft bench serve``: latency and throughput against the load, as one SVG file."""
 
 from __future__ import annotations
 

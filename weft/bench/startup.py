@@ -1,7 +1,6 @@
 """Start-up: seconds from the start of a process to an engine that is ready.
 
-Job: start fresh processes, with an empty Triton cache (cold) and with the one that the process before left (warm).
-Owns: the method below, and the program that the processes run. Does not know: flags, files.
+Fresh processes, with an empty Triton cache (cold) and with the one that the process before left (warm).
 
 The clock starts before the process does. ``total_s`` ends when ``LLM()`` returns; ``import_s`` and ``llm_s`` are its
 two parts beside the start of Python itself; ``stages`` are ``LLM.startup``, of which ``libraries`` holds the import of

@@ -1,8 +1,5 @@
 """Offline throughput: generated tokens per second over a mixed queue.
 
-Job: time random prompts and output lengths, all submitted at once. Owns: the workload's definition.
-Does not know: flags, files.
-
 The random numbers come from one generator in this order: for every prompt its length and its tokens, then for every
 prompt its output length; so a workload is the same wherever it is run.
 """

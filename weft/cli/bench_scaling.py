@@ -1,7 +1,4 @@
-"""``weft bench scaling``: one model on one GPU, split over several, and in several replicas.
-
-Job: flags of the benchmark, and its figures as a table and as JSON. Owns: its output. Does not know: how it measures.
-"""
+"""``weft bench scaling``: one model on one GPU, split over several, and in several replicas."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``weft eval``: the accuracy of a model on the bundled word problems.
-
-Job: run the evaluation, show and store its figures. Owns: the verb's output. Does not know: how answers are scored.
-"""
+"""``weft eval``: the accuracy of a model on the bundled word problems."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from typing import Any
 
 from weft import evaluation, report
 from weft.cli.flags import add_engine_flags, engine_settings
-from weft.cli.parser import add_verb
-from weft.errors import ConfigError
+from weft.cli.parser import add_verb, check_lowest
 
 
 def add_parser(verbs: Any) -> None:
@@ -24,8 +20,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit {args.limit}: give 1 or more")
+    check_lowest(args, limit=1)
     json_path = report.open_json(args.json)
     problems = evaluation.read_problems(limit=args.limit)
     from weft import LLM

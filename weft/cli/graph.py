@@ -1,8 +1,4 @@
-"""``weft graph``: what is inside the pieces that prefill runs in.
-
-Job: take one pass apart, and write its pieces as code and as a picture. Owns: the files. Does not know: how a pass is
-taken apart, how the picture is drawn.
-"""
+"""``weft graph``: what is inside the pieces that prefill runs in."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import report
 from weft.cli.flags import add_engine_flags, engine_settings
-from weft.cli.parser import add_verb
+from weft.cli.parser import add_verb, check_lowest
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     for name in _DECIDED:
         if name in settings:
             raise ConfigError(f"{name}={settings[name]!r} does not concern pieces, which are shown here; leave it out")
-    if args.tokens is not None and args.tokens < 1:
-        raise ConfigError(f"--tokens {args.tokens}: give 1 or more")
+    check_lowest(args, tokens=1)
     folder = _folder(args.dump)
     from weft.config import resolve
 

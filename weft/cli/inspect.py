@@ -1,8 +1,4 @@
-"""``weft inspect``: what the prefix cache did for each request, and what it holds afterwards.
-
-Job: run prompts one after another and print each one's cache report in words; with ``--dump`` the tree too.
-Owns: the built-in workload and the layout. Does not know: how a report or the tree comes about.
-"""
+"""``weft inspect``: what the prefix cache did for each request, and what it holds afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Speed, as a user of the command line sees it.
-
-Job: count tokens of ``RequestOutput`` snapshots over time. Owns: the clock and the counts. Does not know: the engine.
-"""
+"""Speed, as a user of the command line sees it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``weft serve``: the model over HTTP.
-
-Job: flags of the server, from the fields of its settings. Does not know: what the server does with them.
-"""
+"""``weft serve``: the model over HTTP."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``weft tune --speculative-config``: measure how many drafts pay at which batch size, for the next start.
-
-Job: the figures as a table, and the profile on disk. Owns: the output. Does not know: how it is measured, how a start
-uses it.
-"""
+"""``weft tune --speculative-config``: measure how many drafts pay at which batch size, for the next start."""
 
 from __future__ import annotations
 

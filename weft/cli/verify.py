@@ -1,7 +1,6 @@
 """``weft verify``: captured graphs against eager steps.
 
-Job: check every captured size of every kind of graph, show and store the figures; exit status 1 if one disagrees.
-Owns: the verb's output. Does not know: how a size is checked.
+The exit status is 1 if one disagrees.
 """
 
 from __future__ import annotations

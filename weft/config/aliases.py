@@ -1,8 +1,7 @@
 """Other names of the settings: the flags that users of other engines know.
 
-Job: one table from alias to field, with the value where the flag itself implies one. Owns: the aliases.
-Does not know: how flags are parsed. Every field also has the flag of its own name (``max_model_len``:
-``--max-model-len``), and every boolean field its negation (``--no-enable-prefix-caching``).
+Every field also has the flag of its own name (``max_model_len``: ``--max-model-len``), and every boolean field its
+negation (``--no-enable-prefix-caching``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where Weft keeps what it has compiled or measured, for the next start.
 
-Job: one folder. Owns: its place. Does not know: what lies in it; everything there may be deleted at any time.
+Everything there may be deleted at any time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The processor's name.
-
-Job: its name, for figures that were measured on it. Owns: nothing. Does not know: what is measured.
-"""
+"""The processor's name."""
 
 from __future__ import annotations
 

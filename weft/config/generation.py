@@ -1,7 +1,4 @@
-"""Defaults of requests from a checkpoint's ``generation_config.json``.
-
-Job: read what Weft uses of the file, and list what it does not. Does not know: requests.
-"""
+"""Defaults of requests from a checkpoint's ``generation_config.json``."""
 
 from __future__ import annotations
 

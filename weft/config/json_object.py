@@ -1,8 +1,4 @@
-"""Typed reading of JSON: files in a model folder, and settings that are JSON.
-
-Job: open a JSON file and hand out its values with the type that the caller names, or an error that names file, key and
-value. Owns: those errors' wording. Does not know: which keys exist or what they mean.
-"""
+"""Typed reading of JSON: files in a model folder, and settings that are JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Where a checkpoint lies: a folder, a hub id, or the bundled model.
 
-Job: a local folder for what the user called the model. Owns: the rule that a folder goes first, then the local hub
-cache, then a download. Does not know: what is in the folder.
+A folder goes first, then the local hub cache, then a download.
 """
 
 from __future__ import annotations

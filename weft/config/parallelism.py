@@ -1,8 +1,4 @@
-"""How a model is split over ranks, and who starts them.
-
-Job: check that the model's numbers can be shared, and choose the executor. Owns: those rules and their wording.
-Does not know: how layers shard, how ranks are started.
-"""
+"""How a model is split over ranks, and who starts them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Rotary-embedding settings of a checkpoint: old and new keys to one ``RopeConfig``.
 
-Job: read ``rope_theta`` / ``rope_scaling`` / ``partial_rotary_factor`` and ``rope_parameters``, which replaced them.
-Owns: which scalings are supported and which numbers each needs. Does not know: how frequencies are computed.
+Which scalings are supported and which numbers each needs; frequencies are computed by the layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Arithmetic of splitting a dimension over ranks.
-
-Job: even shares with a clear error, and the replication of a few heads over many ranks. Owns: those rules.
-Does not know: tensors or collectives.
-"""
+"""Arithmetic of splitting a dimension over ranks."""
 
 from __future__ import annotations
 

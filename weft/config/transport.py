@@ -1,8 +1,4 @@
-"""Messages between processes: what msgspec needs to know of the types of their fields.
-
-Job: hooks for arrays of token ids, and for the paths, mappings and geometries of layers of an ``EngineConfig``.
-Owns: nothing. Does not know: who sends what.
-"""
+"""Messages between processes: what msgspec needs to know of the types of their fields."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Validation of one setting's value.
-
-Job: check kind, range and choice of one user value. Owns: the wording of those errors.
-Does not know: where values come from, how automatic ones are found.
-"""
+"""Validation of one setting's value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What was verified of each architecture against its reference implementation in ``transformers``.
 
-Job: the table behind ``weft models``, held to the tests' own lists by ``tests/cli/test_models.py``, and the supported
-architecture that is nearest to another name. Does not know: geometries.
+The table behind ``weft models``, held to the tests' own lists by ``tests/cli/test_models.py``.
 """
 
 from __future__ import annotations

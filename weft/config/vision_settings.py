@@ -1,7 +1,4 @@
-"""Whether a model runs its vision tower, and how much of it at a time.
-
-Job: the settings of images that were left open, each with its reason. Does not know: other settings' rules.
-"""
+"""Whether a model runs its vision tower, and how much of it at a time."""
 
 from __future__ import annotations
 

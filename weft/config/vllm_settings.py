@@ -1,8 +1,5 @@
 """Arguments of vLLM's ``LLM`` that Weft lacks: values that change nothing are accepted, others refused.
 
-Job: one table: what each would have to say to change nothing here, and what to do where it says something else. Owns:
-the table. Does not know: Weft's own settings.
-
 vLLM's defaults are what scripts state for clarity; they are taken in silence. ``ANY``: no value would change an answer.
 """
 

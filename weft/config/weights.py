@@ -1,7 +1,7 @@
 """How many bytes the weights of a model take, from its geometry alone.
 
-Job: counts for ``weft config`` and the roofline, before anything is loaded. Norms, convolutions, biases and scales are
-left out: less than a hundredth. Does not know: tensors, devices.
+For ``weft config`` and the roofline, before anything is loaded. Norms, convolutions, biases and scales are left out:
+less than a hundredth.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ fields. Does not know: files, processors, models, tensors (numpy is imported whe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -101,13 +100,6 @@ def media_name(cache_token_id: int) -> str:
     """The name of the item that a (negative) id in the keys of the prefix cache stands for, without its modality: the
     first digits of its hash."""
     return f"{(-1 - cache_token_id) >> 31:08x}"
-
-
-def content_hash(pixel_values: bytes | memoryview, grid: tuple[int, int, int], settings: str) -> bytes:
-    """The ``content_hash`` of an item: of its pixels, its grid, and a text that names the processor's settings."""
-    digest = hashlib.sha256(f"{grid}\n{settings}\n".encode())
-    digest.update(pixel_values)
-    return digest.digest()
 
 
 def cache_token_ids(token_ids: Sequence[int], items: Iterable[MediaItem]) -> list[int]:

@@ -1,8 +1,5 @@
 """Images and videos in messages: content parts, in the forms that clients send.
 
-Job: tell a part that is an image or a video from other parts, and find its source. Owns: the forms. Does not know: what
-happens to a source.
-
 A text in a part is always a URL (``SourceReader`` decides what it may name), so that no caller of a server names a
 file of the machine by its path. ``pathlib.Path`` and image objects can only come from a Python program.
 """

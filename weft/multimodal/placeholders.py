@@ -1,8 +1,7 @@
 """Placeholders of a prompt, and the items that stand for them.
 
-Job: a prompt with one placeholder token per image or video becomes the prompt with as many as the encoder gives
-embeddings, timestamps of videos included, and its ``MediaItem``s. Owns: that rewriting. Does not know: pixels, where
-prompts come from.
+A prompt with one placeholder token per image or video becomes the prompt with as many as the encoder gives embeddings,
+timestamps of videos included.
 
 What is put in stands between two special tokens (``<|vision_start|>`` and ``<|vision_end|>``), so token ids can be
 rewritten as well as text: nothing around them is encoded differently.

@@ -1,7 +1,6 @@
 """Admission control: how many completions the server accepts at a time.
 
-Job: count completions from the moment a call is accepted until its response has ended, and refuse what is too much.
-Owns: the count. Does not know: what the engine does with them.
+Completions are counted from the moment a call is accepted until its response has ended.
 """
 
 from __future__ import annotations

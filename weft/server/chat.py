@@ -1,7 +1,4 @@
-"""Conversations: from the API's messages to a prompt.
-
-Job: render and tokenize messages off the event loop. Does not know: sampling, responses.
-"""
+"""Conversations: from the API's messages to a prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Errors on the wire, in the shape of the OpenAI API.
-
-Job: from an exception to a status and a body. Owns: statuses and error types. Does not know: routes.
-"""
+"""Errors on the wire, in the shape of the OpenAI API."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The process for trial compilation of grammars: ``python -m weft.server.grammar_worker``.
 
-Job: compile what it is given and say whether that works. It may be killed at any time, and its memory is limited to
-what it needs when idle plus a fixed amount. Owns: nothing that matters. Does not know: requests.
+It may be killed at any time, and its memory is limited to what it needs when idle plus a fixed amount.
 
 One JSON line in, one out. First a ``Hello``, then one grammar per line; the answers are ``""`` or what is wrong.
 """

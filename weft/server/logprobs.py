@@ -1,7 +1,4 @@
-"""Log probabilities in the two shapes of the OpenAI API.
-
-Job: from the engine's entries to JSON values. Owns: both shapes. Does not know: requests.
-"""
+"""Log probabilities in the two shapes of the OpenAI API."""
 
 from __future__ import annotations
 

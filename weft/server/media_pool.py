@@ -1,7 +1,5 @@
 """Images and videos of requests, read off the event loop.
 
-Job: run the checkpoint's processor in threads. Owns: the threads. Does not know: how anything is read.
-
 Prompts whose images have to be downloaded wait in threads of their own, so that a slow host keeps nobody else waiting.
 """
 

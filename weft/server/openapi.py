@@ -1,9 +1,7 @@
 """The OpenAPI document of the server.
 
-Job: describe paths and request bodies, from the types that read them. Owns: the document's frame.
-Does not know: handlers.
-
-A path may hold ``{name:path}``, as Starlette writes it.
+Paths and request bodies are described from the types that read them. A path may hold ``{name:path}``, as Starlette
+writes it.
 """
 
 from __future__ import annotations

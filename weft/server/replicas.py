@@ -1,7 +1,6 @@
 """``/replicas``: the replicas behind this server, and taking one of them out of service.
 
-Job: show them; ``POST /replicas/N/drain`` and ``POST /replicas/N/start`` for who has the admin key. Owns: the paths.
-Does not know: how a replica is drained (``engine/replicas.py``).
+Draining and starting need the admin key; ``engine/replicas.py`` does them.
 """
 
 from __future__ import annotations

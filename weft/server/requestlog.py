@@ -1,7 +1,6 @@
 """One log line per call.
 
-Job: what a call was and how it ended, as text or as JSON. Owns: the fields of the line. Does not know: prompts or
-answers: neither is ever logged.
+What a call was and how it ended, as text or as JSON; prompts and answers are never logged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a call's stream becomes, whole or as events, in whatever protocol.
-
-Job: read the stream, and have a protocol write the body or the events. Does not know: the shape of either.
-"""
+"""What a call's stream becomes, whole or as events, in whatever protocol."""
 
 from __future__ import annotations
 

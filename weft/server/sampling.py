@@ -1,6 +1,6 @@
 """From the fields of an API request to ``SamplingParams``.
 
-Job: names, units and limits of the API. Owns: the API's own defaults. Does not know: the model.
+Names, units and limits of the API, and its own defaults; what depends on the model is checked elsewhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Settings of the HTTP server.
-
-Job: one frozen dataclass with defaults and help texts, and the checks between its fields. Owns: limits and their
-defaults. Does not know: how flags are parsed, the engine's settings.
-"""
+"""Settings of the HTTP server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tool use: which tools the template shows, how calls are parsed, ``tool_choice``.
-
-Job: ``tools`` and ``tool_choice`` of a request. Does not know: how calls are written or read.
-"""
+"""Tool use: which tools the template shows, how calls are parsed, ``tool_choice``."""
 
 from __future__ import annotations
 

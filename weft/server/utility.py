@@ -1,7 +1,4 @@
-"""Endpoints around generation: models, tokenization, and the state of the server.
-
-Job: answers that need no step of the engine. Owns: their shapes. Does not know: generation.
-"""
+"""Endpoints around generation: models, tokenization, and the state of the server."""
 
 from __future__ import annotations
 

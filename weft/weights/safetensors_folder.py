@@ -1,8 +1,4 @@
-"""The safetensors files of a checkpoint folder as one collection of named tensors.
-
-Job: find the files (one, or shards with an index), open them without reading them, and read slices of tensors.
-Owns: the errors about files. Does not know: models or parameter names.
-"""
+"""The safetensors files of a checkpoint folder as one collection of named tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The page at ``/``: chat with the model, and look into the engine.
 
-Job: serve the files beside this one, as they are, with headers that let the page load nothing and talk to nobody but
-this server. Owns: the files and the headers. Does not know: what the page shows; it is an API client like any other.
+The files beside this one, as they are, with headers that let the page load nothing and talk to nobody but this server.
+It is an API client like any other.
 """
 
 from __future__ import annotations
