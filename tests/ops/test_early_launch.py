@@ -20,7 +20,7 @@ FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
-    "_conv_update_kernel", "_short_conv_kernel", "_scan_step_kernel",
+    "_conv_update_kernel", "_scan_step_kernel",
     "_verify_states_kernel", "_prefill_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
@@ -112,13 +112,13 @@ EARLY_LOADS = (
 
 LEAVES_EARLY = {
     "_step_kernel", "_gdn_decode_kernel", "_kda_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
-    "_short_conv_kernel", "_scan_step_kernel",
+    "_scan_step_kernel",
 }  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
 LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
-    "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "short_conv.py", "selective_scan.py",
+    "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
     "attention_prefill_hopper.py",
 ]  # fmt: skip
 

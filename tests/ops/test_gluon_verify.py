@@ -78,9 +78,7 @@ def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(conv[1:], want[0][1:])
     given = out.new_full(out.shape, 7.0)
     with launches_handled(handle):
-        gdn_decode(
-            projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON, out=given, keep_padding=True
-        )
+        gdn_decode(projected, *weights, conv, state, slots, geometry, backend=Backend.TRITON, out=given)
     assert (given[1] == 7).all() and len(launched) == 1
 
 

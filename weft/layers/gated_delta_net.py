@@ -29,6 +29,7 @@ from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
 from weft.ops.gdn_decode import gdn_decode
 from weft.ops.gdn_verify import gdn_verify
+from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 
 
@@ -214,9 +215,8 @@ class GatedDeltaNet(WeightModule):
     def _decode(self, projected: Tensor, cache: LayerCache, slots: Tensor, out: Tensor | None) -> Tensor:
         """Rows that bring one token to an existing state, up to the output projection; rows without a slot are zero, or
         left as they are in a given ``out``."""
-        states, keep = (cache["conv"], cache["recurrent"], slots), out is not None
-        weights = self._weights()
-        return gdn_decode(projected, *weights, *states, self.local, backend=self._backend, out=out, keep_padding=keep)
+        states = (cache["conv"], cache["recurrent"], slots)
+        return gdn_decode(projected, *self._weights(), *states, self.local, backend=self._backend, out=out)
 
     def _prefill(self, projected: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Rows from ``num_decodes`` on, in chunks, up to the output projection; the other rows are zero."""
@@ -234,9 +234,7 @@ class GatedDeltaNet(WeightModule):
         q, k, v = self._heads(qkv)
         mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache["recurrent"], batch, backend=self._backend)
         normed = self.norm(mixed, z.unflatten(-1, mixed.shape[1:])).flatten(1)
-        if batch.num_tokens < normed.shape[0]:
-            normed[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
-        return normed
+        return clear_padding(normed, batch.num_tokens)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[N, conv_dim]`` -> ``q, k [N, HK, K]``, ``v [N, HV, V]``, as views."""

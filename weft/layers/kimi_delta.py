@@ -28,6 +28,7 @@ from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightPiece
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule
 from weft.ops.kda import kda_decode, kda_gates
+from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 
 
@@ -139,9 +140,7 @@ class KimiDelta(WeightModule):
         q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
         mixed = chunk_gated_delta_rule(q, k, v, g, beta, cache["recurrent"], batch, backend=backend)
         normed = self.norm(mixed, gate.unflatten(-1, (heads, dim))).flatten(1)
-        if batch.num_tokens < normed.shape[0]:
-            normed[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
-        return normed
+        return clear_padding(normed, batch.num_tokens)
 
     def layouts(self) -> tuple[Layout, ...]:
         heads, width = self.local.num_heads, self.local.width

@@ -25,6 +25,7 @@ from weft.layers.weight import RowMap, RowRun
 from weft.ops.activation import sigmoid_mul
 from weft.ops.lightning_attention import lightning_attention_step
 from weft.ops.linear_attention import chunk_linear_attention
+from weft.ops.padding import clear_padding
 
 
 class LightningProjection(ColumnParallelLinear):
@@ -88,6 +89,4 @@ class LightningAttention(nn.Module):
             lambda q, k, v: chunk_linear_attention(q, k, v, g, None, None, state, batch, backend=backend),
         )
         gated = sigmoid_mul(self.norm(mixed.flatten(1)), projected[:, 3 * self.inner_size :], backend=self._backend)
-        if batch.num_tokens < gated.shape[0]:
-            gated[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
-        return gated
+        return clear_padding(gated, batch.num_tokens)

@@ -29,6 +29,7 @@ from weft.ops.group_norm import gated_group_norm
 from weft.ops.linear_attention import chunk_linear_attention
 from weft.ops.mamba2 import mamba2_decode, mamba2_gates
 from weft.ops.mamba2_parts import Mamba2Weights, split_heads
+from weft.ops.padding import clear_padding
 from weft.parallel.tensor_parallel import TensorParallel
 
 
@@ -170,9 +171,7 @@ class Mamba2(WeightModule):
         normed = gated_group_norm(
             y, z, w.norm_weight, w.eps, local.num_groups, norm_before_gate=local.norm_before_gate, backend=backend
         )
-        if batch.num_tokens < normed.shape[0]:
-            normed[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
-        return normed
+        return clear_padding(normed, batch.num_tokens)
 
     def layouts(self) -> tuple[Layout, ...]:
         rows = part_rows((self._geometry.num_heads,), self._tp)

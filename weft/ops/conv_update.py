@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
+from weft.ops.padding import settle_padding
 
 
 def causal_conv1d_update(
@@ -36,5 +36,4 @@ def causal_conv1d_update(
 
         return causal_conv1d_update_triton(x, weight, conv_state, state_slots, bias=bias, out=out)
     y = causal_conv1d_update_reference(x, weight, conv_state, state_slots, bias=bias)
-    padding = (state_slots == 0)[:, None]
-    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
+    return settle_padding(y, state_slots, out)

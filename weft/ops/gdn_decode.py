@@ -6,7 +6,6 @@ projection, ``q | k | v | z | b | a``, on the reading side. Does not know: the p
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
@@ -14,6 +13,7 @@ from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
 from weft.ops.norm import gated_rms_norm_reference
+from weft.ops.padding import settle_padding
 
 
 @with_kernel("weft.ops.triton.gdn_decode")
@@ -31,7 +31,6 @@ def gdn_decode(
     *,
     backend: Backend,
     out: Tensor | None = None,
-    keep_padding: bool = False,
 ) -> Tensor:
     """One token for each of N rows that continue a state; both states advance in place.
 
@@ -43,11 +42,10 @@ def gdn_decode(
         eps: of that norm.
         conv_state: ``[num_slots, C, W - 1]``.
         state: ``[num_slots, HV, K, V]``, float32 or bfloat16.
-        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, whatever they hold; only the
-            reserved slot's state may change. Other slots occur once.
+        state_slots: ``[N]`` int32. Rows with slot 0 are padding: their output is zero, or as it is in a given ``out``;
+            only the reserved slot's state may change. Other slots occur once.
         geometry: heads and sizes of this rank's share.
         out: ``[N, HV * V]`` to write to, optional.
-        keep_padding: leave the padding rows of ``out`` as they are.
 
     Returns:
         ``[N, HV * V]`` in projected's dtype, ready for the output projection.
@@ -62,14 +60,7 @@ def gdn_decode(
     v = v.unflatten(-1, (num_v_heads, geometry.head_v_dim))
     o = recurrent_gated_delta_rule_reference(q, k, v, g, beta, state, state_slots)
     normed = gated_rms_norm_reference(o.flatten(0, 1), z.reshape(-1, geometry.head_v_dim), norm_weight, eps)
-    padding = (state_slots == 0)[:, None]
-    normed = normed.view(-1, value_dim)
-    if keep_padding:
-        assert out is not None, "there is nothing to keep without out"
-        normed = torch.where(padding, out, normed)
-    else:
-        normed = normed.masked_fill_(padding, 0.0)
-    return normed if out is None else out.copy_(normed)
+    return settle_padding(normed.view(-1, value_dim), state_slots, out)
 
 
 gdn_decode_reference = reference_of(gdn_decode)

@@ -14,6 +14,7 @@ from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.gated_delta_rule import recurrent_gated_delta_rule_reference
 from weft.ops.norm import gated_rms_norm_reference
+from weft.ops.padding import settle_padding
 
 
 @with_kernel("weft.ops.triton.kda")
@@ -82,10 +83,7 @@ def kda_decode(
     normed = gated_rms_norm_reference(
         o.flatten(0, 1), gate.reshape(-1, dim), norm_weight, eps, activation="sigmoid"
     )  # fmt: skip
-    normed, padding = normed.view(-1, heads * dim), (state_slots == 0)[:, None]
-    if out is None:
-        return normed.masked_fill_(padding, 0.0)
-    return out.copy_(normed.where(~padding, out))
+    return settle_padding(normed.view(-1, heads * dim), state_slots, out)
 
 
 kda_decode_reference = reference_of(kda_decode)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from weft.ops.backend import Backend
 from weft.ops.linear_attention import linear_attention_step_reference
+from weft.ops.padding import settle_padding
 
 
 def lightning_attention_step(
@@ -39,5 +39,4 @@ def lightning_attention_step(
         return linear_attention_step(q, k, v, log_decay, state, state_slots, out=out, keep_padding=keep)
     g = log_decay.expand(q.shape[0], -1)
     y = linear_attention_step_reference(q, k, v, g, None, None, state, state_slots)
-    padding = (state_slots == 0)[:, None, None]
-    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
+    return settle_padding(y, state_slots, out)

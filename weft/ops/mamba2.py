@@ -6,7 +6,6 @@ themselves, or slots' owners.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from weft.ops.causal_conv1d import causal_conv1d_update_reference
 from weft.ops.group_norm import gated_group_norm_reference
 from weft.ops.linear_attention import linear_attention_step_reference
 from weft.ops.mamba2_parts import Mamba2Weights, split_heads
+from weft.ops.padding import settle_padding
 
 
 @with_kernel("weft.ops.triton.mamba2")
@@ -74,8 +74,7 @@ def mamba2_decode(
     y = gated_group_norm_reference(
         y, z, w.norm_weight, w.eps, geometry.num_groups, norm_before_gate=geometry.norm_before_gate
     )
-    padding = (state_slots == 0)[:, None]
-    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
+    return settle_padding(y, state_slots, out)
 
 
 mamba2_decode_reference = reference_of(mamba2_decode)

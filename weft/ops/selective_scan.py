@@ -22,6 +22,7 @@ from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import schedule, store_checkpoints, token_grid
 from weft.ops.device_work import device_reference, device_work
+from weft.ops.padding import settle_padding
 
 
 @with_kernel("weft.ops.triton.selective_scan")
@@ -55,8 +56,7 @@ def selective_scan_step(
     slots = state_slots.long()
     new, y = _step(state.index_select(0, slots).float(), x, z, dt, b, c, dt_bias, A_log, D)
     state.index_copy_(0, slots, new.to(state.dtype))
-    y, padding = y.to(x.dtype), (state_slots == 0)[:, None]
-    return y.masked_fill_(padding, 0.0) if out is None else out.copy_(torch.where(padding, out, y))
+    return settle_padding(y.to(x.dtype), state_slots, out)
 
 
 def _step(

@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, with_kernel
 from weft.ops.causal_conv1d import causal_conv1d, causal_conv1d_update_reference
+from weft.ops.padding import clear_padding, settle_padding
 
 
 def short_conv(
@@ -33,15 +34,11 @@ def short_conv(
         ``[T, C]`` in the dtype of ``projected``; rows outside those sequences are zero.
     """
     gate_in, gate_out, x = projected.chunk(3, dim=-1)
-    y = causal_conv1d(
-        gate_in * x, weight, bias, conv_state, batch, chunk_size=chunk_size, silu=False, backend=backend
-    ).mul_(gate_out)
-    if batch.num_tokens < y.shape[0]:
-        y[batch.num_tokens :] = 0.0  # the gate of a padding row is arbitrary, so zero times it may be NaN
-    return y
+    y = causal_conv1d(gate_in * x, weight, bias, conv_state, batch, chunk_size=chunk_size, silu=False, backend=backend)
+    return clear_padding(y.mul_(gate_out), batch.num_tokens)
 
 
-@with_kernel("weft.ops.triton.short_conv")
+@with_kernel("weft.ops.triton.conv_update")
 def short_conv_decode(
     projected: Tensor,
     weight: Tensor,
@@ -67,7 +64,4 @@ def short_conv_decode(
     """
     gate_in, gate_out, x = projected.chunk(3, dim=-1)
     y = causal_conv1d_update_reference(gate_in * x, weight, conv_state, state_slots, bias=bias, silu=False)
-    y, padding = y * gate_out, (state_slots == 0)[:, None]
-    if out is None:
-        return y.masked_fill_(padding, 0.0)
-    return out.copy_(y.where(~padding, out))
+    return settle_padding(y * gate_out, state_slots, out)

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.device_work import device_reference, device_work
+from weft.ops.padding import settle_padding
 
 # --- decode ----------------------------------------------------------------------------------------------------------
 
@@ -66,9 +67,7 @@ def window_attention_decode(
     scores = torch.einsum("nhgd,nwhd->nhgw", grouped.float(), keys.float()) * scale
     scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
     attended = torch.einsum("nhgw,nwhd->nhgd", _softmax(scores, sinks), values.float()).flatten(1, 2).to(q.dtype)
-    kept = torch.zeros_like(attended) if out is None else out
-    attended = torch.where((slots != 0)[:, None, None], attended, kept)
-    return attended if out is None else out.copy_(attended)
+    return settle_padding(attended, state_slots, out)
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------

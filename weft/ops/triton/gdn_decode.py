@@ -102,7 +102,8 @@ class Fixed(NamedTuple):
         num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel: of the layer, as in ``GatedDeltaNetConfig``.
         block_k, block_v: of a tile of the state.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
-        keep_padding, prefetch: see ``gdn_decode`` and ``Shape``.
+        keep_padding: leave the output of rows with slot 0 as it is.
+        prefetch: see ``Shape``.
         negative_eigenvalues: as in ``GatedDeltaNetConfig``.
     """
 
@@ -220,7 +221,6 @@ def gdn_decode_triton(
     geometry: GatedDeltaNetConfig,
     *,
     out: Tensor | None = None,
-    keep_padding: bool = False,
     shape: Shape | None = None,
 ) -> Tensor:
     """Triton kernel of ``gdn_decode``; all arithmetic in float32, rounded at the stores only.
@@ -233,7 +233,7 @@ def gdn_decode_triton(
         return gdn_verify_triton(projected, *weights, conv_state, state, state_slots, state_slots[:, None], geometry)
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"
     assert conv_state.is_contiguous() and state.is_contiguous() and state_slots.is_contiguous()
-    out = projected.new_empty(num_rows, g.value_dim) if out is None else out
+    keep, out = out is not None, projected.new_empty(num_rows, g.value_dim) if out is None else out
     assert out.is_contiguous(), "out must be contiguous"
     shape = shape or choose_shape(num_rows * g.num_k_heads)
     group = g.num_v_heads // g.num_k_heads
@@ -243,7 +243,7 @@ def gdn_decode_triton(
         fixed = Fixed(
             g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
             next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
-            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), keep_padding, shape.prefetch,
+            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), keep, shape.prefetch,
             g.negative_eigenvalues,
         )  # fmt: skip
         _gdn_decode_kernel[(g.num_k_heads, num_rows)](
