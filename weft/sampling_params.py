@@ -104,8 +104,8 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
         repetition_penalty: in [1e-6, 100], over prompt and generated tokens (CTRL, arXiv 1909.05858).
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: only these can be generated.
-        bad_words: texts that may not be generated, as the tokenizer writes them at the start of a text and after a
-            space.
+        bad_words: texts that may not be generated, in the tokenization that they have at the start of a text and in
+            the one after a space.
         seed: any 64-bit integer; the sample depends on (seed, output position, token id) and on nothing else. Without
             one, the engine's seed and the request's number give one.
         stop: strings that end the generation; cut off unless ``include_stop_str_in_output``.
@@ -116,8 +116,8 @@ class SamplingParams(msgspec.Struct, metaclass=_Parameters, frozen=True, kw_only
         ignore_eos: EOS ids do not end the generation.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: token ids only, no text (then no stop strings either).
-        logprobs: report the chosen token's log probability and those of the N likeliest (0: the chosen one's only; -1:
-            of the vocabulary). ``EngineConfig.max_logprobs`` bounds it.
+        logprobs: report the log probabilities of the sampled token and of the N likeliest (0: of the sampled one only;
+            -1: of the whole vocabulary). At most ``EngineConfig.max_logprobs``.
         prompt_logprobs: the same for every prompt token.
         structured_outputs: a constraint on the form of the text, which decides where it ends.
         logits_processors: callables ``(output_token_ids, logits)`` or ``(prompt_token_ids, output_token_ids, logits)``

@@ -42,7 +42,7 @@ class AsyncLLM:
         tokenizer: None with ``skip_tokenizer_init``.
 
     Raises:
-        ConfigError, UnsupportedModelError, … from ``start``: as ``LLM``, all as ``ConfigError``.
+        ConfigError, EngineDeadError: from ``start``, which see.
 
     Example:
         >>> async with AsyncLLM() as llm:
@@ -70,8 +70,9 @@ class AsyncLLM:
         """Start the engine and wait until it is ready. Does nothing if it has started.
 
         Raises:
-            ConfigError: a setting or the checkpoint is not valid, or pyzmq is missing.
-            EngineDeadError: the engine ended for another reason.
+            ConfigError: a setting is not valid, or pyzmq is missing.
+            EngineDeadError: the engine's process could not start for another reason, which the message says: the
+                checkpoint is not supported, cannot be read, or does not fit into memory.
         """
         if self._engine is not None:
             return self

@@ -60,11 +60,13 @@ class LLM:
     Attributes:
         config: the resolved settings.
         tokenizer: None with ``skip_tokenizer_init``.
-        startup: seconds of each stage of the start; ``weights`` are loaded within ``kernels``, while those compile.
+        startup: seconds of each stage of the start. ``kernels`` includes ``weights``, which load while kernels compile.
 
     Raises:
         ConfigError: an unknown or invalid setting.
-        UnsupportedModelError, WeightsError, CapacityError: the checkpoint cannot be served, and why.
+        UnsupportedModelError: the checkpoint's architecture or an option of its config is not supported.
+        WeightsError: tensors are missing, left over, of the wrong shape, or unreadable.
+        CapacityError: weights or caches do not fit into memory.
 
     Example:
         >>> with LLM() as llm:
@@ -207,8 +209,8 @@ class LLM:
     ) -> dict[str, Any]:
         """The prompt of a conversation: ``{"prompt": text, "prompt_token_ids": ids}``.
 
-        For hybrid models also ``checkpoint_positions``: where the conversation's next prompts will leave this one; with
-        images also ``multi_modal_data``.
+        For hybrid models also ``checkpoint_positions``: turn boundaries, at which recurrent states are stored because
+        later prompts of the conversation diverge there. With images also ``multi_modal_data``.
         """
         return chat_prompt(
             self._chats,
@@ -338,11 +340,11 @@ class LLM:
         return self._core.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Queue lengths, free pages and slots, preemptions."""
+        """Gauges and counters: requests, pages and slots, cache hits and evictions, preemptions, drafts."""
         return self._core.stats()
 
     def shutdown(self) -> None:
-        """Let go of weights and caches, and write the profile if one was asked for. Open requests are dropped."""
+        """Abort open requests, free weights and caches, and write the torch profile if ``profile_dir`` was given."""
         if not self._is_shut_down:
             self._is_shut_down = True
             for request_id in list(self._streams):
