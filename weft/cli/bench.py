@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from weft import report
 from weft.bench import latency, prefill, startup, throughput
@@ -46,86 +46,58 @@ def _missing(args: argparse.Namespace) -> int:
 
 
 def _add_latency(kinds: Any) -> None:
-    default = latency.LatencyWorkload()
     parser = add_verb(kinds, "latency", run_latency, "milliseconds per decode step", usage="bench latency [flags]")
-    group = parser.add_argument_group("workload")
-    sizes = " ".join(map(str, default.batch_sizes))
-    group.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=default.batch_sizes, metavar="N",
-        help=f"sequences that decode together, one run each; default: {sizes}",
+    _add_workload(
+        parser, latency.LatencyWorkload(), batch_sizes="sequences that decode together, one run each",
+        prompt_len="tokens per prompt", output_len="new tokens, 2 or more", temperature="0 is greedy", repeats="",
     )  # fmt: skip
-    group.add_argument(
-        "--prompt-len",
-        type=int,
-        default=default.prompt_len,
-        metavar="N",
-        help="tokens per prompt; default: %(default)s",
-    )
-    group.add_argument(
-        "--output-len", type=int, default=default.output_len, metavar="N",
-        help="new tokens, 2 or more; default: %(default)s",
-    )  # fmt: skip
-    _add_temperature(group, default.temperature)
-    _add_common(parser, group, default.repeats)
-
-
-def _add_temperature(group: argparse._ArgumentGroup, default: float) -> None:
-    group.add_argument(
-        "--temperature", type=float, default=default, metavar="X", help="0 is greedy; default: %(default)s"
-    )
 
 
 def _add_throughput(kinds: Any) -> None:
-    default = throughput.ThroughputWorkload()
-    parser = add_verb(
-        kinds, "throughput", run_throughput, "tokens per second over a queue", usage="bench throughput [flags]"
-    )
-    group = parser.add_argument_group("workload")
-    group.add_argument("--num-prompts", type=int, default=default.num_prompts, metavar="N", help="default: %(default)s")
-    for name, (low, high) in (("prompt", default.prompt_len), ("output", default.output_len)):
-        group.add_argument(
-            f"--{name}-len",
-            type=int,
-            nargs=2,
-            default=(low, high),
-            metavar=("MIN", "MAX"),
-            help=f"tokens per {name}; default: {low} {high}",
-        )
-    _add_temperature(group, default.temperature)
-    group.add_argument(
-        "--warmups", type=int, default=default.warmups, metavar="N", help="runs that do not count; default: %(default)s"
-    )
-    _add_common(parser, group, default.repeats)
+    usage, help = "bench throughput [flags]", "tokens per second over a queue"
+    parser = add_verb(kinds, "throughput", run_throughput, help, usage=usage)
+    _add_workload(
+        parser, throughput.ThroughputWorkload(), num_prompts="", prompt_len="tokens per prompt",
+        output_len="tokens per output", temperature="0 is greedy", warmups="runs that do not count", repeats="",
+    )  # fmt: skip
 
 
 def _add_prefill(kinds: Any) -> None:
-    default = prefill.PrefillWorkload()
     parser = add_verb(kinds, "prefill", run_prefill, "milliseconds to the first token", usage="bench prefill [flags]")
-    group = parser.add_argument_group("workload")
-    lengths = " ".join(map(str, default.prompt_lens))
-    group.add_argument(
-        "--prompt-lens", type=int, nargs="+", default=default.prompt_lens, metavar="N",
-        help=f"tokens per prompt, one run each; default: {lengths}",
-    )  # fmt: skip
-    _add_common(parser, group, default.repeats)
+    _add_workload(parser, prefill.PrefillWorkload(), prompt_lens="tokens per prompt, one run each", repeats="")
 
 
 def _add_startup(kinds: Any) -> None:
-    default = startup.StartupWorkload()
-    parser = add_verb(
-        kinds, "startup", run_startup, "seconds from process start to a ready engine", usage="bench startup [flags]"
-    )
+    help = "seconds from process start to a ready engine"
+    parser = add_verb(kinds, "startup", run_startup, help, usage="bench startup [flags]")
+    _add_workload(
+        parser, startup.StartupWorkload(), cold_repeats="starts with an empty kernel cache",
+        warm_repeats="starts after each of those",
+    )  # fmt: skip
+
+
+def _add_workload(parser: Parser, workload: Any, **helps: str) -> None:
+    """A flag for each of these fields of the workload, whose value is the default; and those of every benchmark."""
     group = parser.add_argument_group("workload")
-    group.add_argument(
-        "--cold-repeats", type=int, default=default.cold_repeats, metavar="N",
-        help="starts with an empty kernel cache; default: %(default)s",
-    )  # fmt: skip
-    group.add_argument(
-        "--warm-repeats", type=int, default=default.warm_repeats, metavar="N",
-        help="starts after each of those; default: %(default)s",
-    )  # fmt: skip
+    for name, help in helps.items():
+        default = getattr(workload, name)
+        several = isinstance(default, tuple)
+        kind = type(default[0] if several else default)
+        arguments: dict[str, Any] = {"type": kind, "default": default, "metavar": "X" if kind is float else "N"}
+        if several:
+            is_range = get_type_hints(type(workload))[name] == tuple[int, int]
+            arguments |= {"nargs": 2, "metavar": ("MIN", "MAX")} if is_range else {"nargs": "+"}
+        shown = " ".join(map(str, default)) if several else default
+        help = f"{help}; default: {shown}" if help else f"default: {shown}"
+        group.add_argument(f"--{name.replace('_', '-')}", help=help, **arguments)
     group.add_argument("--json", metavar="FILE", help="write the figures there")
     add_engine_flags(parser)
+
+
+def _workload(args: argparse.Namespace, kind: Any) -> Any:
+    """The workload of the flags; what has no flag has its default."""
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def _add_prefix(kinds: Any) -> None:
@@ -146,17 +118,9 @@ def _add_prefix(kinds: Any) -> None:
     add_engine_flags(parser)
 
 
-def _add_common(parser: Parser, group: argparse._ArgumentGroup, repeats: int) -> None:
-    group.add_argument("--repeats", type=int, default=repeats, metavar="N", help=f"default: {repeats}")
-    group.add_argument("--json", metavar="FILE", help="write the figures there")
-    add_engine_flags(parser)
-
-
 def run_latency(args: argparse.Namespace) -> int:
     check_lowest(args, repeats=1, prompt_len=1, output_len=2, batch_sizes=1)
-    workload = latency.LatencyWorkload(
-        tuple(args.batch_sizes), args.prompt_len, args.output_len, args.temperature, args.repeats
-    )
+    workload = _workload(args, latency.LatencyWorkload)
     json_path = report.open_json(args.json)
     with _engine(args, max_num_seqs=max(args.batch_sizes)) as llm:
         results = latency.measure(llm, workload)
@@ -180,7 +144,7 @@ def run_prefill(args: argparse.Namespace) -> int:
     check_lowest(args, repeats=1, prompt_lens=1)
     json_path = report.open_json(args.json)
     with _engine(args) as llm:
-        workload = prefill.PrefillWorkload(_fitting_lens(args, llm), args.repeats)
+        workload = dataclasses.replace(_workload(args, prefill.PrefillWorkload), prompt_lens=_fitting_lens(args, llm))
         results = prefill.measure(llm, workload)
         report.write_json(json_path, _figures("prefill", llm, workload) | {"results": results})
         name = report.device_name(llm.config.device)
@@ -203,7 +167,7 @@ def _fitting_lens(args: argparse.Namespace, llm: LLM) -> tuple[int, ...]:
 
 def run_startup(args: argparse.Namespace) -> int:
     check_lowest(args, cold_repeats=1, warm_repeats=0)
-    workload = startup.StartupWorkload(args.cold_repeats, args.warm_repeats)
+    workload = _workload(args, startup.StartupWorkload)
     json_path = report.open_json(args.json)
     figures = startup.measure({"skip_tokenizer_init": True} | engine_settings(args), workload)
     head = {"benchmark": "startup"} | report.provenance("cpu") | {"workload": dataclasses.asdict(workload)}
@@ -227,10 +191,9 @@ def _table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> N
 
 def run_throughput(args: argparse.Namespace) -> int:
     check_lowest(args, repeats=1, num_prompts=1, warmups=0)
-    prompt_len, output_len = check_range(args, "prompt_len"), check_range(args, "output_len")
-    workload = throughput.ThroughputWorkload(
-        args.num_prompts, prompt_len, output_len, args.temperature, args.warmups, args.repeats
-    )
+    check_range(args, "prompt_len")
+    check_range(args, "output_len")
+    workload = _workload(args, throughput.ThroughputWorkload)
     json_path = report.open_json(args.json)
     with _engine(args) as llm:
         results = throughput.measure(llm, workload)
