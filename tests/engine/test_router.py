@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,13 @@ from tests.specs import make_spec
 from weft.bench.prefix_workloads import make_workload
 from weft.cache.manager import Manager
 from weft.cache.tuning import ReplayCounts, replay_request
-from weft.engine.prefix_hashes import CHUNK, STEP, chunks_of_hashes, prefix_hashes, reusable_prefixes
+from weft.engine.prefix_hashes import CHUNK, STEP, chunks_of_hashes, reusable_prefixes
 from weft.engine.router import FULL_TOKENS, LOAD_TOKENS, RECENT_S, NoReplicaError, Router
+
+
+def prefix_hashes(token_ids: Any, salt: str | None = None) -> list[int]:
+    """``hashes[n - 1]`` is that of the first ``n * STEP`` tokens."""
+    return list(chain.from_iterable(chunks_of_hashes(token_ids, salt)))
 
 
 class Clock:

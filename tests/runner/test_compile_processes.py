@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import triton
 
-from weft.runner import compile_lock, compile_processes
+from weft.runner import compile_processes
+from weft.runner.compile_processes import kernel_lock, wait_for_lock
 
 
 def test_two_first_starts_compile_every_kernel_once_and_a_later_start_none(tmp_path: Path) -> None:
@@ -44,23 +45,23 @@ def test_a_kernel_is_locked_while_another_process_compiles_it_and_no_longer(
     process = multiprocessing.get_context("fork").Process(target=_hold, args=(kernel, ends))
     process.start()
     assert holds.recv() is True
-    with compile_lock.held(kernel, {}) as is_mine, compile_lock.held(kernel, {"num_warps": 8}) as is_mine_too:
+    with kernel_lock(kernel, {}) as is_mine, kernel_lock(kernel, {"num_warps": 8}) as is_mine_too:
         assert (is_mine, is_mine_too) == (False, True)
-    with compile_lock.held(other, {}) as is_mine:
+    with kernel_lock(other, {}) as is_mine:
         assert is_mine
-    assert not compile_lock.wait(kernel, {}, limit_s=0.0), "it hangs: who waits goes on alone"
+    assert not wait_for_lock(kernel, {}, limit_s=0.0), "it hangs: who waits goes on alone"
     assert f"process {process.pid} has been compiling" in caplog.text
-    waits = Thread(target=compile_lock.wait, args=(kernel, {}), daemon=True)
+    waits = Thread(target=wait_for_lock, args=(kernel, {}), daemon=True)
     waits.start()
     assert waits.is_alive()
     process.kill()
     waits.join(60)
-    with compile_lock.held(kernel, {}) as is_mine:
+    with kernel_lock(kernel, {}) as is_mine:
         assert is_mine and not waits.is_alive()
 
 
 def _hold(kernel: Any, ends: Any) -> None:
-    with compile_lock.held(kernel, {}) as is_mine:
+    with kernel_lock(kernel, {}) as is_mine:
         ends.send(is_mine)
         ends.recv()
 
@@ -72,7 +73,7 @@ def test_where_every_lock_is_refused_this_process_compiles(tmp_path: Path, monke
         raise PermissionError
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(compile_lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(compile_processes.fcntl, "lockf", refuse)
     missing, others = compile_processes._MissingError(), Future[bool]()
     missing.src, missing.options = SimpleNamespace(hash=lambda: "a"), {}
     others.set_result(False)

@@ -222,7 +222,7 @@ class RadixTree:
         self._drop_if_empty_root(each)
 
     def pin(self, checkpoint: Checkpoint) -> None:
-        """The slot will be read by an order that is not launched yet."""
+        """The slot will be read by a state fork that is not launched yet."""
         self.num_pinned_checkpoints += checkpoint.pins == 0
         checkpoint.pins += 1
 

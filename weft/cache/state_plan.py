@@ -27,26 +27,22 @@ STRIDE = 4096
 
 
 class StatePlan:
-    """Args: those of ``Manager``; ``keeps``: there is a prefix cache."""
+    """Args: those of ``Manager``; ``keeps``: there is a prefix cache.
+
+    Attributes:
+        at_multiples: a decoding request keeps states at certain positions, where a step has to end (``aligned``).
+        alignment: tokens between these positions.
+    """
 
     def __init__(self, spec: CacheSpec, policy: CheckpointPolicy, *, keeps: bool) -> None:
-        self._needs_state, self._alignment = spec.has_states, spec.alignment
+        self._needs_state, self.alignment = spec.has_states, spec.alignment
         self._policy: CheckpointPolicy = policy
         self._keeps = keeps and spec.has_states
-
-    @property
-    def at_multiples(self) -> bool:
-        """Whether a decoding request keeps states at certain positions, where a step has to end (``aligned``)."""
-        return self._keeps and self._policy == "aligned"
-
-    @property
-    def alignment(self) -> int:
-        """Tokens between these positions."""
-        return self._alignment
+        self.at_multiples = self._keeps and policy == "aligned"
 
     def takes_snapshot(self, position: int) -> bool:
         """Does a decoding request keep its state after ``position`` tokens?"""
-        return self.at_multiples and position % self._alignment == 0
+        return self.at_multiples and position % self.alignment == 0
 
     def plan(self, match: Match, num_prompt_tokens: int, boundaries: Sequence[int]) -> LeaseCheckpoints:
         """Where the prefill stores states, and why."""
@@ -62,7 +58,7 @@ class StatePlan:
             divergence=stored if reused < stored < len(match.tokens) else None,
             boundaries=boundaries,
             num_prompt_tokens=num_prompt_tokens,
-            alignment=self._alignment,
+            alignment=self.alignment,
         )
         return LeaseCheckpoints(positions, kinds, match.checkpoint.lineage + 1 if match.checkpoint is not None else 0)
 

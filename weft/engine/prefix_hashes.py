@@ -15,7 +15,6 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -37,13 +36,9 @@ _PASSING = 0x5555555555555555
 _powers = np.ones(1, dtype=np.uint64)
 
 
-def prefix_hashes(token_ids: Sequence[int], salt: str | None = None) -> list[int]:
-    """``hashes[n - 1]`` is that of the first ``n * STEP`` tokens. Only ids of images are negative."""
-    return list(chain.from_iterable(chunks_of_hashes(token_ids, salt)))
-
-
 def chunks_of_hashes(token_ids: Sequence[int], salt: str | None = None) -> Iterator[list[int]]:
-    """``prefix_hashes``, those of ``CHUNK`` tokens at a time; nothing is hashed before it is asked for."""
+    """Hashes of the first ``STEP``, ``2 * STEP``, … tokens, those of ``CHUNK`` tokens at a time; nothing is hashed
+    before it is asked for. Only ids of images are negative."""
     before = _seed(salt)
     for start in range(0, len(token_ids) // STEP * STEP, CHUNK):
         chunk = token_ids[start : start + CHUNK]

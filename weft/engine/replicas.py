@@ -73,21 +73,22 @@ class Member:
 
 def why_not_drain(replicas: list[ReplicaView], index: int) -> str | None:
     """Why a replica cannot be drained; None if it can."""
-    if index >= len(replicas):
-        return f"there is no replica {index}; there are {len(replicas)}, from 0 on"
-    if replicas[index].state != "up":
-        return f"replica {index} is {replicas[index].state}; only one that is up can be drained"
-    if not any(view.state == "up" for view in replicas if view.replica != index):
+    refusal = _why_not(replicas, index, ("up",), "drained")
+    if refusal is None and not any(view.state == "up" for view in replicas if view.replica != index):
         return f"replica {index} is the only one that is up; start another one first"
-    return None
+    return refusal
 
 
 def why_not_start(replicas: list[ReplicaView], index: int) -> str | None:
     """Why a replica cannot be started; None if it can."""
+    return _why_not(replicas, index, ("drained", "down"), "started")
+
+
+def _why_not(replicas: list[ReplicaView], index: int, states: tuple[str, ...], what: str) -> str | None:
     if index >= len(replicas):
         return f"there is no replica {index}; there are {len(replicas)}, from 0 on"
-    if replicas[index].state not in ("drained", "down"):
-        return f"replica {index} is {replicas[index].state}; only one that is drained or down can be started"
+    if replicas[index].state not in states:
+        return f"replica {index} is {replicas[index].state}; only one that is {' or '.join(states)} can be {what}"
     return None
 
 

@@ -67,12 +67,3 @@ class Dispatcher:
             return None
         fits = all(count <= chunk_capacity(size, length) for length, count in batch.num_chunks)
         return size if fits and batch.num_prefills <= MAX_PREFILLS else None
-
-
-def rules_table() -> str:
-    """The rules in Markdown, for the docs."""
-    lines = ["| mode | decode | prefill and mixed |", "|---|---|---|"]
-    for mode in CudaGraphMode:
-        cells = (", else ".join([*wanted, GraphMode.NONE]) for wanted in (mode.decode, mode.mixed))
-        lines.append(f"| {mode} | {' | '.join(cells)} |")
-    return "\n".join(lines)

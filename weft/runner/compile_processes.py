@@ -1,7 +1,7 @@
 """Compiling Triton kernels in several processes.
 
-Job: have kernels compiled that are not in Triton's cache, and put all of them on the device. Owns: the processes, and
-the threads that wait for them. Does not know: which kernels.
+Job: have kernels compiled that are not in Triton's cache, and put all of them on the device. Owns: the processes, the
+threads that wait for them, and a file of locks. Does not know: which kernels.
 
 The part of Triton's compiler that is written in Python holds the interpreter's lock, so threads compile hardly faster
 than one. The processes are forked, which takes milliseconds, and only when a kernel is missing: they have the kernels'
@@ -10,40 +10,50 @@ modules loaded, use no GPU, and leave what they compile in Triton's cache on dis
 A lock that another thread holds at the fork is never released in the child. So no thread that loads anything runs then,
 and children that answer nothing for ``STUCK_S`` are given up: what they should have compiled is compiled here.
 
-Ranks and replicas that start together miss the same kernels. Each is compiled by the process that comes first
-(``compile_lock.py``); the others compile other kernels meanwhile.
+Ranks and replicas that start together miss the same kernels. Each is compiled by the process that locks it first; the
+others compile other kernels meanwhile. The locks are bytes of an empty file beside Triton's cache, one for each kernel,
+so that a process that ends leaves nothing locked; where files cannot be locked, every process compiles for itself.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import logging
 import multiprocessing
 import os
 import signal
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import IO, Any, NoReturn
 
 import triton
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITCallable, JITFunction
 
 from weft import preload
 from weft.lifeline import die_with_parent
-from weft.runner import compile_lock
 
 logger = logging.getLogger(__name__)
 
 STUCK_S = 60.0
 """Seconds. The slowest kernels take three."""
+
+_LOOK_S = 0.02
+_NAME = "weft-compiling.lock"
+_FLOCK = "@hhqqi4x"
+"""C's ``struct flock``: type, whence, start, length, process id."""
 
 
 class CompileProcesses:
@@ -117,8 +127,8 @@ class CompileProcesses:
     ) -> CompiledKernel:
         with suppress(Exception):  # a process was killed, or the kernel is wrong: then this thread compiles
             while compiled is not None and not self._wait(compiled):
-                can_be_locked = compile_lock.wait(missing.src, missing.options)
-                compiled = self._compiled_elsewhere(missing.src, missing.options) if can_be_locked else None
+                is_free = wait_for_lock(missing.src, missing.options)
+                compiled = self._compiled_elsewhere(missing.src, missing.options) if is_free else None
         return self._loaded(compile_function())
 
     def _wait(self, compiled: Future[bool]) -> bool:
@@ -178,7 +188,7 @@ def _obey(parent_pid: int) -> None:
 
 def _compile(src: Any, options: dict[str, Any], builds_launcher: bool) -> bool:
     """Leave the kernel in Triton's cache. False: another process is doing that."""
-    with compile_lock.held(src, options) as is_mine:
+    with kernel_lock(src, options) as is_mine:
         if is_mine:
             kernel = triton.compile(src, **options)
             if builds_launcher:
@@ -199,3 +209,64 @@ def _find(module: str, name: str) -> Any:
 
 for kind in (JITFunction, GluonJITFunction):
     ForkingPickler.register(kind, _by_name)
+
+
+# -- locks -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def kernel_lock(src: Any, options: Mapping[str, Any]) -> Iterator[bool]:
+    """Hold the lock of the kernel that ``triton.compile(src, **options)`` makes. False: another process has it."""
+    try:
+        file = _opened()
+    except OSError:
+        yield True
+        return
+    with file:  # closing it unlocks
+        is_mine = True
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(src, options))
+        except (BlockingIOError, PermissionError):  # either may say that it is locked
+            is_mine = False
+        except OSError:
+            pass
+        yield is_mine
+
+
+def wait_for_lock(src: Any, options: Mapping[str, Any], limit_s: float = STUCK_S) -> bool:
+    """Until no other process holds the lock. False, and the caller had better compile itself: nothing can be locked
+    after all, or another process has held it for ``limit_s`` seconds, which a warning names."""
+    place, deadline = _place(src, options), time.monotonic() + limit_s
+    try:
+        with _opened() as file:
+            while True:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                    return True
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        holder = _holder(file, place)
+                        logger.warning(
+                            "process %s has been compiling a kernel for %g s; it is compiled here too", holder, limit_s
+                        )
+                        return False
+                time.sleep(_LOOK_S)
+    except OSError:
+        return False
+
+
+def _holder(file: IO[str], place: int) -> int:
+    """The id of the process that has locked the byte; 0 if it is not known. Raises OSError."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    return int(struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[-1])
+
+
+def _place(src: Any, options: Mapping[str, Any]) -> int:
+    """The kernel's byte."""
+    return int(hashlib.sha256(f"{src.hash()} {dict(options)}".encode()).hexdigest()[:15], 16)
+
+
+def _opened() -> IO[str]:
+    folder = Path(knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / _NAME).open("a")

@@ -100,15 +100,21 @@ def capture_graphs(
     graphs, budget = StepGraphs(), GRAPH_BYTES
 
     def captured(
-        what: str, function: Callable[[int], T], shape_of: Callable[[int], StepShape], sizes: Sequence[int], **how: bool
+        what: str,
+        function: Callable[[int], T],
+        shape_of: Callable[[int], StepShape],
+        sizes: Sequence[int],
+        *,
+        warm_every_size: bool = False,
     ) -> GraphSet[T] | None:
         nonlocal budget
         if not sizes:
             return None
         functions.pad(shape_of(max(sizes)))
-        captured = GraphSet(what, FunctionRecorder(function, pool), sizes, options, budget, **how)
-        budget -= captured.counters.capture_bytes
-        return captured
+        recorder = FunctionRecorder(function, pool)
+        found = GraphSet(what, recorder, sizes, options, budget, warm_every_size=warm_every_size)
+        budget -= found.counters.capture_bytes
+        return found
 
     graphs.forward = captured("forward graphs", functions.forward, functions.mixture_shape, sizes.forward)
     compiled = config.torch_compile_max_bs is not None
