@@ -113,7 +113,7 @@ def test_the_notes_are_what_the_tape_replays(source: str, monkeypatch: pytest.Mo
 
     def noting(self: GraphWithOps, graph: Tape, operations: Sequence[Operation], stopwatch: Stopwatch) -> None:
         make(self, graph, operations, stopwatch)
-        tape = [str(func).removesuffix(".default") for func, *_ in graph._steps]
+        tape = [str(func).removesuffix(".default") for func, *_ in graph.steps]
         found.append((tape, [o.name for o in self.operations if o.is_kernel]))
 
     monkeypatch.setattr(GraphWithOps, "__init__", noting)
