@@ -435,9 +435,9 @@ MUTANTS = (
         "tests/multimodal/test_media.py",
     ),
     _mutant(
-        "grids-share-a-hash", "images of the same pixels in another shape are others", "weft/multimodal/items.py",
-        'f"{grid}\\n{settings}\\n"', 'f"{settings}\\n"',
-        "tests/multimodal/test_media.py",
+        "shapes-share-a-hash", "images of the same pixels in another shape are others",
+        "weft/multimodal/processor.py", 'f"image {image.size} {self._settings}', 'f"image {self._settings}',
+        "tests/multimodal/test_processor.py",
     ),
     _mutant(
         "chunk-takes-first-rows", "a chunk that begins inside an image takes its own rows",
