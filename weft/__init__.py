@@ -1,7 +1,6 @@
 """Weft: an inference engine for hybrid language models: paged softmax attention and recurrent layers.
 
-Job: the public names. Owns: nothing; each name is loaded from its module on first use, so that ``import weft`` takes
-milliseconds and loads no torch.
+Each public name is loaded from its module on first use, so that ``import weft`` takes milliseconds and loads no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The accuracy of a chat model on the bundled word problems.
 
-Job: ask every problem as a chat, read the answer from the reply, count. Owns: the scoring.
-Does not know: flags, files of figures.
+Every problem is asked as a chat, and the answer read from the reply.
 """
 
 from __future__ import annotations

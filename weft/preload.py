@@ -1,8 +1,7 @@
 """Loading torch and creating the CUDA context in parallel threads, for a shorter start.
 
-Job: do in threads what needs no Python, while the interpreter reads modules: loading torch's shared libraries is a
-third of importing it, and the CUDA driver takes as long for its first use. Owns: nothing. Does not know: what is
-loaded later.
+What needs no Python is done in threads while the interpreter reads modules: loading torch's shared libraries is a third
+of importing it, and the CUDA driver takes as long for its first use.
 
 What goes wrong here goes wrong again, with a message, where torch does the same.
 """

@@ -1,7 +1,4 @@
-"""The head of a measurement's JSON: device, versions, settings, command, date.
-
-Job: the common part of every JSON file of figures. Owns: its keys. Does not know: what was measured.
-"""
+"""The head of a measurement's JSON: device, versions, settings, command, date."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tokenization of long texts in pieces, so that other threads run in between.
 
-Job: cut a long text where that does not change its tokens, and encode it piece by piece, each in a call that releases
-the interpreter lock. Owns: the rule of where to cut, and the check whether a tokenizer keeps it.
-Does not know: chat templates.
+A text is cut where that does not change its tokens, and encoded piece by piece, each in a call that releases the
+interpreter lock.
 
 One call for the whole would take memory of 130 times the text, and hold the lock while it gives that back.
 """

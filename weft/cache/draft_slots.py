@@ -56,12 +56,6 @@ class DraftSlots:
             checkpoints.append((end, slot))
         return checkpoints
 
-    @property
-    def can_follow(self) -> bool:
-        """Whether a step that verifies drafts can be launched before the last one is settled: not where it has to end
-        at certain positions."""
-        return not self.states.at_multiples
-
     def follow(self, lease: Lease, start: int) -> tuple[list[tuple[int, int]], int]:
         """The ``(position, slot)`` pairs of a step that follows an unsettled one, if that is accepted wholly up to
         ``start``, and the slot of the state after its last token."""

@@ -1,7 +1,6 @@
 """Eviction policies: a utility for every state and every KV tail, larger is kept longer.
 
-Job: turn "last used then, saves so many FLOPs, costs so much memory" into one utility.
-Owns: the formulas. Does not know: the tree, pools, or when something is evicted.
+From "last used then, saves so many FLOPs, costs so much memory" to one utility.
 
 ``lru`` is recency alone. ``flops`` adds the FLOPs that an entry saves per byte it holds, after Marconi (arXiv
 2411.19379): ``utility = recency + alpha x FLOP efficiency``. Efficiency is marginal to the nearest surviving ancestor

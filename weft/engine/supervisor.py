@@ -1,7 +1,6 @@
 """Supervision of a server's engine: one process or a set of replicas, restarted when it dies.
 
-Job: start the engine, notice its end, start another or give up. Owns: the processes and the restart policy. Does not
-know: requests, tokenizers, HTTP.
+Does not know: requests, tokenizers, HTTP.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The row table: per-request state on the device (page table, last token, sampling parameters).
 
-Job: hold per-row tokens, page table and sampling parameters between steps. Owns: the row tables, on host and device.
-Does not know: why a row is filled or emptied, how a batch is laid out, how a token is chosen.
-
 Token ids that a request brought along are on the host; tokens sampled since then live on the device (``last_token``)
 and need not visit the host before they are fed again. The row after the last is the padding row: padding sequences of a
 batch use it, so nothing that they read or write belongs to a request.

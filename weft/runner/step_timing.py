@@ -1,8 +1,5 @@
 """Milliseconds of whole steps, of any size and in any graph mode.
 
-Job: make steps that can run again and again, time them, compare modes. Owns: the method below. Does not know: files,
-what the figures decide.
-
 Method: a step is timed from an idle device, by device events on a GPU (so that gaps between launches count) and by the
 clock on the CPU, from the scheduler output to the sampled tokens. Candidates take turns, each round in random order;
 the figure is the median. Prompts are random tokens, sampling is greedy, which costs a step without graphs the least.

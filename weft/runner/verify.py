@@ -1,8 +1,5 @@
 """Graphs against eager steps: the same batch both ways, for every captured size.
 
-Job: make batches, run each of them twice from the same states, compare what comes out. Owns: the batches and the
-tolerances. Does not know: how graphs are made, what the model computes.
-
 A batch of size n has n - 1 real rows (one, if n is 1), so that padding takes part. The eager run is padded too: the
 shapes are the same, and so are the kernels; what differs is only that one was captured. In pieces attention is not
 captured and runs on the real rows, with kernels for their number, so there results agree to rounding only.

@@ -1,8 +1,7 @@
 """Scheduling of steps that verify drafts.
 
-Job: put drafts into a plan; say whether the next step has to wait for the results of the one in flight, or follows it
-without knowing how many drafts are accepted there; take in what became of drafts. Owns: nothing of its own.
-Does not know: how drafts are made, tensors.
+Puts drafts into a plan; says whether the next step has to wait for the results of the one in flight, or follows it
+without knowing how many drafts are accepted there; takes in what became of drafts.
 
 A step that follows another is planned as if all drafts of that one were accepted: pages, positions and the room for
 tokens are those of the most that there can be. The device knows what was accepted and begins where the sequence ends;
@@ -67,11 +66,11 @@ def following_step(
     """The step that follows the one in flight, in which every sequence verifies as many drafts as there, or decodes;
     None if it has to wait for results: other sequences, other numbers of drafts, an option that needs the tokens on the
     host, a request that may be through, no room for the most tokens that there can be or more than ``budget`` of them,
-    nothing drafted lately."""
+    nothing drafted lately, states that have to be kept at certain positions."""
     count = planner.num_drafts_at(len(running))
     if (1 + count) * len(running) > budget:
         return None
-    if not (planner.on_device and running and count and manager.drafts.can_follow and len(in_flight) == 1):
+    if not (planner.on_device and running and count and len(in_flight) == 1) or manager.states.at_multiples:
         return None
     (launched,) = in_flight.values()
     before = launched[0].num_drafts  # a decode leaves drafts on the device where some may be missing

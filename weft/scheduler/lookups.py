@@ -1,7 +1,6 @@
 """Prefix lookups of waiting requests: what is cached now, or will be after a prefill in flight.
 
-Job: match waiting requests, order them by it under ``lpm``, let those wait that share a long prefix with a prefill in
-flight. Owns: what is remembered of a waiting request between steps. Does not know: rows, budgets.
+Owns what is remembered of a waiting request between steps. Does not know: rows, budgets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which drafts a step verifies.
 
-Job: ask the proposer for drafts of a decoding request, as many as its parameters, the step and the cache have room for;
-count what became of them. Owns: the proposer and the counters. Does not know: how drafts are made, tensors.
+As many as the request's parameters, the step and the cache have room for. Does not know: how drafts are made, tensors.
 """
 
 from __future__ import annotations
