@@ -153,10 +153,11 @@ class BatchBuilder:
         at = 0
         for r in requests:
             if r.new_pages:
-                first, count = self._rows.append_pages(r), len(r.new_pages)
-                updates[at : at + 2 * count : 2] = np.arange(first, first + count)
-                updates[at + 1 : at + 2 * count : 2] = r.new_pages
-                at += 2 * count
+                first, pages = self._rows.append_pages(r)
+                end = at + 2 * len(pages)
+                updates[at:end:2] = np.arange(first, first + len(pages))
+                updates[at + 1 : end : 2] = pages
+                at = end
         count = at // 2
         if not count:
             return 0
@@ -206,7 +207,8 @@ class BatchBuilder:
         counts = np.array([r.num_samples for r in requests] if self.num_drafts else [r.samples for r in requests], int)
         rows, host, table = layout.rows.repeat(counts), self._host, self._rows
         n = len(rows)
-        behind = counts.cumsum().repeat(counts) - self._places[:n]  # how far a position lies before the request's end
+        # How far a position lies before the request's end:
+        behind = np.add.accumulate(counts).repeat(counts) - self._places[:n]
         host["sample_indices"][:n] = layout.bounds[1:].repeat(counts) - behind
         host["sample_rows"][:n] = rows
         host["sample_positions"][:n] = layout.seq_lens.repeat(counts) + 1 - behind - table.num_prompt_tokens[rows]

@@ -86,12 +86,13 @@ class RowTable:
         self.rope_positions.pop(row, None)
         self.rope_delta[row] = 0
 
-    def append_pages(self, request: ScheduledRequest) -> int:
-        """Append the request's new pages to the host's page table. Returns the index of the first in the flat table."""
+    def append_pages(self, request: ScheduledRequest) -> tuple[int, np.ndarray]:
+        """Append the request's new pages to the host's page table. Returns the index of the first in the flat table,
+        and what stands there."""
         row, held = request.row, self._num_pages[request.row]
-        self.page_table[row, held : held + len(request.new_pages)] = request.new_pages
-        self._num_pages[row] = held + len(request.new_pages)
-        return row * self.max_pages + held
+        self._num_pages[row] = end = held + len(request.new_pages)
+        self.page_table[row, held:end] = request.new_pages
+        return row * self.max_pages + held, self.page_table[row, held:end]
 
     def known_tokens(self, row: int, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` as far as the host knows them (shorter if the last ones were sampled since)."""

@@ -37,7 +37,7 @@ class Layout:
         columns = [r.row for r in requests], [r.start for r in requests], [r.num_tokens for r in requests]
         rows, first, counts = np.array(columns, dtype=np.int64)
         bounds = np.zeros(len(requests) + 1, dtype=np.int64)
-        counts.cumsum(out=bounds[1:])
+        np.add.accumulate(counts, out=bounds[1:])
         return Layout(rows, first, counts, first + counts, bounds)
 
 
