@@ -1,8 +1,4 @@
-"""``ModelContext``: what a layer's constructor gets of dtype, device, ranks and backend.
-
-Job: one frozen value through every constructor. Owns: nothing. Does not know: the model's geometry (``ModelConfig``)
-or a running batch (``forward_context``).
-"""
+"""``ModelContext``: what a layer's constructor gets of dtype, device, ranks and backend; one frozen value for all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Normalisation layers: RMSNorm, plain or zero-centred, and the gated one of Gated DeltaNet.
-
-Job: hold the weight and call the operation. Owns: one weight per layer, whole on every rank. Does not know: where in a
-block it stands.
-"""
+"""Normalisation layers: RMSNorm, plain or zero-centred, and the gated one of Gated DeltaNet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Mixture of experts with FP8 (e4m3) weights; inputs and hidden values are quantised on the way in.
-
-Job: ``fused_moe`` of ``weft/ops/moe.py`` for weights that are stored as ``weft/ops/fp8.py`` says. Does not know:
-routing, shared experts' weights, sharding.
+"""``fused_moe`` of ``weft/ops/moe.py`` for FP8 (e4m3) weights as ``weft/ops/fp8.py`` defines them; inputs and hidden
+values are quantised on the way in.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.config.gated_delta_net import CHUNK_SIZE, L2_EPS
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.chunks import schedule, store_checkpoints, token_grid
+from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_reference, device_work
 
 
@@ -105,44 +105,24 @@ def chunk_gated_delta_rule_reference(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Torch reference of ``chunk_gated_delta_rule``.
-
-    Chunks are handled in the order of their index within the sequence, longest sequence first: the chunks of one step
-    of the state pass are then a slice, and the sequences still running a prefix.
-    """
+    """Torch reference of ``chunk_gated_delta_rule``."""
     out = v.new_zeros(v.shape) if out is None else out
     if batch.mixture is not None:
         device_work("chunk_gated_delta_rule", batch, (q, k, v, g, beta), (out, state), chunk_size=CHUNK_SIZE)
         return out
     out[batch.num_tokens :].zero_()
-    first, last = batch.num_decodes, batch.num_seqs
-    if first == last:
+    if batch.num_decodes == batch.num_seqs:
         return out
-    chunks = batch.chunks[CHUNK_SIZE]
-    order, sequences, widths = schedule(chunks.first.tolist()[first : last + 1])
-    chunk_ids = torch.tensor(order, device=v.device)
-    tokens, valid = token_grid(chunks, chunk_ids)
-    wq, u, attention, k_decayed, decay = _intra_chunk(q, k, v, g, beta, tokens, valid)
-
-    seqs = torch.tensor(sequences, device=v.device) + first
-    slots = batch.state_slots[seqs].long()
-    continues = batch.seq_lens[seqs] != batch.cu_seqlens_q.diff()[seqs]
-    running = torch.where(continues[:, None, None, None], state[slots].float(), 0.0)
-    checkpoint_slots = chunks.checkpoint_slot[chunk_ids].tolist()
-
-    inter, offset = torch.empty_like(u), 0
-    for width in widths:
-        step, live = slice(offset, offset + width), running[:width]
+    walk = ChunkWalk(batch, CHUNK_SIZE, state)
+    wq, u, attention, k_decayed, decay = _intra_chunk(q, k, v, g, beta, walk)
+    inter = torch.empty_like(u)
+    for step, live in walk.steps():
         from_w, from_q = torch.matmul(wq[step], live).split(CHUNK_SIZE, dim=2)
         u[step] -= from_w
         inter[step] = from_q
         live.mul_(decay[step]).add_(torch.matmul(k_decayed[step].transpose(2, 3), u[step]))
-        store_checkpoints(state, live, checkpoint_slots[step])
-        offset += width
-
     o = inter.add_(torch.matmul(attention, u)).transpose(1, 2)  # [chunks, 64, HV, V]
-    out[tokens[valid]] = o[valid].to(out.dtype)
-    state.index_copy_(0, slots, running.to(state.dtype))
+    out[walk.tokens[walk.valid]] = o[walk.valid].to(out.dtype)
     return out
 
 
@@ -154,7 +134,7 @@ def _chunk_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor
 
 
 def _intra_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tokens: Tensor, valid: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, walk: ChunkWalk
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Everything that needs no state, for all chunks at once (the WY form of arXiv 2406.06484, with decay).
 
@@ -167,11 +147,7 @@ def _intra_chunk(
         chunk ``[C, HV, 64, 64]``, keys decayed to the chunk's end ``[C, HV, 64, K]``, and the chunk's whole decay
         ``[C, HV, 1 or K, 1]``.
     """
-    group = v.shape[1] // k.shape[1]
-
-    def chunked(x: Tensor) -> Tensor:  # [T, H, D] -> [C, H, 64, D] float32, invalid cells zero
-        return torch.where(valid[:, :, None, None], x[tokens].float(), 0.0).transpose(1, 2)
-
+    group, chunked = v.shape[1] // k.shape[1], walk.cells
     queries = _l2norm(chunked(q)).mul_(q.shape[-1] ** -0.5).repeat_interleave(group, dim=1)
     keys = _l2norm(chunked(k)).repeat_interleave(group, dim=1)
     values = chunked(v)

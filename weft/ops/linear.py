@@ -1,6 +1,6 @@
 """Matrix products with weights: linear layers, and the gated one of the MLPs (SwiGLU, arXiv 2002.05202).
 
-Job: ``x W^T + b``, and ``silu(gate) * up`` of a merged projection. Owns: nothing. Does not know: sharding, layers.
+Job: ``x W^T + b``, and ``silu(gate) * up`` of a merged projection. Does not know: sharding, layers.
 
 The torch backend calls the matrix library in the open, where tracers and the replay emulator see it. The Triton backend
 decides by the number of rows, on the host and from the shape alone, so it can be captured; a tracer sees one operation.

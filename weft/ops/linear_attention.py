@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.config.linear_attention import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.chunks import schedule, store_checkpoints, token_grid
+from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_reference, device_work
 
 
@@ -95,38 +95,23 @@ def chunk_linear_attention(
         ``[T, H, V]`` in v's dtype. Padding rows (``num_tokens`` on) are zero. The rows of decoding sequences are left
         as they are in a given ``out``, and zero otherwise.
     """
-    # Chunks in the order of ``schedule``.
     out = v.new_zeros(v.shape) if out is None else out
     if batch.mixture is not None:
         inputs = [x for x in (q, k, v, g, beta, skip) if x is not None]
         device_work(_NAMES[beta is None, skip is None], batch, inputs, (out, state), chunk_size=CHUNK_SIZE)
         return out
     out[batch.num_tokens :].zero_()
-    first, last = batch.num_decodes, batch.num_seqs
-    if first == last:
+    if batch.num_decodes == batch.num_seqs:
         return out
-    chunks = batch.chunks[CHUNK_SIZE]
-    order, sequences, widths = schedule(chunks.first.tolist()[first : last + 1])
-    chunk_ids = torch.tensor(order, device=v.device)
-    tokens, valid = token_grid(chunks, chunk_ids)
-    queries, inside, written, decay = _intra_chunk(q, k, v, g, beta, tokens, valid)
-
-    seqs = torch.tensor(sequences, device=v.device) + first
-    slots = batch.state_slots[seqs].long()
-    continues = batch.seq_lens[seqs] != batch.cu_seqlens_q.diff()[seqs]
-    running = torch.where(continues[:, None, None, None], state[slots].float(), 0.0)
-    checkpoint_slots = chunks.checkpoint_slot[chunk_ids].tolist()
-    before, offset = queries.new_empty(*queries.shape[:2], CHUNK_SIZE, v.shape[2]), 0
-    for width in widths:
-        step, live = slice(offset, offset + width), running[:width]
+    walk = ChunkWalk(batch, CHUNK_SIZE, state)
+    queries, inside, written, decay = _intra_chunk(q, k, v, g, beta, walk)
+    before = queries.new_empty(*queries.shape[:2], CHUNK_SIZE, v.shape[2])
+    for step, live in walk.steps():
         before[step] = torch.matmul(queries[step], live)
         live.mul_(decay[step]).add_(written[step])
-        store_checkpoints(state, live, checkpoint_slots[step])
-        offset += width
-    o = (before + inside).transpose(1, 2)[valid]  # [tokens, H, V]
-    rows = tokens[valid]
+    o = (before + inside).transpose(1, 2)[walk.valid]  # [tokens, H, V]
+    rows = walk.tokens[walk.valid]
     out[rows] = _skipped(o, v[rows].float(), skip).to(out.dtype)
-    state.index_copy_(0, slots, running.to(state.dtype))
     return out
 
 
@@ -155,7 +140,7 @@ for _key in _NAMES:
 
 
 def _intra_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, tokens: Tensor, valid: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, walk: ChunkWalk
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Everything that needs no state, for all chunks at once; cells past the chunk's end have k = v = g = 0.
 
@@ -163,11 +148,7 @@ def _intra_chunk(
         Queries with the decay since the chunk's start ``[C, H, 64, K]``, outputs from inside the chunk
         ``[C, H, 64, V]``, what the chunk adds to the state ``[C, H, K, V]``, and its whole decay ``[C, H, 1, 1]``.
     """
-    group = v.shape[1] // k.shape[1]
-
-    def chunked(x: Tensor) -> Tensor:  # [T, H, D] -> [C, H, 64, D] float32, invalid cells zero
-        return torch.where(valid[:, :, None, None], x[tokens].float(), 0.0).transpose(1, 2)
-
+    group, chunked = v.shape[1] // k.shape[1], walk.cells
     queries, keys = (chunked(x).repeat_interleave(group, dim=1) for x in (q, k))
     values = chunked(v) if beta is None else chunked(v) * chunked(beta.unsqueeze(-1))
     log_decay = chunked(g.unsqueeze(-1)).cumsum(2)

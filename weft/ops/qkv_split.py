@@ -1,7 +1,4 @@
-"""Where queries, keys, values and the output gate lie in the output of the merged QKV projection.
-
-Job: views, no copies. Owns: the order ``q | gate | k | v``. Does not know: what is done with them.
-"""
+"""Queries, keys, values and the output gate as views of the merged QKV projection's output ``q | gate | k | v``."""
 
 from __future__ import annotations
 

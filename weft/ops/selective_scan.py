@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.config.mamba import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.chunks import schedule, store_checkpoints, token_grid
+from weft.ops.chunks import ChunkWalk
 from weft.ops.device_work import device_reference, device_work
 from weft.ops.padding import settle_padding
 
@@ -99,29 +99,15 @@ def selective_scan(
         inputs = (x, z, dt, b, c, dt_bias, A_log, D)
         device_work("selective_scan", batch, inputs, (out, state), chunk_size=CHUNK_SIZE)
         return out
-    first, last = batch.num_decodes, batch.num_seqs
-    if first == last:
+    if batch.num_decodes == batch.num_seqs:
         return out
-    chunks = batch.chunks[CHUNK_SIZE]
-    order, sequences, widths = schedule(chunks.first.tolist()[first : last + 1])
-    chunk_ids = torch.tensor(order, device=x.device)
-    tokens, valid = token_grid(chunks, chunk_ids)
-    lengths = chunks.length[chunk_ids].tolist()
-    seqs = torch.tensor(sequences, device=x.device) + first
-    slots = batch.state_slots[seqs].long()
-    continues = batch.seq_lens[seqs] != batch.cu_seqlens_q.diff()[seqs]
-    running = torch.where(continues[:, None, None], state[slots].float(), 0.0)
-    checkpoint_slots, offset = chunks.checkpoint_slot[chunk_ids].tolist(), 0
-    for width in widths:
-        live = running[:width]
-        for t in range(max(lengths[offset : offset + width])):
-            rows, inside = tokens[offset : offset + width, t], valid[offset : offset + width, t]
+    walk = ChunkWalk(batch, CHUNK_SIZE, state)
+    for step, live in walk.steps():
+        for t in range(int(walk.valid[step].sum(1).max())):
+            rows, inside = walk.tokens[step, t], walk.valid[step, t]
             new, y = _step(live, x[rows], z[rows], dt[rows], b[rows], c[rows], dt_bias, A_log, D)
             live.copy_(torch.where(inside[:, None, None], new, live))
             out[rows[inside]] = y[inside].to(out.dtype)
-        store_checkpoints(state, live, checkpoint_slots[offset : offset + width])
-        offset += width
-    state.index_copy_(0, slots, running.to(state.dtype))
     return out
 
 

@@ -1,6 +1,6 @@
 """Attention of vision towers: every patch sees all patches of its own frame, forwards and backwards.
 
-Job: rotate queries and keys by rows and columns, attend frame by frame. Owns: nothing. Does not know: towers, images
+Job: rotate queries and keys by rows and columns, attend frame by frame. Does not know: towers, images
 beyond the lengths of their frames. Where the host knows these, torch's attention runs; a captured graph reads them from
 the device (``bounded_attention``).
 """

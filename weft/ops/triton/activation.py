@@ -1,8 +1,4 @@
-"""Elementwise gates: SiLU-and-multiply of the MLPs, sigmoid-and-multiply of the attention output.
-
-Job: ``silu_and_mul`` and ``sigmoid_mul`` on the GPU, float32 inside with one rounding. Owns: nothing.
-Does not know: layers.
-"""
+"""``silu_and_mul`` and ``sigmoid_mul`` on the GPU: float32 inside, one rounding."""
 
 from __future__ import annotations
 

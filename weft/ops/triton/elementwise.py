@@ -1,7 +1,4 @@
-"""Scalar functions that several kernels apply element by element.
-
-Job: ``sigmoid`` and ``softplus`` of float32 values in few instructions. Owns: their accuracy. Does not know: kernels.
-"""
+"""Functions that several kernels apply element by element, of float32 values in few instructions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The gated RMSNorm kernel.
-
-Job: ``gated_rms_norm`` on the GPU. Owns: how many rows a program takes. Does not know: layers.
-"""
+"""``gated_rms_norm`` on the GPU: some rows per program."""
 
 from __future__ import annotations
 

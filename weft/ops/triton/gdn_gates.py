@@ -1,7 +1,4 @@
-"""The gates of Gated DeltaNet in one launch.
-
-Job: ``gdn_gates`` on the GPU. Owns: nothing. Does not know: the projection, or the rule.
-"""
+"""``gdn_gates`` on the GPU, in one launch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The decode step of Kimi Delta Attention as one kernel.
-
-Job: ``kda_decode`` on the GPU, one launch. Owns: nothing. Does not know: layers.
+"""``kda_decode`` on the GPU: the decode step of Kimi Delta Attention in one launch.
 
 As ``gdn_decode.py``, but queries, keys and values have the same heads, so a program serves one row and one head, and a
 state decays by a number per key channel. Its first tile, which an earlier step wrote, loads before the wait.

@@ -1,7 +1,5 @@
-"""The last step of a mixture of experts: each token's weighted sum over its experts, and the gated shared expert.
-
-Job: one launch that reads every expert's output once. Owns: the order of the sum (that of the token's experts).
-Does not know: routing, or how the outputs came about.
+"""The last step of a mixture of experts: each token's weighted sum over its experts, in their order, and the gated
+shared expert, in one launch that reads every expert's output once.
 """
 
 from __future__ import annotations

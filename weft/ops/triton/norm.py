@@ -1,7 +1,4 @@
-"""RMSNorm kernel, plain or zero-centred, with the residual addition that precedes it.
-
-Job: ``rms_norm`` on the GPU, one program per row. Owns: nothing. Does not know: layers.
-"""
+"""``rms_norm`` on the GPU: plain or zero-centred, with the residual addition before it; a program per row."""
 
 from __future__ import annotations
 

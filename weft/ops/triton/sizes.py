@@ -1,9 +1,6 @@
-"""Host arithmetic of launches: grids and block sizes.
+"""Host arithmetic of launches: grids, block sizes, precision.
 
-Job: the two functions that every launch needs. Owns: the size of the GPU that choices were measured on. Does not know:
-kernels.
-
-Triton has both under the same names, but made for compile time: called on the host they first look through their
+Triton has ``cdiv`` and ``next_power_of_2``, but made for compile time: called on the host they first look through their
 arguments for compile-time values, 2 us a call, which was a quarter of an eager step's host time.
 """
 

@@ -1,8 +1,4 @@
-"""Tile shapes by problem size.
-
-Job: look up the measured tile for a size. Owns: the meaning of a table's keys, and where the tables of an H200 hold.
-Does not know: what a tile is.
-"""
+"""Tables of measured tiles by problem size, and on which GPU those of an H200 hold."""
 
 from __future__ import annotations
 
