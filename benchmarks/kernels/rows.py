@@ -23,7 +23,6 @@ from weft.ops.causal_conv1d import causal_conv1d_reference
 from weft.ops.qk_norm_rope import qk_norm_rope_reference
 from weft.ops.triton import causal_conv1d as conv
 from weft.ops.triton import gated_norm as norm
-from weft.ops.triton import gdn_gates as gates
 from weft.ops.triton import moe_sum
 from weft.ops.triton import qk_norm_rope as rope
 from weft.ops.triton.tile_table import choose_tile
@@ -106,19 +105,6 @@ def check_norm(tile: norm.Tile) -> float:
     return error(out, want * torch.nn.functional.silu(gate.double()))
 
 
-def gates_inputs(num_tokens: int) -> tuple[Tensor, ...]:
-    b, a = randn(num_tokens, PROJECTED)[:, -2 * HEADS :].chunk(2, dim=-1)
-    return a, b, torch.empty(HEADS, device=DEVICE).uniform_(-5, 2), torch.empty(HEADS, device=DEVICE).uniform_(-4, 1)
-
-
-def check_gates(tile: gates.Tile) -> float:
-    a, b, a_log, dt_bias = gates_inputs(CHECKED)
-    with poisoned():
-        g, beta = gates.gdn_gates_triton(a, b, a_log, dt_bias, tile=tile)
-    want = torch.nn.functional.softplus(a.double() + dt_bias.double()) * -a_log.double().exp()
-    return max(error(g, want), error(beta, b.double().sigmoid()))
-
-
 def rope_inputs(num_tokens: int, sizes: dict[str, Any]) -> tuple[Any, ...]:
     heads, kv_heads, dim, gated = sizes.values()
     qkv = randn(num_tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)
@@ -182,10 +168,6 @@ OPERATIONS = {
     "gated norm": Operation(
         [norm.Tile(*t) for t in NORM_TILES], norm.TILES, lambda n: n * HEADS, 3 * HEADS * HEAD_DIM * BYTES,
         norm_call, check_norm,
-    ),
-    "gates": Operation(
-        [gates.Tile(*t) for t in ((512, 4), (256, 1), (1024, 4))], gates.TILES, lambda n: n, 2 * HEADS * (BYTES + 4),
-        lambda n: partial(gates.gdn_gates_triton, *gates_inputs(n)), check_gates,
     ),
     "rope A": rope_operation(ROPE_A),
     "rope B": rope_operation(ROPE_B),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -12,18 +10,9 @@ from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
-from weft.ops.triton.tile_table import choose_tile
 
-
-class Tile(NamedTuple):
-    """Elements (as many whole tokens as they hold) and warps of a program."""
-
-    elements: int
-    warps: int
-
-
-# By number of tokens, see benchmarks/kernels/rows.py. A few values per thread; at most sizes the launch is the cost.
-TILES = {1 << 30: Tile(512, 4)}
+_ELEMENTS = 512
+"""Of a program: as many whole tokens as they hold. At most sizes the launch is the cost."""
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -45,26 +34,19 @@ def _gates_kernel(
 
 
 def gdn_gates_triton(
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    *,
-    negative_eigenvalues: bool = False,
-    tile: Tile | None = None,
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, negative_eigenvalues: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Triton kernel of ``gdn_gates``. ``tile`` overrides the choice by ``TILES`` (tests and measurements)."""
+    """``gdn_gates`` of ``weft/ops/gated_delta_rule.py``."""
     assert a.shape == b.shape and a.stride(1) == b.stride(1) == 1, f"a {tuple(a.shape)}, b {tuple(b.shape)}"
     assert A_log.is_contiguous() and dt_bias.is_contiguous()
     num_tokens, num_heads = a.shape
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     if num_tokens:
-        tile = tile or choose_tile(TILES, num_tokens)
         block_h = next_power_of_2(num_heads)
-        tokens = max(1, tile.elements // block_h)
+        tokens = max(1, _ELEMENTS // block_h)
         _gates_kernel[(cdiv(num_tokens, tokens),)](
             a, b, A_log, dt_bias, g, beta, num_tokens, a.stride(0), b.stride(0),
             BETA=2.0 if negative_eigenvalues else 1.0, HV=num_heads, TOKENS=tokens, BLOCK_H=block_h,
-            num_warps=tile.warps, **early_launch(a.device),
+            num_warps=4, **early_launch(a.device),
         )  # fmt: skip
     return g, beta
