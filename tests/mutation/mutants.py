@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.mutant import mutant as _mutant
+from tests.mutation.steps_and_images import STEPS_AND_IMAGES
 
 MUTANTS = (
     # -- found to survive by an audit ------------------------------------------------------------------------------
@@ -482,4 +483,5 @@ MUTANTS = (
         "tests/runner/test_model_compiler.py::test_a_call_that_is_given_something_else_for_few_rows_is_refused",
     ),
     *BETWEEN_ROOMS,
+    *STEPS_AND_IMAGES,
 )  # fmt: skip

@@ -24,6 +24,11 @@ def test_a_verification_writes_to_slot_0_and_follows_nobody() -> None:
     assert host["verify_slots"].tolist()[:13] == [OLD] * 6 + [0] * 6 + [OLD]
     assert host["follows"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
     assert host["state_slots"].tolist()[:5] == [OLD] * 2 + [0] * 2 + [OLD]
+    assert host["seq_lens"].tolist()[:5] == [OLD] * 2 + [query_len] * 2 + [OLD]
+    assert host["cu_seqlens_q"].tolist()[2:6] == [OLD, 9, 12, OLD]
+    assert host["sample_indices"].tolist()[5:13] == [OLD, *range(6, 12), OLD]
+    for name in ("input_ids", "positions", "slot_mapping"):
+        assert host[name].tolist()[5:13] == [OLD] + [0] * 6 + [OLD]
     assert host["rows"].tolist()[2:4] == host["sample_rows"].tolist()[6:8] == [ROW] * 2
 
 

@@ -126,6 +126,8 @@ def test_callers_with_different_keys_share_no_cache() -> None:
     assert [caller.is_admin for caller in callers if caller] == [False, False, True, False]
     assert knock(ServerSettings(), host="localhost", x_api_key="whatever") == (0, Client())
     assert Client().cache_salt("x") == "x" and Client().cache_salt(None) is None
+    with pytest.raises(RequestError, match="cache_salt='' is not a non-empty text; leave it out"):
+        Client().cache_salt("")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.x_matrix import runner_of
 from weft import LLM, SamplingParams
 from weft.messages import ScheduledRequest, SchedulerOutput
 from weft.runner.drafters import MtpStepDrafter
+from weft.scheduler.draft_steps import ON_DEVICE, settle
 from weft.speculation.acceptance import RejectionSampler
 
 NUM_DRAFTS, LONGEST, ROWS, WRONG = 3, 160, 3, 0.25
@@ -202,6 +205,29 @@ def test_a_stop_string_is_found_late(engines: Engines) -> None:
         assert_idle(engines.following)
         prompts = [[*f.prompt_token_ids, *f.outputs[0].token_ids, 9] for f in found]
     assert engines.num_followed > before + 5
+
+
+def test_steps_follow_up_to_the_end_of_the_context(engines: Engines) -> None:
+    """And none is planned past it: its most tokens would need pages and places that no sequence has."""
+    prompts, before = [[7] * (LONGEST - 23), [9] * (LONGEST - 22)], engines.num_followed  # four tokens a step
+    greedy = [SamplingParams(temperature=0, ignore_eos=True)] * 2
+    expected = engines.expect(prompts, greedy)
+    for output in expected:
+        engines.texts[tuple(output.prompt_token_ids)] = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    for a, b in zip(expected, run(engines.following, prompts, greedy), strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids and b.outputs[0].finish_reason == "length"
+        assert len(b.prompt_token_ids) + len(b.outputs[0].token_ids) == LONGEST
+    assert engines.num_followed > before + 2
+
+
+def test_only_drafts_that_were_found_are_counted() -> None:
+    """What fills a request up to the number of the others is verified and not counted."""
+    request = SimpleNamespace(draft_token_ids=[4], num_computed_tokens=10)
+    running = SimpleNamespace(request=request, lease=None)
+    planner, launched = Mock(), SimpleNamespace(running=running, num_drafts=3, num_proposed=ON_DEVICE)
+    settle(planner, Mock(), launched, num_tokens=3)  # type: ignore[arg-type]
+    planner.verified.assert_called_once_with(request, 1, 1)
+    assert request.num_computed_tokens == 9
 
 
 def test_an_aborted_request_leaves_the_others_alone(engines: Engines) -> None:

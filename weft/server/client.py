@@ -9,6 +9,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from weft.errors import RequestError
+
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 
 
@@ -45,7 +47,11 @@ class Client:
         return None if self.trace is None else self.trace.trace_id
 
     def cache_salt(self, given: str | None) -> str | None:
-        """Clients with different keys share no cached prefixes, nor do calls of one key with different salts."""
+        """Clients with different keys share no cached prefixes, nor do calls of one key with different salts. Raises
+        RequestError for an empty one, which could be taken for none."""
+        if given == "":
+            message = "cache_salt='' is not a non-empty text; leave it out to share cached prefixes"
+            raise RequestError(message, "cache_salt")
         if self.identity is None:
             return given
         return self.identity if given is None else f"{self.identity}:{given}"

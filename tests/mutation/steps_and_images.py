@@ -1,0 +1,168 @@
+"""Bugs to plant in what is newest: drafts and their steps, orders of rows, sampling, images, locks of compilers,
+replicas, measured modes, experts in FP8, refusals."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import mutant
+
+IMAGES = "tests/test_fuzz_engine.py::test_random_images"
+FOLLOWING = "tests/speculation/test_following_steps.py"
+
+STEPS_AND_IMAGES = (
+    mutant(
+        "follows-past-the-context", "no step follows that may go past the longest context",
+        "weft/scheduler/draft_steps.py", " or end > planner.max_model_len:", ":", FOLLOWING,
+    ),
+    mutant(
+        "head-follows-decodes", "a step of drafts by the head follows no step of plain decodes",
+        "weft/scheduler/draft_steps.py", "((0, count) if planner.may_be_none else (count,))", "(0, count)", FOLLOWING,
+    ),
+    mutant(
+        "filled-drafts-counted", "only drafts that were found count as proposed", "weft/scheduler/draft_steps.py",
+        "num_proposed = min(len(request.draft_token_ids), launched.num_drafts)", "num_proposed = launched.num_drafts",
+        FOLLOWING,
+    ),
+    mutant(
+        "old-rejections-kept", "a decode leaves no rejected drafts in its row", "weft/ops/ngram.py",
+        "        state.num_rejected.index_copy_(0, rows, query_len - 1 - accepted)\n", "        pass\n",
+        "tests/ops/test_triton_drafts.py", FOLLOWING,
+    ),
+    mutant(
+        "drafts-counted-as-text", "n-gram drafts begin behind the last token that counts", "weft/runner/drafters.py",
+        "lengths = [r.start + r.num_tokens - len(r.draft_token_ids) + query_len - 1 for",
+        "lengths = [r.start + r.num_tokens + query_len - 1 for", "tests/speculation/test_ngram.py",
+    ),
+    mutant(
+        "repeats-are-cut", "drafts behind a near occurrence repeat what follows it", "weft/ops/ngram.py",
+        "start + step % (lengths - start)", "torch.minimum(start + step, lengths - 1)",
+        "tests/ops/test_triton_drafts.py", "tests/speculation/test_ngram.py",
+    ),
+    mutant(
+        "next-sequence-is-a-draft", "the first token of the next sequence is no draft of the one before",
+        "weft/ops/drafts.py", "    drafts[query_len - 1 :: query_len] = NO_DRAFT\n", "",
+        "tests/speculation/test_acceptance.py", "tests/ops/test_triton_drafts.py",
+    ),
+    mutant(
+        "drafts-of-images-by-place", "drafts behind images have rotary positions, not places in the sequence",
+        "weft/ops/drafts.py", "(positions[last] + ahead).clamp(max=max_len - 1)", "places",
+        "tests/ops/test_triton_drafts.py", "tests/speculation/test_images.py",
+    ),
+    mutant(
+        "shortest-decode-first", "the decode with the longest context comes first in a step",
+        "weft/scheduler/scheduler.py", "key=lambda pair: -pair[1].start if", "key=lambda pair: pair[1].start if",
+        "tests/scheduler/test_scheduler.py",
+    ),
+    mutant(
+        "launched-in-another-order", "results of a step go to the requests in its own order",
+        "weft/scheduler/scheduler.py", "len(p.drafts), p.num_proposed) for p, e in scheduled\n",
+        "len(p.drafts), p.num_proposed) for p, e in sorted(scheduled, key=lambda pair: pair[1].row)\n",
+        "tests/scheduler/test_scheduler.py", FOLLOWING,
+    ),
+    mutant(
+        "padding-writes-rows", "padding of a decode samples for no request's row", "weft/runner/padding.py",
+        '        host["sample_rows"][pad] = self._row\n', '        host["sample_rows"][pad] = 0\n',
+        "tests/runner/test_padding.py",
+    ),
+    mutant(
+        "padding-of-old-lengths", "padding sequences of a decode have one token of context", "weft/runner/padding.py",
+        '        host["seq_lens"][count:size] = query_len\n', "", "tests/runner/test_padding.py",
+    ),
+    mutant(
+        "one-doubling", "every doubling between two sizes is measured", "weft/graph/profile.py",
+        "        while between < size:\n", "        if between < size:\n", "tests/graph/test_profile.py",
+    ),
+    mutant(
+        "decodes-measured-backwards", "timings of decodes stand in ascending order", "weft/runner/step_timing.py",
+        '    found["decode"].reverse()\n', "", "tests/runner/test_step_timing.py", "tests/cli/test_tune.py",
+    ),
+    mutant(
+        "ties-change-the-split", "a split that is as fast as the first one does not replace it",
+        "weft/runner/step_timing.py", "return best if ratios[best] * TIE < 1 else first", "return best",
+        "tests/runner/test_step_timing.py", "tests/cli/test_tune.py",
+    ),
+    mutant(
+        "unlockable-belongs-to-others", "where no lock file can be made, a process compiles for itself",
+        "weft/runner/compile_lock.py", "    except OSError:\n        yield True\n",
+        "    except OSError:\n        yield False\n", "tests/runner/test_compile_processes.py",
+    ),
+    mutant(
+        "options-share-a-lock", "a kernel of other options has a lock of its own", "weft/runner/compile_lock.py",
+        'f"{src.hash()} {dict(options)}"', 'f"{src.hash()}"', "tests/runner/test_compile_processes.py",
+    ),
+    mutant(
+        "compilers-are-interrupted", "Ctrl-C is left to the process that started the compilers",
+        "weft/runner/compile_processes.py", "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n", "",
+        "tests/runner/test_compile_processes.py",
+    ),
+    mutant(
+        "intermediate-code-kept", "compilers leave no intermediate code in the cache",
+        "weft/runner/compile_processes.py", "    triton.knobs.compilation.store_binary_only = True\n", "",
+        "tests/runner/test_compile_processes.py",
+    ),
+    mutant(
+        "router-shares-salts", "a router takes prompts of other salts for others", "weft/engine/prefix_hashes.py",
+        "    before = _seed(salt)\n", "    before = _seed(None)\n", "tests/engine/test_router.py",
+    ),
+    mutant(
+        "oldest-prefixes-reported", "a replica reports what was used last", "weft/engine/prefix_hashes.py",
+        "sorted(found, key=found.__getitem__, reverse=True)[:MAX_REPORTED]",
+        "sorted(found, key=found.__getitem__)[:MAX_REPORTED]", "tests/engine/test_router.py",
+    ),
+    mutant(
+        "capacity-of-one", "a set runs as many requests as its replicas together", "weft/engine/replicas.py",
+        "max_num_seqs=sum(c.max_num_seqs for c in known),", "max_num_seqs=capacity.max_num_seqs,",
+        "tests/server/test_replicas.py",
+    ),
+    mutant(
+        "one-scale-for-both", "the products of an expert have input scales of their own", "weft/ops/fp8_moe.py",
+        "down_scale[expert], input_scale=down_input_scale, block=block)",
+        "down_scale[expert], input_scale=gate_up_input_scale, block=block)", "tests/ops/test_triton_fp8_moe.py",
+        "tests/quantization/test_parity.py",
+    ),
+    mutant(
+        "scale-of-the-first-block", "each block of a tile has its own scale", "weft/ops/triton/fp8_moe.py",
+        "scales = tl.load(scale_rows + columns // BLOCK * GROUPS + step, mask=in_width, other=0.0)",
+        "scales = tl.load(scale_rows + columns * 0 + step, mask=in_width, other=0.0)",
+        "tests/ops/test_triton_fp8_moe.py",
+    ),
+    mutant(
+        "budget-forgets-what-waits", "images that were to be encoded take from the next step's budget",
+        "weft/scheduler/encoder_cache.py",
+        "self._budget = self._step_budget - sum(encoding.item.num_tokens for encoding in self._encodings)",
+        "self._budget = self._step_budget", "tests/scheduler/test_encoder_cache.py", IMAGES,
+    ),
+    mutant(
+        "first-used-evicted", "the image that was used longest ago makes room", "weft/scheduler/encoder_cache.py",
+        "        self._entries.move_to_end(key)\n", "", "tests/scheduler/test_encoder_cache.py",
+    ),
+    mutant(
+        "runs-of-a-video-share-rows", "each frame of a video has rows of its own", "weft/scheduler/encoder_cache.py",
+        "                row += length\n", "", "tests/scheduler/test_encoder_cache.py", IMAGES,
+    ),
+    mutant(
+        "texts-behind-images-by-place", "what follows an image has rotary positions behind it",
+        "weft/runner/media_inputs.py", "    positions[: layout.bounds[-1]] += np.repeat(table.rope_delta[layout.rows], "
+        "layout.counts)\n", "", IMAGES,
+    ),
+    mutant(
+        "padding-patches-attend", "patches that pad a captured tower belong to no image",
+        "weft/runner/media_inputs.py", "        places[count:, 4:] = count\n", "", "tests/engine/test_images.py",
+        IMAGES,
+    ),
+    mutant(
+        "old-patches-replayed", "a captured tower sees the patches of its call", "weft/runner/media_inputs.py",
+        "        self._patches[:count].copy_(patches)\n",
+        "        self._patches[: count - 1].copy_(patches[: count - 1])\n",
+        "tests/engine/test_images.py", IMAGES,
+    ),
+    mutant(
+        "unknown-parameters-in-msgspecs-words", "an unknown sampling parameter is refused by name",
+        "weft/sampling_params.py", "            raise _unknown(cls, args, given, error) from None\n",
+        "            raise\n",
+        "tests/test_sampling_params.py",
+    ),
+    mutant(
+        "choice-of-characters", "a text is no list of choices", "weft/sampling_params.py",
+        '"choice": ((list, tuple), ', '"choice": ((list, tuple, str), ', "tests/test_sampling_params.py",
+    ),
+)  # fmt: skip
