@@ -82,11 +82,11 @@ STEPS_AND_IMAGES = (
     ),
     mutant(
         "unlockable-belongs-to-others", "where no lock file can be made, a process compiles for itself",
-        "weft/runner/compile_lock.py", "    except OSError:\n        yield True\n",
+        "weft/runner/compile_processes.py", "    except OSError:\n        yield True\n",
         "    except OSError:\n        yield False\n", "tests/runner/test_compile_processes.py",
     ),
     mutant(
-        "options-share-a-lock", "a kernel of other options has a lock of its own", "weft/runner/compile_lock.py",
+        "options-share-a-lock", "a kernel of other options has a lock of its own", "weft/runner/compile_processes.py",
         'f"{src.hash()} {dict(options)}"', 'f"{src.hash()}"', "tests/runner/test_compile_processes.py",
     ),
     mutant(

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,6 +65,26 @@ def _hold(kernel: Any, ends: Any) -> None:
     with kernel_lock(kernel, {}) as is_mine:
         ends.send(is_mine)
         ends.recv()
+
+
+def test_where_no_file_can_be_locked_every_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel: Any = SimpleNamespace(hash=lambda: "a")
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "no folder"))
+    with kernel_lock(kernel, {}) as is_mine:
+        assert is_mine
+    assert compile_processes._place(kernel, {}) != compile_processes._place(kernel, {"num_warps": 8})
+
+
+def test_compilers_leave_interrupts_to_their_parent_and_keep_binaries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_processes, "die_with_parent", lambda pid: None)
+    monkeypatch.setattr(triton.knobs.compilation, "store_binary_only", False)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        compile_processes._obey(1)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and triton.knobs.compilation.store_binary_only
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_where_every_lock_is_refused_this_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
