@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.triton.chunk_scan import METADATA
+from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
@@ -268,9 +268,7 @@ def causal_conv1d_triton(
     out = x.new_empty(x.shape)
     _conv_kernel[(cdiv(num_channels, block), chunks.max_seqs + num_chunks * (chunk_size // tokens))](
         x, weight, bias, out, conv_state,
-        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
-        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
+        *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, chunks.max_seqs, x.stride(0),
         FIXED=Fixed(num_channels, kernel - 1, block, tokens, tile.step, chunk_size, bias is not None, silu),
         num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(x.device),
     )  # fmt: skip

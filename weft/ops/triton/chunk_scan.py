@@ -6,12 +6,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.forward_context import Batch, ChunkTable
+
 METADATA = [
     "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",
     "state_slots",
 ]  # fmt: skip
 """Pointers into the step's packed metadata: their alignment changes from step to step and must not compile a new
 kernel."""
+
+
+def metadata(batch: Batch, chunks: ChunkTable) -> tuple[Tensor, ...]:
+    """What a kernel that walks through chunks reads of a step, in the order of ``METADATA``."""
+    of_chunks = (chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first)
+    return (*of_chunks, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.triton.chunk_scan import METADATA, find_chunks, read_state, store_checkpoint
+from weft.ops.triton.chunk_scan import METADATA, find_chunks, metadata, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
@@ -231,8 +231,6 @@ def scan_chunks(
     )  # fmt: skip
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
         q, k, v, out, state, keys, solve, attention, vectors,
-        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
-        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
+        *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
         FIXED=fixed, CHUNK=CHUNK_SIZE, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
     )  # fmt: skip

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.config.gated_delta_net import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.triton.chunk_scan import METADATA
+from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper
 from weft.ops.triton.sizes import MULTIPROCESSORS
@@ -386,7 +386,6 @@ def launch_delta_scan(
     )  # fmt: skip
     _scan_hopper_kernel[(head_v_dim // (_COLUMNS.value * consumers), num_heads, chunks.max_seqs)](
         q_desc, k_desc, rows_of(v), squares(solve), squares(attention), lines, vectors, out, state,
-        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
-        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots, num_rows, chunks.first.shape[0] - 1,
+        *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1,
         FIXED=fixed, num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
     )  # fmt: skip

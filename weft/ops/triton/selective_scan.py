@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.config.mamba import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.triton.chunk_scan import METADATA
+from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -213,9 +213,7 @@ def selective_scan_triton(
     block = min(_BLOCK_C, next_power_of_2(channels))
     _selective_scan_kernel[(cdiv(channels, block), chunks.max_seqs)](
         x, z, dt, b, c, dt_bias, A_log, D, state, out,
-        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
-        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
+        *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
         C=channels, N=size, BLOCK_N=next_power_of_2(size), BLOCK_C=block, TOKENS=_TOKENS,
         num_warps=2, **early_launch(x.device),
     )  # fmt: skip

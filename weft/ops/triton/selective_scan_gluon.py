@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from weft.config.mamba import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.triton.chunk_scan import METADATA
+from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
@@ -238,8 +238,6 @@ def launch_selective_scan(
     shape = shape or choose_shape(1 if batch.mixture is not None else chunks.max_seqs)
     _selective_scan_gluon_kernel[(channels // shape.channels, chunks.max_seqs)](
         x, z, dt, b, c, dt_bias, A_log, D, state, out,
-        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
-        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
+        *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
         C=channels, SHAPE=shape, num_warps=shape.warps, **early_launch(x.device),
     )  # fmt: skip
