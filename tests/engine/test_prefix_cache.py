@@ -147,3 +147,16 @@ def test_prompt_logprobs_skip_the_cache(folder: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
         first, again = (llm.generate([PROMPT], params, use_tqdm=False)[0] for _ in range(2))
         assert again.num_cached_tokens == 0 and again.prompt_logprobs == first.prompt_logprobs
+
+
+def test_eviction_is_tuned_behind_a_launch(cramped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every request that has ended, but no token waits for it."""
+    core, order = cramped._core, list[str]()
+    monkeypatch.setattr(core, "_tuner", lambda fed, num_prompt_tokens, *_: order.append(f"tune {num_prompt_tokens}"))
+    for room in ("launch", "result"):
+        method = getattr(core._executor, room)
+        monkeypatch.setattr(core._executor, room, lambda *a, m=method, r=room: order.append(r) or m(*a))
+    run(cramped, [7] * 9, max_tokens=1)
+    assert order == ["launch", "result"]
+    run(cramped, [8] * 5, max_tokens=1)
+    assert order == ["launch", "result", "launch", "tune 9", "result"]

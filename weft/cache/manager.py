@@ -51,8 +51,11 @@ NOTHING = Prefix(None, 0)
 
 NO_STATES: list[tuple[int, int]] = []  # of most requests of most steps; never changed
 
+EndedRequest = tuple[Tokens, int, str | None, Sequence[int]]
+"""The tokens fed, how many of them were prompt, salt, boundaries."""
+
 Observer = Callable[[Tokens, int, str | None, Sequence[int]], None]
-"""Called with every request that has ended: the tokens fed, how many of them were prompt, salt, boundaries."""
+"""Called with every request that has ended."""
 
 
 class Manager:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from weft.cache.manager import Manager
+from weft.cache.manager import EndedRequest, Manager
 from weft.cache.plan import CachePlan
 from weft.cache.spec import CacheSpec
 from weft.cache.tuning import AlphaTuner
@@ -63,6 +63,9 @@ class EngineCore:
             drafts=_make_drafts(config, self.manager, self.plan.max_model_len),
             encoder=_make_encoder(config),
         )
+        self._tuner, self._ended = _make_tuner(config, self.manager), (ended := deque[EndedRequest]())
+        if self._tuner is not None:
+            self.manager.observer = lambda *request: ended.append(request)
         self._max_in_flight = 1 if config.enable_overlap else 0
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the moment of the launch
         self._failures = Failures(self.scheduler)
@@ -91,6 +94,7 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
             self._launch(scheduler_output)
+            self._tune_eviction()
         runs_ahead = scheduler_output is not None and self.scheduler.runs_ahead
         output = self._result(max_in_flight=self._max_in_flight if runs_ahead else 0)
         updated = self.scheduler.update(output) if output is not None else []
@@ -118,6 +122,12 @@ class EngineCore:
             self._end_broken(scheduler_output, error)
             raise
         self._in_flight.append((scheduler_output, launched))
+
+    def _tune_eviction(self) -> None:
+        """By the requests that have ended. That takes longer than all else at a request's end, so it waits until the
+        device has something to do."""
+        while self._tuner is not None and self._ended:
+            self._tuner(*self._ended.popleft())
 
     def _result(self, max_in_flight: int) -> ModelOutput | None:
         """The results of the oldest step, unless no more than ``max_in_flight`` steps are in flight."""
@@ -206,7 +216,7 @@ def _make_encoder(config: EngineConfig) -> EncoderCache | None:
 
 def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
     """The cache manager over pools of the planned sizes."""
-    manager = Manager(
+    return Manager(
         CacheSpec.of(config),
         num_pages=plan.num_pages,
         num_slots=plan.num_slots,
@@ -214,6 +224,8 @@ def _make_manager(config: EngineConfig, plan: CachePlan) -> Manager:
         checkpoint_policy=config.state_checkpoint_policy,
         eviction=config.eviction_policy,
     )
-    if config.enable_prefix_caching and config.eviction_policy == "flops":
-        manager.observer = AlphaTuner(manager)
-    return manager
+
+
+def _make_tuner(config: EngineConfig, manager: Manager) -> AlphaTuner | None:
+    """Of the eviction policy, if it weighs anything."""
+    return AlphaTuner(manager) if config.enable_prefix_caching and config.eviction_policy == "flops" else None
