@@ -28,6 +28,13 @@ async def last(stream: Any) -> RequestOutput:
     return output
 
 
+@pytest.mark.parametrize("wrong", [{"sampling_params": {"n": 1}}, {"request_id": ""}, {"priority": "high"}])
+def test_a_call_of_wrong_types_is_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
+    """In the words of ``LLM``."""
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        asyncio.run(last(AsyncLLM().generate("12 + 30:", **wrong)))
+
+
 def test_the_same_as_llm() -> None:
     with LLM(**SETTINGS) as llm:
         want = llm.generate(["12 + 30:", "63 x 7:"], GREEDY, use_tqdm=False)

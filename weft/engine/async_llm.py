@@ -18,7 +18,7 @@ from weft.engine.async_engine import AsyncEngine
 from weft.engine.chat_prompts import ChatPrompts
 from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.inputs import InputProcessor
-from weft.engine.prompts import Prompt
+from weft.engine.prompts import Prompt, check_call
 from weft.engine.response_stream import ResponseStream
 from weft.errors import ConfigError, EngineDeadError, RequestError
 from weft.multimodal.processor import load_processor
@@ -167,12 +167,10 @@ class AsyncLLM:
             RequestError: the prompt or a parameter is not valid.
             EngineDeadError: the engine ended.
         """
+        params = check_call(sampling_params, request_id, priority)
         await self.start()
-        params = SamplingParams() if sampling_params is None else sampling_params
         if params.logits_processors:
             raise RequestError("logits_processors need the engine in this process; use LLM", "logits_processors")
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise RequestError(f"request_id={request_id!r} is not a non-empty text", "request_id")
         assert self._engine is not None
         self._num_requests += 1
         name = request_id or f"request-{self._num_requests}"

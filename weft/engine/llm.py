@@ -19,7 +19,7 @@ from weft.engine.conversation import Messages, chat_prompt
 from weft.engine.inputs import InputProcessor
 from weft.engine.outputs import OutputStream
 from weft.engine.progress_bar import ProgressBar
-from weft.engine.prompts import Prompt
+from weft.engine.prompts import Prompt, check_call
 from weft.errors import EngineDeadError, NotSupportedError, RequestError
 from weft.executor.external import follow
 from weft.executor.rank_process import begin_start
@@ -249,12 +249,8 @@ class LLM:
             EngineDeadError: after ``shutdown``.
         """
         self._check_alive()
+        params = check_call(sampling_params, request_id, priority)
         request_id = self._check_id(request_id)
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams", "sampling_params")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority={priority!r} is not an integer; smaller ones go first", "priority")
         prepared = self._inputs.prepare_prompt(prompt, params)
         requests = self._inputs.make_requests(request_id, prepared, params, priority)
         stream = OutputStream(request_id, prepared, requests, params, self.tokenizer)
@@ -274,8 +270,6 @@ class LLM:
         """The id given, or one that is free."""
         if request_id is None:
             return next(name for name in (f"request-{i}" for i in self._ids) if name not in self._streams)
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id={request_id!r} is not a non-empty text", "request_id")
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is already in use; choose another", "request_id")
         return request_id

@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.errors import RequestError
 from weft.multimodal.items import MediaItem
+from weft.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -57,3 +58,15 @@ def check_positions(positions: Any, num_tokens: int) -> list[int]:
                 f"{name} holds {position!r}; a position is a number of leading tokens, here 1 to {num_tokens}", name
             )
     return sorted(set(positions))
+
+
+def check_call(params: SamplingParams | None, request_id: str | None, priority: int) -> SamplingParams:
+    """The sampling parameters of a call, or the defaults. Raises RequestError for what has another type."""
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams", "sampling_params")
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise RequestError(f"request_id={request_id!r} is not a non-empty text", "request_id")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority={priority!r} is not an integer; smaller ones go first", "priority")
+    return params
