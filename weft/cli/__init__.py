@@ -39,9 +39,9 @@ VERBS = {
     "bench": Verb("weft.cli.bench", "measure speed"),
     "verify": Verb("weft.cli.verify", "compare captured graphs with eager steps"),
     "tune": Verb(
-        "weft.cli.tune", "measure which graphs, or how many drafts, pay for which batches, for the next start"
+        "weft.cli.tune", "measure the fastest graph mode, or number of drafts, per batch size, for later starts"
     ),
-    "graph": Verb("weft.cli.graph", "show the pieces that prefill runs in"),
+    "graph": Verb("weft.cli.graph", "show what a prefill captures in mode PIECEWISE"),
     "models": Verb("weft.cli.models", "list the architectures that Weft runs, and what was verified of each"),
     "doctor": Verb("weft.cli.doctor", "check this machine and say what is missing"),
 }

@@ -1,4 +1,4 @@
-"""``weft graph``: what is inside the pieces that prefill runs in."""
+"""``weft graph``: what is inside the captured pieces of a prefill (mode PIECEWISE)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _DECIDED = ("graph_profile", "enforce_eager", "cuda_graph_mode", "cuda_graph_bs"
 
 
 def add_parser(verbs: Any) -> None:
-    parser = add_verb(verbs, "graph", run, "show the pieces that prefill runs in", usage="graph --dump DIR [flags]")
+    parser = add_verb(
+        verbs, "graph", run, "show what a prefill captures in mode PIECEWISE", usage="graph --dump DIR [flags]"
+    )
     group = parser.add_argument_group("what to show")
     group.add_argument(
         "--dump", required=True, metavar="DIR", help=f"write {PICTURE}, {FIGURES} and the code of each piece there"

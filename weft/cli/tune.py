@@ -37,7 +37,7 @@ def add_parser(verbs: Any) -> None:
         verbs,
         "tune",
         run,
-        "measure which graphs, or how many drafts, pay for which batches, for the next start",
+        "measure the fastest graph mode, or number of drafts, per batch size, for later starts",
         usage="tune [flags]",
     )
     group = parser.add_argument_group("measurement")
