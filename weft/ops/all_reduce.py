@@ -1,7 +1,7 @@
 """The sum over ranks, fused with what follows it in the residual stream: addition and RMSNorm.
 
-Job: one launch for all-reduce, residual and norm of a few rows. Owns: nothing. Does not know: process groups, who
-allocated the memory through which ranks exchange rows (``parallel/peer_memory.py``).
+One launch for a few rows. Does not know: process groups, who allocated the memory through which ranks exchange rows
+(``parallel/peer_memory.py``).
 """
 
 from __future__ import annotations

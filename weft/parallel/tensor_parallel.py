@@ -1,7 +1,7 @@
 """The tensor-parallel group as layers see it: rank, size, collectives.
 
-Job: the interface that layers and the runner are written against, and the group of one. Owns: nothing but rank and
-size. Does not know: process launching, devices, or which layers are sharded.
+Job: the interface that layers and the runner are written against, and the group of one. Does not know: process
+launching, devices, or which layers are sharded.
 
 Every rank must compute bitwise the same replicated values (residual stream, router, logits): ranks that choose other
 experts or other tokens compute another model. They do, because a sum is formed once and copied, or formed by every rank

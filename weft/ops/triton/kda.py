@@ -184,10 +184,10 @@ def _prepare_kernel(
         unit_k, unit_q = b_k.to(OPERAND), b_q.to(OPERAND)
         for level in range(levels):
             # Sums are read again at every level, which takes fewer registers.
-            border = (i >> (level + 1) << (level + 1)) + (1 << level) - 1
-            at_border = tl.load(p_columns + border * K, mask=c_mask, other=0.0)
+            boundary = (i >> (level + 1) << (level + 1)) + (1 << level) - 1
+            at_boundary = tl.load(p_columns + boundary * K, mask=c_mask, other=0.0)
             own = tl.load(p_columns + i * K, mask=c_mask, other=0.0)
-            factor = tl.exp2(-tl.abs(own - at_border)).to(OPERAND)
+            factor = tl.exp2(-tl.abs(own - at_boundary)).to(OPERAND)
             near, near_q = unit_k * factor, unit_q * factor
             pair = ((i ^ j) >> level == 1) & (i > j)
             kk += tl.where(pair, tl.dot(near, tl.trans(near), input_precision=PRECISION), 0.0)
