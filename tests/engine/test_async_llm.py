@@ -106,7 +106,13 @@ async def refused(llm: AsyncLLM) -> None:
     for arguments, message in (
         (("",), "the prompt is empty"),
         (("a", processors), "need the engine in this process; use LLM"),
+        (("a", {"n": 2}), "sampling_params is a dict; give SamplingParams"),
         (("a", GREEDY, 5), "request_id=5 is not"),
+        # What cannot be sent would leave the request, and those sent with it, without an answer, or end the engine.
+        (("a", GREEDY, "\ud800"), "not valid Unicode"),
+        (({"prompt": "a", "cache_salt": "\ud800"}, GREEDY), "not valid Unicode"),
+        (("a", GREEDY, None, 2**64), "priority=18446744073709551616 is not a 64-bit integer"),
+        (("a", GREEDY, None, "high"), "priority='high' is not a 64-bit integer"),
     ):
         with pytest.raises(RequestError, match=message):
             await last(llm.generate(*arguments))

@@ -12,7 +12,7 @@ from tests.engine.conftest import assert_idle
 from tests.tiny_tokenizer import VOCAB_SIZE
 from weft.engine.llm import LLM
 from weft.errors import CapacityError, ConfigError, RequestError
-from weft.sampling_params import SamplingParams
+from weft.sampling_params import SamplingParams, StructuredOutputsParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -85,6 +85,21 @@ def test_a_running_request_is_not_disturbed(llm: LLM) -> None:
         llm._core.scheduler.check()
     assert output is not None and output.outputs[0].token_ids == want
     assert not bad or len(bad) == 1
+
+
+def test_what_no_message_can_hold(llm: LLM) -> None:
+    for given, message in (
+        ({"priority": -(2**64)}, "is not a 64-bit integer"),
+        ({"request_id": "\ud800"}, "not valid Unicode"),
+        ({"prompt": {"prompt": "a", "cache_salt": "\ud800"}}, "not valid Unicode"),
+    ):
+        arguments: dict[str, Any] = {"prompt": "a"} | given
+        with pytest.raises(RequestError, match=message):
+            llm.add_request(sampling_params=GREEDY, **arguments)
+    schema = StructuredOutputsParams(json={"a": object()})
+    with pytest.raises(RequestError, match="not a JSON schema: Object of type object"):
+        llm.add_request("a", SamplingParams(structured_outputs=schema))
+    assert_idle(llm)
 
 
 def test_one_bad_prompt_starts_none_of_the_batch(llm: LLM) -> None:

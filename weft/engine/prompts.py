@@ -40,9 +40,19 @@ def check_mapping(prompt: Mapping[str, Any]) -> str | None:
     if unknown:
         raise RequestError(f"prompt has unknown keys {unknown}; allowed are {list(PROMPT_KEYS)}", "prompt")
     salt = prompt.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt={salt!r} is not a non-empty text", "cache_salt")
+    if salt is not None:
+        check_text("cache_salt", salt)
     return salt
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises RequestError unless ``value`` is a text that is not empty and can be sent to another process."""
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name}={value!r} is not a non-empty text", name)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name}={value!r} is not valid Unicode at character {error.start}", name) from None
 
 
 def check_positions(positions: Any, num_tokens: int) -> list[int]:
@@ -61,12 +71,13 @@ def check_positions(positions: Any, num_tokens: int) -> list[int]:
 
 
 def check_call(params: SamplingParams | None, request_id: str | None, priority: int) -> SamplingParams:
-    """The sampling parameters of a call, or the defaults. Raises RequestError for what has another type."""
+    """The sampling parameters of a call, or the defaults. Raises RequestError for what has another type, or cannot be
+    sent to another process."""
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params is a {type(params).__name__}; give SamplingParams", "sampling_params")
-    if request_id is not None and (not isinstance(request_id, str) or not request_id):
-        raise RequestError(f"request_id={request_id!r} is not a non-empty text", "request_id")
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RequestError(f"priority={priority!r} is not an integer; smaller ones go first", "priority")
+    if request_id is not None:
+        check_text("request_id", request_id)
+    if type(priority) is not int or not -(2**63) <= priority < 2**63:
+        raise RequestError(f"priority={priority!r} is not a 64-bit integer; smaller ones go first", "priority")
     return params

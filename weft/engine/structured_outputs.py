@@ -72,6 +72,8 @@ def json_schema(schema: Any, param: str) -> Constraint:
         return Constraint(f"answer: {json_rule(schema)}", param)
     except RecursionError as error:
         raise RequestError(f"{param} is nested too deeply", param) from error
+    except TypeError as error:
+        raise RequestError(f"{param} is not a JSON schema: {error}", param) from error
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
