@@ -3,7 +3,8 @@
     python benchmarks/prefill_parts.py --model qwen3-0.6b --lengths 512 1024 2048 --json FILE
 
 The parts: decodes on a branch of the graph (``weft/ops/triton/attention.py``), gate and up with SiLU in one launch
-(``gated_linear_hopper.py``); and cuBLASLt as torch's choice among the matrix libraries. A batch is one prompt, or
+(``gated_linear_hopper.py``), consumers of prefill attention that share their rows (``attention_prefill_hopper.py``);
+and cuBLASLt as torch's choice among the matrix libraries. A batch is one prompt, or
 decodes and a prompt. Times are of the device, and of the host from the launch to the end; outputs are compared with
 those of the pass without the parts.
 """
@@ -32,10 +33,10 @@ from benchmarks.prefill_profile import prefill_orders
 from weft import report
 from weft.config import resolve
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
-from weft.ops.triton import attention, gated_linear_hopper
+from weft.ops.triton import attention, attention_prefill_hopper, gated_linear_hopper
 from weft.runner.model_runner import ModelRunner
 
-VARIANTS = ("none", "branch", "gated", "branch gated", "branch gated lt", "none again")
+VARIANTS = ("none", "branch", "gated", "shared", "branch gated", "branch gated shared", "branch gated lt", "none again")
 NEVER = 1 << 30
 
 
@@ -43,11 +44,13 @@ NEVER = 1 << 30
 def parts(names: str) -> Iterator[None]:
     """In the body, passes are captured with these parts, whatever the number of rows, and without the others."""
     with ExitStack() as stack:
-        for name, module, constant in (
-            ("branch", attention, "_BRANCH_ROWS"),
-            ("gated", gated_linear_hopper, "LEAST_TILES"),
+        for name, module, constant, with_it, without in (
+            ("branch", attention, "_BRANCH_ROWS", 1, NEVER),
+            ("gated", gated_linear_hopper, "LEAST_TILES", 1, NEVER),
+            ("shared", attention_prefill_hopper, "_SHARED_HEADS", NEVER, 0),
         ):
-            stack.enter_context(mock.patch.object(module, constant, 1 if name in names.split() else NEVER))
+            value = with_it if name in names.split() else without
+            stack.enter_context(mock.patch.object(module, constant, value))
         stack.enter_context(mock.patch.object(attention, "_BRANCH_HEADS", NEVER))
         if "lt" in names.split():
             torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -31,9 +31,10 @@ from weft.ops.triton.selective_scan_gluon import launch_selective_scan
 
 
 def launch(
-    num_heads: int, num_kv_heads: int, head_dim: int, *, is_mixture: bool = False, has_sinks: bool = False
-) -> None:
-    q = torch.zeros(600, num_heads, head_dim, dtype=torch.bfloat16)
+    num_heads: int, num_kv_heads: int, head_dim: int, *, num_rows: int = 600, is_mixture: bool = False,
+    has_sinks: bool = False,
+) -> None:  # fmt: skip
+    q = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)
     numbers = torch.zeros(4, dtype=torch.int32)
     batch = Batch(
@@ -103,6 +104,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(2) as threads, triton.AsyncCompileMode(threads), launches_handled(compile_only):
         launch(16, 8, 128, is_mixture=True)
+        launch(16, 8, 128, num_rows=2048, is_mixture=True)
         launch(16, 2, 256)
         launch(64, 8, 64, has_sinks=True)
         launch_scan(1)

@@ -3,11 +3,14 @@
 Job: what ``attention_prefill.py`` does, in Gluon, the part of Triton in which a program's warps get different work.
 Owns: its tile shapes, and who waits for whom. Does not know: layers, who filled the pages, when it is the faster one.
 
-A program has 128 rows (``row = token * group + head``) of one sequence and key head. Its warps form three parts:
+A program has rows (``row = token * group + head``) of one sequence and key head. Its warps form three parts:
 
 - *the producer*, one warp, requests tiles of keys and values from the copy engine (TMA), page by page, into a ring of
-  two stages each;
-- *two consumers*, four warps with 64 rows each, multiply on the matrix units and compute the online softmax.
+  stages;
+- *two consumers*, four warps each, multiply on the matrix units and compute the online softmax.
+
+Each consumer has 64 rows of its own. Where that makes too few programs, both have the same 64 rows, and every other
+tile of the keys; at the end the second leaves its sums in shared memory, and the first adds them to its own.
 
 The schedule is that of FlashAttention-3 (arXiv 2407.08608). A consumer starts the scores of tile j, then the product of
 the values of tile j - 1, and computes the softmax of tile j while that product runs. For heads of up to 128 the
@@ -15,9 +18,10 @@ consumers also take turns at the matrix units (ping-pong): one multiplies while 
 
 Who waits for whom, by barriers (``ready`` and ``empty`` exist per stage, for keys and for values)::
 
-    ready   the copy engine, when a tile has arrived          ->  both consumers
-    empty   both consumers, when their product has been read  ->  the producer
+    ready   the copy engine, when a tile has arrived          ->  the consumers that read it
+    empty   these consumers, when their product has been read ->  the producer
     turns   the other consumer, when its products are queued  ->  a consumer, before it queues its own
+    merged  the second consumer, when its sums are stored     ->  the first, if they share rows
 
 A barrier counts phases: ``wait(barrier, n & 1)`` waits for the end of phase n; on a new barrier, a wait for the phase
 before the first returns at once.
@@ -35,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention_tiles import LOG2E, METADATA, check_layout, sequence_of_block
+from weft.ops.triton.attention_tiles import LOG2E, METADATA, check_layout
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.hopper_tiles import (
     BOX,
@@ -43,17 +47,29 @@ from weft.ops.triton.hopper_tiles import (
     fetch,
     hold,
     is_hopper,
+    place_of_block,
     softmax,
     start_scores,
     start_values,
     zero_unwritten,
 )
+from weft.ops.triton.sizes import MULTIPROCESSORS
 
-_ROWS = 128
-"""Rows of a block: the two consumers' 64 each, as four warps multiply them at a time."""
+_ROWS = 64
+"""Of a consumer, as four warps multiply them at a time."""
 
-_STAGES = gl.constexpr(2)
+_SHARED_HEADS, _SHARED_HEAD = 128 * MULTIPROCESSORS * 3 // 4, 128
+"""Consumers share their rows up to so many heads of query tokens, if heads have so many elements at most. With 1,024
+tokens of Qwen3-0.6B, where each has rows of its own and nearly every multiprocessor a program, that is slower."""
+
+_LOWEST = gl.constexpr(-(2.0**100))
+"""A maximum below all scores, of rows that may see none of a consumer's keys: finite, so that differences are numbers,
+and a power of two, so that it is scaled without rounding (a fused multiply-subtract would leave the error)."""
+
 _LOG2E = gl.constexpr(LOG2E)
+
+_SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 _ALL_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
@@ -62,18 +78,18 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _wait(ring, n):
+def _wait(ring, n, STAGES: gl.constexpr):
     """Wait until the barrier of tile ``n`` has completed the phase of that tile."""
-    mbarrier.wait(ring.index(n % _STAGES), n // _STAGES & 1)
+    mbarrier.wait(ring.index(n % STAGES), n // STAGES & 1)
 
 
 @gluon.jit
 def _produce(
     k_desc, v_desc, k_tiles, v_tiles, barriers, page_table, column, keys,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: fetch the tiles that hold the first ``keys`` keys, each as soon as its stage is free."""
-    k_ready, k_empty, v_ready, v_empty, _turns = barriers
+    k_ready, k_empty, v_ready, v_empty, _turns, _merged = barriers
     num_pages = (keys + PAGE_SIZE - 1) // PAGE_SIZE
     absent = k_desc.shape[0].to(gl.int32)  # past the end of the cache: the copy engine writes zeros
     for j in range((keys + KEYS - 1) // KEYS):
@@ -82,8 +98,8 @@ def _produce(
             index = j * (KEYS // PAGE_SIZE) + p
             page = gl.load(page_table + index, mask=index < num_pages, other=0)
             slots = slots + (gl.where(index < num_pages, page * PAGE_SIZE, absent),)  # type: ignore[assignment]  # noqa: RUF005
-        stage = j % _STAGES
-        before = (j // _STAGES & 1) ^ 1
+        stage = j % STAGES
+        before = (j // STAGES & 1) ^ 1
         mbarrier.wait(k_empty.index(stage), before)
         fetch(k_desc, k_tiles.index(stage), k_ready.index(stage), slots, column, PAGE_SIZE, KEYS, HEAD_DIM)
         mbarrier.wait(v_empty.index(stage), before)
@@ -93,20 +109,21 @@ def _produce(
 @gluon.jit
 def _steps(
     first, last, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
-    WHICH: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr,
-    OUT: gl.constexpr,
+    WHICH: gl.constexpr, STEP: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of tiles ``first`` to ``last - 1``, and the values of the tile before each."""
-    k_ready, k_empty, v_ready, v_empty, turns = barriers
+    """Scores and softmax of every ``STEP``-th tile from ``first`` to ``last - 1``, and the values of the tile before
+    each."""
+    k_ready, k_empty, v_ready, v_empty, turns, _merged = barriers
     offsets = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-    for j in range(first, last):
-        stage = j % _STAGES
-        before = (j - 1) % _STAGES
-        _wait(k_ready, j)
+    for j in range(first, last, STEP):
+        stage = j % STAGES
+        before = (j - STEP) % STAGES
+        _wait(k_ready, j, STAGES)
         if HEAD_DIM <= 128:
-            mbarrier.wait(turns.index(WHICH), (j & 1) ^ (1 - WHICH))
+            mbarrier.wait(turns.index(WHICH), (j // STEP & 1) ^ (1 - WHICH))
         products = start_scores(queries, k_tiles.index(stage), KEYS, HEAD_DIM, SCORES)
-        _wait(v_ready, j - 1)
+        _wait(v_ready, j - STEP, STAGES)
         acc = start_values(acc, p, v_tiles.index(before), KEYS, HEAD_DIM, OUT)
         if HEAD_DIM <= 128:
             mbarrier.arrive(turns.index(1 - WHICH), count=1)
@@ -126,48 +143,56 @@ def _steps(
 
 @gluon.jit
 def _attend(
-    queries, k_tiles, v_tiles, barriers, position, keys, sinks, scale_log2, WHICH: gl.constexpr, GROUP: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, SINKS: gl.constexpr, OUT: gl.constexpr,
+    queries, k_tiles, v_tiles, barriers, position, keys, sinks, scale_log2, WHICH: gl.constexpr, SHARED: gl.constexpr,
+    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    SINKS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Attention of 64 rows, the first at ``position``, over ``keys`` keys, at least 1: float32 in layout ``OUT``.
-    ``sinks``: of the group's heads."""
+    """Attention of 64 rows, the first at ``position``, over the consumer's share of ``keys`` keys, at least 1: values
+    summed by weights, in layout ``OUT``, largest scores, and sums of weights. ``sinks``: of the group's heads."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    k_ready, k_empty, v_ready, _v_empty, turns = barriers
+    STEP: gl.constexpr = 2 if SHARED else 1
+    START: gl.constexpr = WHICH if SHARED else 0
+    LOWEST: gl.constexpr = _LOWEST if SHARED else float("-inf")
+    k_ready, k_empty, v_ready, _v_empty, turns, _merged = barriers
     lanes = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     positions = position + lanes // GROUP
-    _wait(k_ready, 0)
+    _wait(k_ready, START, STAGES)
     if HEAD_DIM <= 128:
         mbarrier.wait(turns.index(WHICH), 1 - WHICH)
-    products = start_scores(queries, k_tiles.index(0), KEYS, HEAD_DIM, SCORES)
+    products = start_scores(queries, k_tiles.index(START), KEYS, HEAD_DIM, SCORES)
     if HEAD_DIM <= 128:
         mbarrier.arrive(turns.index(1 - WHICH), count=1)
     scores = warpgroup_mma_wait(0, deps=(products,))
-    mbarrier.arrive(k_empty.index(0), count=1)
-    offsets = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    mbarrier.arrive(k_empty.index(START), count=1)
+    offsets = START * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     scores = gl.where(offsets[None, :] <= positions[:, None], scores, float("-inf"))
-    row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    row_max = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, SCORES))
     row_sum = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
-    if SINKS:  # a key whose value is zero
+    if SINKS and START == 0:  # a key whose value is zero
         row_max = gl.load(sinks + lanes % GROUP).to(gl.float32) * (_LOG2E / scale_log2)
         row_sum = row_sum + 1.0
     p, row_max, row_sum, _shrink = softmax(scores, row_max, row_sum, scale_log2)
     acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, layout=OUT)
     tiles = (keys + KEYS - 1) // KEYS
-    common = gl.minimum(gl.maximum((position + 1) // KEYS, 1), tiles)  # tiles that every row sees whole
+    whole = gl.minimum((position + 1) // KEYS, tiles)  # tiles that every row sees whole
     acc, p, row_max, row_sum = _steps(
-        1, common, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
-        WHICH, KEYS, HEAD_DIM, False, SCORES, OUT,
+        START + STEP, whole, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+        WHICH, STEP, KEYS, HEAD_DIM, STAGES, False, SCORES, OUT,
     )  # fmt: skip
+    partial = gl.maximum(whole, START + STEP)
+    partial += (partial - START) % STEP
     acc, p, row_max, row_sum = _steps(
-        common, tiles, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
-        WHICH, KEYS, HEAD_DIM, True, SCORES, OUT,
+        partial, tiles, acc, p, row_max, row_sum, queries, k_tiles, v_tiles, barriers, positions, scale_log2,
+        WHICH, STEP, KEYS, HEAD_DIM, STAGES, True, SCORES, OUT,
     )  # fmt: skip
-    v_tile = v_tiles.index((tiles - 1) % _STAGES)
-    _wait(v_ready, tiles - 1)
-    zero_unwritten(v_tile, keys, PAGE_SIZE, KEYS, HEAD_DIM)
+    last = tiles - 1 - (tiles - 1 - START) % STEP
+    v_tile = v_tiles.index(last % STAGES)
+    _wait(v_ready, last, STAGES)
+    if last == tiles - 1:
+        zero_unwritten(v_tile, keys, PAGE_SIZE, KEYS, HEAD_DIM)
     acc = start_values(acc, p, v_tile, KEYS, HEAD_DIM, OUT)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    return acc / gl.convert_layout(row_sum, gl.SliceLayout(1, OUT))[:, None]
+    return acc, gl.convert_layout(row_max, gl.SliceLayout(1, OUT)), gl.convert_layout(row_sum, gl.SliceLayout(1, OUT))
 
 
 @gluon.jit
@@ -183,75 +208,57 @@ def _offsets(
 
 
 @gluon.jit
+def _merge(acc, row_max, row_sum, sums, merged, scale_log2, OUT: gl.constexpr):
+    """The first consumer: its sums and the second's."""
+    other_acc, other_max, other_sum = sums
+    mbarrier.wait(merged.index(0), 0)
+    theirs = other_max.load(gl.SliceLayout(1, OUT))
+    new_max = gl.maximum(row_max, theirs)
+    mine = gl.exp2((row_max - new_max) * scale_log2)
+    theirs = gl.exp2((theirs - new_max) * scale_log2)
+    row_sum = row_sum * mine + other_sum.load(gl.SliceLayout(1, OUT)) * theirs
+    return acc * mine[:, None] + other_acc.load(OUT) * theirs[:, None], row_sum
+
+
+@gluon.jit
 def _consume(
-    q, sinks, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out, scale_log2,
-    WHICH: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    SINKS: gl.constexpr,
+    q, sinks, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out, scale_log2,
+    WHICH: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer ``WHICH``: its 64 rows of a block."""
+    """Consumer ``WHICH``: its 64 rows of a block, or, if ``SHARED``, its tiles of the block's 64 rows."""
     LANES: gl.constexpr = HEAD_DIM // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    FIRST: gl.constexpr = WHICH * (64 // GROUP)
+    FIRST: gl.constexpr = 0 if SHARED else WHICH * (64 // GROUP)
     row, num_tokens, num_padding, position, keys = place
     if num_padding > 0:
         tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, COPY)
         zeros = gl.full([64, HEAD_DIM], 0.0, gl.bfloat16, layout=COPY)
         gl.store(out + offsets, zeros, mask=(tokens < num_padding)[:, None])
-    if keys > 0:
+    if keys > (KEYS if SHARED and WHICH == 1 else 0):
         tokens, offsets = _offsets(row, kv_head, stride_q, FIRST, GROUP, HEAD_DIM, COPY)
         queries = q_tiles.index(WHICH)
         queries.store(gl.load(q + offsets, mask=(tokens < num_tokens)[:, None], other=0.0))
         fence_async_shared()  # the matrix units read by another path than stores take
         gl.thread_barrier()
-        result = _attend(
+        acc, row_max, row_sum = _attend(
             queries, k_tiles, v_tiles, barriers, position + FIRST, keys, sinks + kv_head * GROUP, scale_log2,
-            WHICH, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, SINKS, OUT,
+            WHICH, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, OUT,
         )  # fmt: skip
-        tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, OUT)
-        gl.store(out + offsets, result.to(gl.bfloat16), mask=(tokens < num_tokens)[:, None])
-
-
-@gluon.jit
-def _place(
-    page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
-    TOKENS: gl.constexpr, SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr,
-):  # fmt: skip
-    """This program's block: its first row, its number of tokens, of padding rows (one of the two is 0 or less), the
-    position of the first token, and how many keys the block sees; and its sequence's pages."""
-    block = gl.program_id(1)
-    first_seq = 0
-    first_token = 0
-    if MIXTURE:  # decodes, one token each, are the other kernel's
-        first_token = gl.load(counts + 2)
-        first_seq = first_token
-        num_seqs = gl.load(counts + 1)
-    total = gl.load(cu_seqlens_q + num_seqs)
-    blocks = (total - first_token) // TOKENS + num_seqs - first_seq
-    beyond = block - blocks  # a graph's blocks without a sequence go last: each takes a multiprocessor for a while
-    if beyond < 0:
-        block = -1 - beyond  # the last blocks of a sequence see most keys: they go first
-    row = total + beyond * TOKENS
-    num_padding = gl.minimum(num_rows - row, TOKENS)
-    num_tokens = 0
-    position = 0
-    keys = 0
-    if beyond < 0:
-        seq = sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
-        begin = gl.load(cu_seqlens_q + seq)
-        query_len = gl.load(cu_seqlens_q + seq + 1) - begin
-        first = (block - ((begin - first_token) // TOKENS + seq - first_seq)) * TOKENS
-        row = begin + first
-        num_padding = 0
-        wanted = first < query_len
-        if SKIP_DECODES:
-            wanted = wanted & (query_len > 1)
-        if wanted:
-            num_tokens = gl.minimum(query_len - first, TOKENS)
-            position = gl.load(seq_lens + seq) - query_len + first
-            keys = position + num_tokens
-            page_table += seq.to(gl.int64) * stride_table
-    return (row, num_tokens, num_padding, position, keys), page_table
+        if SHARED and WHICH == 1:
+            sums[0].store(acc)
+            sums[1].store(row_max)
+            sums[2].store(row_sum)
+            gl.thread_barrier()
+            mbarrier.arrive(barriers[5].index(0), count=1)
+        else:
+            if SHARED:  # noqa: SIM102 (known to the compiler)
+                if keys > KEYS:
+                    acc, row_sum = _merge(acc, row_max, row_sum, sums, barriers[5], scale_log2, OUT)
+            tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, OUT)
+            result = acc / row_sum[:, None]
+            gl.store(out + offsets, result.to(gl.bfloat16), mask=(tokens < num_tokens)[:, None])
 
 
 @functools.partial(
@@ -262,53 +269,73 @@ def _place(
 def _prefill_hopper_kernel(
     q, k_desc, v_desc, page_table, seq_lens, cu_seqlens_q, sinks, out, counts,
     scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_table,
-    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
-    SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr, SINKS: gl.constexpr, EARLY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SHARED: gl.constexpr, SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr, SINKS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     kv_head = gl.program_id(0)
-    place, table = _place(
+    place, table = place_of_block(
         page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
-        128 // GROUP, SKIP_DECODES, MIXTURE,
+        (64 if SHARED else 128) // GROUP, SKIP_DECODES, MIXTURE,
     )  # fmt: skip
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HEAD_DIM], BOX)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
-    k_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    merged = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    sums = ()
+    if SHARED:
+        sums = (  # type: ignore[assignment]
+            gl.allocate_shared_memory(gl.float32, [64, HEAD_DIM], _SUMS),
+            gl.allocate_shared_memory(gl.float32, [64], _FLAT),
+            gl.allocate_shared_memory(gl.float32, [64], _FLAT),
+        )
+    for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=1 if SHARED else 2)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=1 if SHARED else 2)
+    for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
-    barriers = (k_ready, k_empty, v_ready, v_empty, turns)
+    mbarrier.init(merged.index(0), count=1)
+    barriers = (k_ready, k_empty, v_ready, v_empty, turns, merged)
     wait(EARLY)  # the other parts' warps start when this one's have returned from it
     gl.warp_specialize(
         [
-            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out,
-                        scale_log2, 0, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, SINKS)),
-            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, barriers, place, kv_head, stride_q, stride_out,
-                        scale_log2, 1, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, SINKS)),
+            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out,
+                        scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS)),
+            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out,
+                        scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS)),
             (_produce, (k_desc, v_desc, k_tiles, v_tiles, barriers, table, kv_head * HEAD_DIM, place[4],
-                        PAGE_SIZE, KEYS, HEAD_DIM)),
+                        PAGE_SIZE, KEYS, HEAD_DIM, STAGES)),
         ],
         [4, 1],
         [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
-def _keys(head_dim: int) -> int:
-    """Keys of a tile: what two stages of shared memory have room for."""
-    return 128 if head_dim <= 128 else 64
+def _tiles(head_dim: int, is_shared: bool) -> tuple[int, int]:
+    """Keys of a tile, and stages: what shared memory has room for. A consumer that has every other tile gives a stage
+    back later, so there are more of them."""
+    if is_shared:
+        return 64, 5
+    return (128 if head_dim <= 128 else 64), 2
+
+
+def shares_rows(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether the consumers of a program share their rows."""
+    num_rows, num_heads, head_dim = q.shape
+    fits = head_dim <= _SHARED_HEAD and _tiles(head_dim, True)[0] % k_cache.shape[1] == 0
+    return fits and num_rows * num_heads <= _SHARED_HEADS
 
 
 def block_tokens(group: int) -> int:
-    """Query tokens of a block."""
-    return _ROWS // group
+    """Query tokens of a block, where each consumer has rows of its own."""
+    return 2 * _ROWS // group
 
 
 def takes(q: Tensor, k_cache: Tensor) -> bool:
@@ -321,7 +348,7 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
         and head_dim in (64, 128, 256)
         and 64 % (num_heads // num_kv_heads) == 0
         and page_size % 8 == 0
-        and _keys(head_dim) % page_size == 0
+        and _tiles(head_dim, False)[0] % page_size == 0
     )
 
 
@@ -336,8 +363,11 @@ def launch_prefill_hopper(
     num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
     mixture = batch.mixture
+    is_shared = shares_rows(q, k_cache)
+    tokens = block_tokens(group) // (2 if is_shared else 1)
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
-    blocks = num_rows // block_tokens(group) + (num_seqs if mixture is None else mixture.max_prefills) + 1
+    blocks = num_rows // tokens + (num_seqs if mixture is None else mixture.max_prefills) + 1
+    keys, stages = _tiles(head_dim, is_shared)
     shape = [num_pages * page_size, num_kv_heads * head_dim]
     k_desc, v_desc = (TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache))
     _prefill_hopper_kernel[(num_kv_heads, blocks)](
@@ -345,7 +375,7 @@ def launch_prefill_hopper(
         q if sinks is None else sinks, out, batch.seq_lens if mixture is None else mixture.counts,
         scale * LOG2E, num_rows, num_seqs,
         q.stride(0), out.stride(0), batch.page_table.stride(0),
-        HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=_keys(head_dim),
+        HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
         SKIP_DECODES=skip_decodes and mixture is None, MIXTURE=mixture is not None, SINKS=sinks is not None,
         num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
     )  # fmt: skip

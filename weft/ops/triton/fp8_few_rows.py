@@ -166,7 +166,10 @@ def _fp8_few_rows_kernel(
             tile = _weight_tile(weight_rows, first + step * 128 + inner, FIXED)
             tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (kernels cannot unpack)
     wait(EARLY)
-    tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1)
+    if TOKENS > 32:  # lanes without a token load all of them in turn: one place of the cache would be waited for
+        tokens = tl.arange(0, TOKENS) % num_tokens
+    else:
+        tokens = tl.minimum(tl.arange(0, TOKENS), num_tokens - 1)
     x_rows = x + tokens.to(tl.int64)[None, :] * stride_x
     of_inputs = _row_scales(x_rows, scales, tokens, FIXED)
     acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)

@@ -72,7 +72,7 @@ def _many_rows_kernel(
     place = tl.program_id(0) % (BAND * tile_columns)
     token = (band * BAND + place % height) * ROWS + tl.arange(0, ROWS)
     column = place // height * COLUMNS + tl.arange(0, COLUMNS)
-    tokens = tl.minimum(token, num_tokens - 1)
+    tokens = token % num_tokens  # rows without a token load all of them in turn, not one place of the cache
     rows = tl.minimum(column, width - 1)
     inner = tl.arange(0, 128)
     value_rows = values + tokens.to(tl.int64)[:, None] * DEPTH

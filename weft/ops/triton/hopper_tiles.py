@@ -1,7 +1,7 @@
 """The parts of a program on Hopper, in Gluon: what the copy engine and a group of four warps do with one tile.
 
-Job: the parts below ``attention_prefill_hopper.py``. Owns: the layout of tiles in shared memory, and the arithmetic of
-a tile. Does not know: the order of tiles, who waits for whom, grids.
+Job: the parts below ``attention_prefill_hopper.py``. Owns: the layout of tiles in shared memory, the arithmetic of a
+tile, and which block of which sequence a program has. Does not know: the order of tiles, who waits for whom.
 
 In shared memory a tile ``[keys, head_dim]`` stands as *boxes* of one page and 64 dims (128 bytes, the widest swizzled
 row): all pages of dims 0 to 63, then all of the next 64. This is what the matrix units read, and a box is what the copy
@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from weft.ops.triton.attention_tiles import sequence_of_block
 from weft.ops.triton.launch import Kernel
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -101,3 +102,45 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
             box.store(gl.where(kept[:, None], box.load(LAYOUT), 0.0))
         hopper.fence_async_shared()  # the matrix units read by another path than stores take
         gl.thread_barrier()
+
+
+@gluon.jit
+def place_of_block(
+    page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
+    TOKENS: gl.constexpr, SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr,
+):  # fmt: skip
+    """This program's block: its first row, its number of tokens, of padding rows (one of the two is 0 or less), the
+    position of the first token, and how many keys the block sees; and its sequence's pages."""
+    block = gl.program_id(1)
+    first_seq = 0
+    first_token = 0
+    if MIXTURE:  # decodes, one token each, are the other kernel's
+        first_token = gl.load(counts + 2)
+        first_seq = first_token
+        num_seqs = gl.load(counts + 1)
+    total = gl.load(cu_seqlens_q + num_seqs)
+    blocks = (total - first_token) // TOKENS + num_seqs - first_seq
+    beyond = block - blocks  # a graph's blocks without a sequence go last: each takes a multiprocessor for a while
+    if beyond < 0:
+        block = -1 - beyond  # the last blocks of a sequence see most keys: they go first
+    row = total + beyond * TOKENS
+    num_padding = gl.minimum(num_rows - row, TOKENS)
+    num_tokens = 0
+    position = 0
+    keys = 0
+    if beyond < 0:
+        seq = sequence_of_block(cu_seqlens_q, block, first_seq, first_token, num_seqs, TOKENS)
+        begin = gl.load(cu_seqlens_q + seq)
+        query_len = gl.load(cu_seqlens_q + seq + 1) - begin
+        first = (block - ((begin - first_token) // TOKENS + seq - first_seq)) * TOKENS
+        row = begin + first
+        num_padding = 0
+        wanted = first < query_len
+        if SKIP_DECODES:
+            wanted = wanted & (query_len > 1)
+        if wanted:
+            num_tokens = gl.minimum(query_len - first, TOKENS)
+            position = gl.load(seq_lens + seq) - query_len + first
+            keys = position + num_tokens
+            page_table += seq.to(gl.int64) * stride_table
+    return (row, num_tokens, num_padding, position, keys), page_table
