@@ -31,3 +31,5 @@ def test_graphs_that_disagree_fail(run_weft: RunWeft, monkeypatch: pytest.Monkey
 def test_without_graphs_there_is_nothing_to_verify(run_weft: RunWeft) -> None:
     result = run_weft("verify", "--device", "cpu")
     assert result.status == 2 and "--cuda-graph-mode FULL" in result.err
+    result = run_weft("verify", "--device", "cpu", "--tp", 2)
+    assert result.status == 2 and "looks into a model on one rank; leave it out" in result.err

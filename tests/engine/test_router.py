@@ -73,6 +73,14 @@ def test_a_tree_tells_what_a_prompt_can_start_from(hybrid: bool) -> None:
         assert known == list(range(1, 500 // STEP + 1))
 
 
+def test_what_was_used_last_is_reported_if_not_all_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(False)
+    for seed in (5, 6):
+        replay_request(manager, prompt(seed, 2 * STEP + 1), 2 * STEP)
+    monkeypatch.setattr("weft.engine.prefix_hashes.MAX_REPORTED", 2)
+    assert set(reusable_prefixes(manager.tree, needs_state=False)) == set(prefix_hashes(prompt(6, 2 * STEP + 1)))
+
+
 def test_a_state_counts_up_to_the_last_whole_step_before_it_also_where_that_is_in_the_node_above() -> None:
     manager, shared = make_manager(True), prompt(1, 300)
     for seed in (5, 6):

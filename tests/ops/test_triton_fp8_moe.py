@@ -21,7 +21,9 @@ from tests.ops.test_triton_fp8 import (
     with_dtypes,
 )
 from tests.ops.test_triton_moe import expected_moe, routing
+from weft.ops.backend import Backend
 from weft.ops.fp8 import quantize_inputs_reference, quantize_rows
+from weft.ops.fp8_moe import fp8_fused_moe
 from weft.ops.triton import fp8_quantize
 from weft.ops.triton.fp8_moe import SINGLE, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import prepare_pass
@@ -47,15 +49,15 @@ def check_moe(
     gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
     down, down_scale = fp8_matrix(hidden, width, block, num_experts)
     want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block)
+    given = (x, gate_up, gate_up_scale, down, down_scale, weights, ids)
+    scales = {"gate_up_input_scale": static and static[0], "down_input_scale": static and static[1]}
+    references = [] if ON_GPU else [fp8_fused_moe(*given, block=block, **scales, backend=Backend.TORCH)]
     x[num_tokens - padding :] = torch.nan
-    out = fp8_fused_moe_triton(
-        x, gate_up, gate_up_scale, down, down_scale, weights, ids, block=block, tiles=tiles,
-        gate_up_input_scale=static[0] if static else None, down_input_scale=static[1] if static else None,
-    )  # fmt: skip
-    assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
-    real = slice(num_tokens - padding)
-    error, size = (out[real].double() - want[real]).norm(), want[real].norm()
-    assert error <= ROUNDED_TWICE[dtype] * size, f"relative error {error / size:.2e}"
+    for out in (*references, fp8_fused_moe_triton(*given, block=block, tiles=tiles, **scales)):
+        assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
+        real = slice(num_tokens - padding)
+        error, size = (out[real].double() - want[real]).norm(), want[real].norm()
+        assert error <= ROUNDED_TWICE[dtype] * size, f"relative error {error / size:.2e}"
 
 
 def reference_moe(

@@ -57,6 +57,17 @@ def test_the_budget_of_a_step_stops_before_the_next_image() -> None:
     assert cache.reach(prompt.media, prompt.media[1].placeholders[0][0], 5) == 5
 
 
+def test_what_waits_to_be_encoded_takes_from_the_next_budget() -> None:
+    """The step that asked for it was not launched."""
+    cache, first, second = EncoderCache(30, 10), image(6, 1), image(5, 2)
+    cache.begin_step()
+    assert cache.reach(first.media, 0, 6) == 6
+    cache.begin_step()
+    assert cache.reach(second.media, 0, 5) == 0 and len(cache.take_encodings()) == 1
+    cache.begin_step()
+    assert cache.reach(second.media, 0, 5) == 5
+
+
 def test_images_of_this_step_make_no_room() -> None:
     cache = EncoderCache(8, 8)
     a, b = image(5, 1), image(4, 2)

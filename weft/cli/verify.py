@@ -29,12 +29,14 @@ def run(args: argparse.Namespace) -> int:
     from weft.config import resolve
 
     config = resolve(**({"skip_tokenizer_init": True, "graph_profile": "none"} | engine_settings(args)))
+    from weft.runner.model_runner import ModelRunner, check_ranks
+
+    check_ranks(config)  # first: what is said of graphs would not help
     if config.cuda_graph_mode == "NONE":
         raise ConfigError(
             "there are no graphs to verify with cuda_graph_mode='NONE'; set --cuda-graph-mode FULL or another one (on "
             "the CPU, an emulator replays the captured operations)"
         )
-    from weft.runner.model_runner import ModelRunner
     from weft.runner.verify import verify_graphs
 
     checks = list(verify_graphs(ModelRunner(config), config.seed))

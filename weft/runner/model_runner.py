@@ -69,6 +69,15 @@ from weft.weights import load_weights
 logger = logging.getLogger(__name__)
 
 
+def check_ranks(config: EngineConfig, num_ranks: int = 1) -> None:
+    """Raises ConfigError if the model is to be split over more ranks than there are."""
+    if config.tensor_parallel_size != num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: this command looks into a model on one rank; "
+            "leave it out"
+        )
+
+
 class ModelRunner:
     """One rank: weights, caches, rows.
 
@@ -96,11 +105,7 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self._tp = tp if tp is not None else SingleRank()
-        if self._tp.size != config.tensor_parallel_size:
-            raise ConfigError(
-                f"tensor_parallel_size={config.tensor_parallel_size}: this command looks into a model on one rank; "
-                "leave it out"
-            )
+        check_ranks(config, self._tp.size)
         self.device = torch.device(config.device)
         self._backend = resolve_backend(config.backend, self.device.type)
         if self._backend is Backend.TRITON:
