@@ -45,7 +45,7 @@ def check_moe(
     block = block_of(scheme)
     weights, ids = routing(num_tokens, num_experts, top_k, padding)
     x = torch.randn(num_tokens, hidden, device=DEVICE).to(dtype)
-    static = (torch.tensor([0.01], device=DEVICE), torch.tensor([0.02], device=DEVICE)) if scheme == "static" else None
+    static = (torch.tensor([0.01], device=DEVICE), torch.tensor([0.03], device=DEVICE)) if scheme == "static" else None
     gate_up, gate_up_scale = fp8_matrix(2 * width, hidden, block, num_experts)
     down, down_scale = fp8_matrix(hidden, width, block, num_experts)
     want = reference_moe(x, gate_up, gate_up_scale, down, down_scale, weights, ids, static, block)

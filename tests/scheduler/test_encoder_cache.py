@@ -68,6 +68,13 @@ def test_what_waits_to_be_encoded_takes_from_the_next_budget() -> None:
     assert cache.reach(second.media, 0, 5) == 5
 
 
+def test_the_image_used_longest_ago_makes_room() -> None:
+    cache = EncoderCache(10, 10)
+    for seed, num_encoded in ((1, 1), (2, 1), (1, 0), (3, 1), (1, 0), (2, 1)):
+        cache.begin_step()
+        assert cache.reach(image(4, seed).media, 0, 4) == 4 and len(cache.take_encodings()) == num_encoded
+
+
 def test_images_of_this_step_make_no_room() -> None:
     cache = EncoderCache(8, 8)
     a, b = image(5, 1), image(4, 2)
