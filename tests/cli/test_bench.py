@@ -10,6 +10,7 @@ import pytest
 from tests.cli.conftest import RunWeft
 from weft.assets import MODEL_DIR
 from weft.bench.roofline import Ceilings
+from weft.engine.llm import LLM
 
 
 def test_latency(run_weft: RunWeft, tmp_path: Path) -> None:
@@ -56,6 +57,9 @@ def test_prefill_measures_what_the_context_has_room_for(run_weft: RunWeft, monke
     with pytest.raises(TypeError):  # there are no rows to show
         run_weft("bench", "prefill")
     assert max(measured[0]) < 4096 and len(measured[0]) > 3
+    monkeypatch.setattr(LLM, "max_model_len", 16)  # every default is longer
+    refused = run_weft("bench", "prefill")
+    assert refused.status == 2 and "the context has room for at most 15" in refused.err
 
 
 def test_distance_from_the_roofline(run_weft: RunWeft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,12 +154,12 @@ def run_prefill(args: argparse.Namespace) -> int:
 
 
 def _fitting_lens(args: argparse.Namespace, llm: LLM) -> tuple[int, ...]:
-    """The lengths that the context holds with one new token. Raises ConfigError for a given one that does not fit."""
+    """The lengths that fit the context, with one new token. Raises ConfigError if a given one or none of all fits."""
     room = llm.max_model_len - 1
     fitting = tuple(length for length in args.prompt_lens if length <= room)
     if len(fitting) == len(args.prompt_lens):
         return fitting
-    if args.prompt_lens != prefill.PrefillWorkload().prompt_lens:
+    if not fitting or args.prompt_lens != prefill.PrefillWorkload().prompt_lens:
         raise ConfigError(f"--prompt-lens {max(args.prompt_lens)}: the context has room for at most {room}")
     print(f"weft: longer prompts than {room} tokens are left out: the context has no room for them", file=sys.stderr)
     return fitting
