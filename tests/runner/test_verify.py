@@ -31,6 +31,15 @@ def test_graphs_agree_with_eager_steps(arch: str, tmp_path: Path) -> None:
     assert all(check.agrees and check.max_abs_diff == 0 and check.max_abs_value > 0.1 for check in checks)
 
 
+def test_graphs_larger_than_all_rows_together(tmp_path: Path) -> None:
+    """Two sequences of 15 tokens, and graphs for 64."""
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 16, "page_size": 8}
+    sizes = {"cuda_graph_mode": "FULL_AND_PIECEWISE", "cuda_graph_bs": [1], "piecewise_cuda_graph_tokens": [16, 64]}
+    checks = list(verify_graphs(make_runner(tmp_path, **settings, **sizes)))
+    rows = {(check.kind, check.size): check.num_rows for check in checks}
+    assert rows["pieces", 16] == 15 and rows["pieces", 64] == 30 and all(check.agrees for check in checks)
+
+
 def test_graphs_of_the_vision_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = make_vision_checkpoint(VL, tmp_path)
     sizes = {"cuda_graph_mode": "FULL_DECODE_ONLY", "cuda_graph_bs": [1], "encoder_cuda_graph_patches": [4, 32]}

@@ -55,7 +55,7 @@ class StepMaker:
         self._next_page = 0
 
     def prefill(self, num_tokens: int) -> SchedulerOutput:
-        """Prompts of ``num_tokens`` together, as few as the context length allows."""
+        """Prompts of ``num_tokens`` together, as few as the context length allows; of fewer if all rows hold less."""
         return self._prompts(num_tokens, first_row=0)
 
     def decode(self, num_seqs: int) -> SchedulerOutput:
@@ -80,6 +80,7 @@ class StepMaker:
     def _prompts(self, num_tokens: int, first_row: int, longest: int | None = None) -> SchedulerOutput:
         """Prompts in the rows from ``first_row`` on, none longer than ``longest``."""
         longest = longest or self._runner.plan.max_model_len - 1
+        num_tokens = min(num_tokens, longest * (self._runner.plan.max_num_seqs - first_row))
         lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
         self._num_ready = min(self._num_ready, first_row)
         vocabulary = self._runner.config.model_config.vocab_size
