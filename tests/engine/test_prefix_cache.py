@@ -160,3 +160,15 @@ def test_eviction_is_tuned_behind_a_launch(cramped: LLM, monkeypatch: pytest.Mon
     assert order == ["launch", "result"]
     run(cramped, [8] * 5, max_tokens=1)
     assert order == ["launch", "result", "launch", "tune 9", "result"]
+
+
+def test_eviction_is_tuned_by_one_request_a_step(cramped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next first token does not wait for all requests that ended together."""
+    core, tuned = cramped._core, list[int]()
+    monkeypatch.setattr(core, "_tuner", lambda fed, num_prompt_tokens, *_: tuned.append(num_prompt_tokens))
+    run(cramped, *([token] * token for token in (7, 8, 9)), max_tokens=1)
+    tuned.clear()
+    left = len(core._ended)
+    assert left > 1
+    run(cramped, [5] * 4, max_tokens=1)
+    assert len(tuned) == 1 and len(core._ended) == left

@@ -44,6 +44,9 @@ from weft.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
+MAX_ENDED = 64
+"""Ended requests by which eviction is still to be tuned, at most; of more only the latest."""
+
 
 class EngineCore:
     """Requests in, tokens out. ``ranks``: see ``make_executor``."""
@@ -63,7 +66,7 @@ class EngineCore:
             drafts=_make_drafts(config, self.manager, self.plan.max_model_len),
             encoder=_make_encoder(config),
         )
-        self._tuner, self._ended = _make_tuner(config, self.manager), (ended := deque[EndedRequest]())
+        self._tuner, self._ended = _make_tuner(config, self.manager), (ended := deque[EndedRequest](maxlen=MAX_ENDED))
         if self._tuner is not None:
             self.manager.observer = lambda *request: ended.append(request)
         self._max_in_flight = 1 if config.enable_overlap else 0
@@ -124,9 +127,9 @@ class EngineCore:
         self._in_flight.append((scheduler_output, launched))
 
     def _tune_eviction(self) -> None:
-        """By the requests that have ended. That takes longer than all else at a request's end, so it waits until the
-        device has something to do."""
-        while self._tuner is not None and self._ended:
+        """By a request that has ended. That takes longer than all else at a request's end, so it waits until the device
+        has something to do; one a step, so that no token waits for all that ended together."""
+        if self._tuner is not None and self._ended:
             self._tuner(*self._ended.popleft())
 
     def _result(self, max_in_flight: int) -> ModelOutput | None:
