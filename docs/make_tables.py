@@ -280,7 +280,7 @@ def ranks_first_token_table() -> Table:
 
 
 def ranks_start_table() -> Table:
-    warm, mixed = {2: "2xh200-warm", 4: "4xh200-warm"}, {2: "2xh200-earlier", 4: "4xh200"}
+    warm = {2: "2xh200-warm", 4: "4xh200-warm"}
     files, rows = [], []
     for ranks, (model, runs) in RANKS.items():
         peers, target = read(PEERS)["start_s"][model], read(PEERS)["output_tokens_per_s"].get(model)
@@ -290,8 +290,7 @@ def ranks_start_table() -> Table:
             parts = [shown(start["stages"][stage]) for stage in ("model", "kernels", "memory", "graphs")]
             told = [_start(peers["vllm"].get(kind)), goal(start["total_s"], peers["goal"][kind])]
             rows.append([str(ranks), f"{kind} start, s", shown(start["total_s"]), *told, *parts])
-        files.append(name := f"tensor-parallel-qwen3-next-48l-{mixed[ranks]}")
-        rate = read(name)["throughput"]["output_tokens_per_s"]
+        rate = read(f"tensor-parallel-qwen3-next-48l-{runs['Weft']}")["throughput"]["output_tokens_per_s"]
         told = ["", ""] if target is None else [given(target["vllm"][0]), goal(rate, target["goal"], least=True)]
         rows.append([str(ranks), "256 mixed requests, output tokens/s", shown(round(rate)), *told, *[""] * 4])
     columns = ("GPUs", "", "Weft", "vLLM", "goal", "model", "kernels", "memory", "graphs")
