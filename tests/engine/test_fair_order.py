@@ -18,7 +18,8 @@ def order_of(calls: list[tuple[str, int]], num_running: int = 8) -> list[int]:
     served: list[int] = []
 
     def serve() -> None:
-        request = queue.pop()
+        request = next(iter(queue))
+        queue.remove(request)
         fair.served(request.arrival)
         served.append(int(request.request_id))
 
