@@ -212,7 +212,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float, slo_ms: dict[str, float
         "e2e_ms": [o.e2e_s for o in good],
     }
     return {
-        "seconds": round(seconds, 3),
+        "seconds": round(seconds, 6),
         "requests": len(outcomes),
         "failed": len(errors),
         "errors": sorted(set(errors))[:5],
