@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,7 +142,11 @@ class Episode:
             install(self.llm, Random(self.rng))
         elif choice < 0.6:
             self.method = "mostly right"
-            install(self.llm, ByModel(lambda tokens: int(self.reference.logits(tokens)[-1].argmax()), self.rng))
+            install(self.llm, self._mostly_right())
+
+    def _mostly_right(self) -> Any:
+        """A drafter that knows the reference's tokens, and is wrong now and then."""
+        return ByModel(lambda tokens: int(self.reference.logits(tokens)[-1].argmax()), self.rng)
 
     def _poison(self, step: SchedulerOutput) -> None:
         """What nobody owns is NaN when a step runs, however late that is."""
@@ -354,6 +358,39 @@ def side_by_side(args: argparse.Namespace, folder: str) -> Iterator[tuple[int, C
             yield from (future.result() for future in done)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def run_for(
+    seconds: float,
+    description: str,
+    references: Callable[[Path], dict[str, Any]],
+    start: Callable[[int, dict[str, Any]], Episode],
+    arguments: list[str] | None,
+) -> int:
+    """Episodes one after the other, each from its seed and the references, which are made once in a folder, for so many
+    seconds unless ``arguments`` say otherwise. Returns an exit status."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seconds", type=float, default=seconds, help="start no episode after that time")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
+    parser.add_argument("--count", type=int, default=10**9, help="episodes")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    started, found, failed = time.monotonic(), Counter[str](), []
+    with tempfile.TemporaryDirectory() as folder:
+        models = references(Path(folder))
+        for seed in range(args.first, args.first + args.count):
+            episode = start(seed, models)
+            try:
+                episode.run()
+            except Exception as error:
+                failed.append(seed)
+                settings = getattr(episode, "settings", None)
+                print(f"seed {seed} failed: {type(error).__name__}: {error}\n  settings {settings}", flush=True)
+            found += episode.figures()
+            if time.monotonic() - started > args.seconds:
+                break
+    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()), f"; failed: {failed}")
+    return 1 if failed else 0
 
 
 def main(arguments: list[str] | None = None) -> int:

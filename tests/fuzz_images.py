@@ -11,10 +11,7 @@ A failure says its seed; ``--first SEED --count 1`` repeats it.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from tests import fuzz_engine
-from tests.drafters import Random, install
 from tests.fuzz_engine import Sent
 from tests.media import HYBRID, VL, VL_MOE, overrides, reference_logits
 from tests.pictures import TOP, picture, save_processor
@@ -146,14 +142,8 @@ class Episode(fuzz_engine.Episode):
         ]
         return settings
 
-    def _install_drafter(self) -> None:
-        choice = self.rng.random()
-        if choice < 0.3:
-            self.method = "random"
-            install(self.llm, Random(self.rng))
-        elif choice < 0.6:
-            self.method = "mostly right"
-            install(self.llm, ByModel(cast(Reference, self.reference), self.rng))
+    def _mostly_right(self) -> Any:
+        return ByModel(cast(Reference, self.reference), self.rng)
 
     def _send(self) -> None:
         rng, name = self.rng, f"r{len(self.sent)}"
@@ -209,28 +199,8 @@ def references(folder: Path, names: Sequence[str] = MODELS) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="random traffic with images, against transformers")
-    parser.add_argument("--seconds", type=float, default=30, help="start no episode after that time")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
-    parser.add_argument("--count", type=int, default=10**9, help="episodes")
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    started, found, failed = time.monotonic(), Counter[str](), []
-    with tempfile.TemporaryDirectory() as folder:
-        models = references(Path(folder))
-        for seed in range(args.first, args.first + args.count):
-            episode = Episode(seed, models)
-            try:
-                episode.run()
-            except Exception as error:
-                failed.append(seed)
-                settings = getattr(episode, "settings", None)
-                print(f"seed {seed} failed: {type(error).__name__}: {error}\n  settings {settings}", flush=True)
-            found += episode.figures()
-            if time.monotonic() - started > args.seconds:
-                break
-    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()), f"; failed: {failed}")
-    return 1 if failed else 0
+    description = "random traffic with images, against transformers"
+    return fuzz_engine.run_for(30, description, references, Episode, arguments)
 
 
 if __name__ == "__main__":

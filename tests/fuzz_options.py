@@ -11,11 +11,7 @@ A failure says its seed; ``--first SEED --count 1`` repeats it.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -200,28 +196,11 @@ def references(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="random traffic with every option, against a plain engine")
-    parser.add_argument("--seconds", type=float, default=110, help="start no episode after that time")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
-    parser.add_argument("--count", type=int, default=10**9, help="episodes")
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    started, found, failed = time.monotonic(), Counter[str](), []
-    with tempfile.TemporaryDirectory() as folder:
-        models = references(Path(folder))
-        for seed in range(args.first, args.first + args.count):
-            episode = Episode(seed, models, always_drafts=seed % 4 > 0)
-            try:
-                episode.run()
-            except Exception as error:
-                failed.append(seed)
-                settings = getattr(episode, "settings", None)
-                print(f"seed {seed} failed: {type(error).__name__}: {error}\n  settings {settings}", flush=True)
-            found += episode.figures()
-            if time.monotonic() - started > args.seconds:
-                break
-    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()), f"; failed: {failed}")
-    return 1 if failed else 0
+    def start(seed: int, models: dict[str, Any]) -> Episode:
+        return Episode(seed, models, always_drafts=seed % 4 > 0)
+
+    description = "random traffic with every option, against a plain engine"
+    return fuzz_engine.run_for(110, description, references, start, arguments)
 
 
 if __name__ == "__main__":
