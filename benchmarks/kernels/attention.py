@@ -1,8 +1,8 @@
 """Paged attention on the GPU: every tile checked against float64, then timed beside the floor.
 
-Usage: ``python -m benchmarks.kernels.attention [--decode-only | --prefill-only]``; without a GPU it rehearses on tiny
-shapes under the interpreter. ``--prefill-only`` times no tiles but those in use, which tells from how many rows on the
-kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/triton/attention.py``).
+Usage: ``python -m benchmarks.kernels.attention [--decode-only | --prefill-only] [--chosen]``; without a GPU it rehearses
+on tiny shapes under the interpreter. ``--chosen`` times no tiles but those in use, which tells from how many rows on
+the kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/triton/attention.py``).
 """
 
 from __future__ import annotations
@@ -198,13 +198,14 @@ def sdpa_row(model: str, length: int, flops: float) -> dict[str, Any]:
 def main() -> None:
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     rows: list[dict[str, Any]] = []
+    sweep = "--chosen" not in sys.argv
     if ON_GPU:
         for model in MODELS:
             if "--prefill-only" not in sys.argv:
                 for size, context in DECODE_CASES:
-                    rows += decode_rows(model, size, context, 16384 if context < 16000 else 32768, sweep=True)
+                    rows += decode_rows(model, size, context, 16384 if context < 16000 else 32768, sweep)
             if "--decode-only" not in sys.argv:
-                rows += all_prefill_rows(model, sweep="--prefill-only" not in sys.argv)
+                rows += all_prefill_rows(model, sweep)
     else:
         MODELS.update(A=(4, 2, 16), B=(4, 1, 32))
         for model in MODELS:

@@ -1,11 +1,11 @@
 """Gated DeltaNet kernels: every configuration checked against float64, then measured against the memory floor.
 
-    python -m benchmarks.kernels.gdn [--json FILE] [--check-only]
+    python -m benchmarks.kernels.gdn [--json FILE] [--check-only] [--chosen]
 
 Geometry of Qwen3-Next: 16 key heads, 32 value heads, K = V = 128, convolution of 4. Times are medians over replays of a
 CUDA graph that rotates through more data than the L2 cache holds. Where flash-linear-attention is installed, its
-chunked kernels are timed beside ours. Without a GPU, ``--check-only`` rehearses the checks
-at a small size.
+chunked kernels are timed beside ours. ``--chosen``: only the shapes that the kernels choose. Without a GPU,
+``--check-only`` rehearses the checks at a small size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HK, HV, K, V, W = (16, 32, 128, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 16, 
 CONV_DIM = 2 * HK * K + HV * V
 TILES: list[gdr.Tile | None] = [None] + [gdr.Tile(*t) for t in ((32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 3))]
 """None: the kernel's own choice, on Hopper another kernel."""
-DECODE_SHAPES = [
+DECODE_SHAPES: list[Shape | None] = [None] + [
     Shape(*s)
     for s in (
         (64, 4, True, None), (64, 4, True, 168), (64, 4, False, None), (64, 4, False, 128),
@@ -47,7 +47,7 @@ DECODE_SHAPES = [
 ]  # fmt: skip
 
 
-def tile_name(tile: gdr.Tile | None) -> str:
+def shape_name(tile: gdr.Tile | Shape | None) -> str:
     return "chosen" if tile is None else str(tuple(tile))
 
 
@@ -150,7 +150,7 @@ def decode_arguments(rows: int, slots: int, state_dtype: torch.dtype, dtype: tor
 GEOMETRY = GatedDeltaNetConfig(HK, HV, K, V, W)
 
 
-def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape) -> dict[str, float]:
+def check_decode(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape | None) -> dict[str, float]:
     arguments = decode_arguments(5, 12, state_dtype, dtype)
     arguments["projected"][4] = torch.nan
     slots = torch.tensor([3, 7, 1, 5, 0], dtype=torch.int32, device=DEVICE)
@@ -174,7 +174,7 @@ def time_chunk(lens: list[int], tiles: list[gdr.Tile | None]) -> dict[str, float
     times["prepare"] = time_us(prepare)
     for tile in tiles:
         calls = [partial(gdr.chunk_gated_delta_rule_triton, *x, state, batch, tile=tile) for x in sets]
-        times[f"total {tile_name(tile)}"] = time_us(calls)
+        times[f"total {shape_name(tile)}"] = time_us(calls)
     return times
 
 
@@ -209,7 +209,7 @@ def time_layer_ops(lens: list[int]) -> dict[str, float]:
     }
 
 
-def time_decode(rows: int, state_dtype: torch.dtype, shapes: list[Shape]) -> dict[str, float]:
+def time_decode(rows: int, state_dtype: torch.dtype, shapes: list[Shape | None]) -> dict[str, float]:
     sets = max(2, -(-256 // rows)) if rows < 256 else 2
     sets = min(sets, 24)
     arguments = decode_arguments(rows, rows * sets + 1, state_dtype, torch.bfloat16)
@@ -221,7 +221,7 @@ def time_decode(rows: int, state_dtype: torch.dtype, shapes: list[Shape]) -> dic
     for shape in shapes:
         run = partial(gdn_decode_triton, **arguments, geometry=GEOMETRY, shape=shape)
         calls = [partial(run, state_slots=s) for s in slots]
-        times[str(tuple(shape))] = time_us(calls)
+        times[shape_name(shape)] = time_us(calls)
     return times
 
 
@@ -240,32 +240,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--decode-only", action="store_true", help="time the decode step alone")
+    parser.add_argument("--chosen", action="store_true", help="only the shapes that the kernels choose")
     options = parser.parse_args()
+    tiles, shapes = (TILES[:1], DECODE_SHAPES[:1]) if options.chosen or DEVICE != "cuda" else (TILES, DECODE_SHAPES)
     on_gpu = DEVICE == "cuda"
     results: dict[str, Any] = report.provenance("cuda" if on_gpu else "cpu")
     half = torch.bfloat16 if on_gpu else torch.float16
     lens = [1, 63, 64, 65, 130, 210] if on_gpu else [1, 70]
-    for seed, tile in itertools.product(range(2), TILES if on_gpu else TILES[:1]):
+    for seed, tile in itertools.product(range(2), tiles):
         torch.manual_seed(seed)
-        attempt(results, f"check {half} {tile_name(tile)} seed {seed}", partial(check_chunk, half, tile, lens))
+        attempt(results, f"check {half} {shape_name(tile)} seed {seed}", partial(check_chunk, half, tile, lens))
     for tile in (gdr.Tile(32, 4, 1), gdr.Tile(16, 4, 1)):
         attempt(results, f"check float32 {tuple(tile)}", partial(check_chunk, torch.float32, tile, lens))
-    for shape in DECODE_SHAPES if on_gpu else DECODE_SHAPES[:1]:
+    for shape in shapes:
         for dtype, state_dtype in ((half, torch.float32), (half, half), (torch.float32, torch.float32)):
             attempt(
-                results, f"check decode {dtype} state {state_dtype} {tuple(shape)}",
+                results, f"check decode {dtype} state {state_dtype} {shape_name(shape)}",
                 partial(check_decode, dtype, state_dtype, shape),
             )  # fmt: skip
     if on_gpu and not options.check_only:
         if not options.decode_only:
             for lens in ([64], [1024], [4096], [8192], [2048] * 2, [2048] * 4, [256] * 32, [1024] * 16):
-                attempt(results, f"chunk {len(lens)} x {lens[0]} us", partial(time_chunk, lens, TILES))
+                attempt(results, f"chunk {len(lens)} x {lens[0]} us", partial(time_chunk, lens, tiles))
             for lens in ([4096], [8192], [2048] * 4):
                 attempt(results, f"fla {len(lens)} x {lens[0]} us", partial(time_fla, lens))
             for lens in ([64], [4096], [2048] * 4):
                 attempt(results, f"conv and norm {len(lens)} x {lens[0]} us", partial(time_layer_ops, lens))
         for rows, dtype in itertools.product((1, 8, 32, 64, 128, 256), (torch.float32, torch.bfloat16)):
-            attempt(results, f"decode {rows} {dtype} us", partial(time_decode, rows, dtype, DECODE_SHAPES))
+            attempt(results, f"decode {rows} {dtype} us", partial(time_decode, rows, dtype, shapes))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -1,12 +1,12 @@
 """Kernels of Kimi-Linear and of sliding windows: checked against their references, then measured.
 
-    python -m benchmarks.kernels.kda [--json FILE] [--check-only] [--peers]
+    python -m benchmarks.kernels.kda [--json FILE] [--check-only] [--chosen] [--peers]
 
 Kimi Delta Attention has 32 heads of 128, latent attention 32 heads of 512 + 64; windows are those of gpt-oss (64
 and 8 heads of 64, window 128) and of Gemma 3 (8 and 4 heads of 256, window 1,024). Times are medians over replays of a
 CUDA graph that rotates through several sets of data. ``--peers`` measures prefill alone, beside
-flash-linear-attention's. Without a GPU, ``--check-only`` rehearses the checks at a small
-size.
+flash-linear-attention's; ``--chosen`` times only the shapes that the kernels choose. Without a GPU, ``--check-only``
+rehearses the checks at a small size.
 """
 
 from __future__ import annotations
@@ -185,8 +185,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--chosen", action="store_true", help="only the shapes that the kernels choose")
     parser.add_argument("--peers", action="store_true", help="only prefill, beside flash-linear-attention")
     options = parser.parse_args()
+    if options.chosen:
+        for alternatives in (TILES, PREPARE_SHAPES, SHAPES):
+            alternatives.clear()
     results: dict[str, Any] = report.provenance("cuda" if ON_GPU else "cpu")
     half = torch.bfloat16 if ON_GPU else torch.float32
     record: Callable[[str, Callable[[], Any]], None] = partial(attempt, results)

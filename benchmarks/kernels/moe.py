@@ -1,7 +1,8 @@
 """Mixture of experts on the GPU: every tile checked against float64, then timed beside the floor.
 
-Usage: ``python -m benchmarks.kernels.moe [--ranks 2]``: the experts' whole width, or the share of one of several ranks,
-of few tokens alone. Without a GPU it rehearses on tiny shapes under the interpreter.
+Usage: ``python -m benchmarks.kernels.moe [--ranks 2] [--chosen]``: the experts' whole width, or the share of one of
+several ranks, of few tokens alone; ``--chosen``: only the tiles in use. Without a GPU it rehearses on tiny shapes under
+the interpreter.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def expected(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Ten
     return torch.stack(outs)
 
 
-def rows_of(num_tokens: int, gate_up: Tensor, down: Tensor) -> list[dict[str, Any]]:
+def rows_of(num_tokens: int, gate_up: Tensor, down: Tensor, *, sweep: bool) -> list[dict[str, Any]]:
     pairs, width = num_tokens * TOP_K, down.shape[2]
-    tiles = alternatives(num_tokens, width)
+    tiles = alternatives(num_tokens, width)[: None if sweep else 1]
     inputs = [
         (torch.randn(num_tokens, HIDDEN, device=DEVICE).to(DTYPE), *routed(num_tokens))
         for _ in range(8 if num_tokens <= 8 and ON_GPU else 2)
@@ -122,7 +123,9 @@ def part_rows(num_tokens: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--chosen", action="store_true", help="only the tiles in use")
+    args = parser.parse_args()
+    ranks = args.ranks
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     width = WIDTH // ranks
     gate_up = torch.empty(EXPERTS, 2 * width, HIDDEN, device=DEVICE, dtype=DTYPE).normal_(std=HIDDEN**-0.5)
@@ -130,7 +133,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     few = (1, 2, 8, 32, 128) if ON_GPU else (1, 8)
     for num_tokens in (*few, 256, 512, 1024, 2048, 4096, 8192) if ON_GPU and ranks == 1 else few:
-        rows += rows_of(num_tokens, gate_up, down)
+        rows += rows_of(num_tokens, gate_up, down, sweep=not args.chosen)
     if ranks == 1:
         for num_tokens in (1, 128, 1024, 8192) if ON_GPU else (3,):
             rows += part_rows(num_tokens)

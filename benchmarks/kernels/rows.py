@@ -1,7 +1,7 @@
 """Kernels that go row by row through a prefill: every tile checked against float64, then timed beside the memory floor.
 
-Usage: ``python -m benchmarks.kernels.rows [operation ...]``; without a GPU it rehearses on tiny shapes under the
-interpreter. A star marks the tile that the kernel's ``TILES`` table chooses today. Outputs are filled with NaN first.
+Usage: ``python -m benchmarks.kernels.rows [operation ...] [--chosen]``; without a GPU it rehearses on tiny shapes under the
+interpreter. A star marks the tile that the kernel's ``TILES`` table chooses today; ``--chosen`` times those alone. Outputs are filled with NaN first.
 """
 
 from __future__ import annotations
@@ -178,14 +178,14 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def measured(name: str, operation: Operation) -> Iterator[dict[str, Any]]:
-    """Every tile of the table and of the alternatives, at every size."""
-    tiles = list(dict.fromkeys([*operation.table.values(), *operation.tiles]))
+def measured(name: str, operation: Operation, *, sweep: bool) -> Iterator[dict[str, Any]]:
+    """Every tile of the table and of the alternatives, or the one in use, at every size."""
+    tiles = list(dict.fromkeys([*operation.table.values(), *(operation.tiles if sweep else [])]))
     errors = {tile: operation.check(tile) for tile in tiles}
     for num_tokens in SIZES:
         calls = [operation.make_call(num_tokens) for _ in range(3 if num_tokens > 64 else 8)]
         chosen = choose_tile(operation.table, operation.key(num_tokens))
-        for tile in tiles:
+        for tile in tiles if sweep else [chosen]:
             us = graph_ms([partial(call, tile=tile) for call in calls]) * 1e3
             floor = num_tokens * operation.bytes_per_token / COPY_BYTES_PER_S * 1e6
             yield {"op": name, "tokens": num_tokens, "tile": tile, "chosen": tile == chosen, "us": us,
@@ -194,13 +194,14 @@ def measured(name: str, operation: Operation) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-    unknown = [name for name in sys.argv[1:] if name not in OPERATIONS]
+    names = [name for name in sys.argv[1:] if name != "--chosen"]
+    unknown = [name for name in names if name not in OPERATIONS]
     if unknown:
         sys.exit(f"unknown operations {unknown}; there are {list(OPERATIONS)}")
     rows: list[dict[str, Any]] = []
     print(f"{'operation':16} {'tokens':>6} {'tile':24} {'us':>9} {'floor us':>9} {'share':>6} {'error':>9}")
-    for name in sys.argv[1:] or OPERATIONS:
-        for row in measured(name, OPERATIONS[name]):
+    for name in names or OPERATIONS:
+        for row in measured(name, OPERATIONS[name], sweep="--chosen" not in sys.argv):
             rows.append(row)
             share = row["floor_us"] / row["us"] if row["us"] else 0.0
             verdict = (" *" if row["chosen"] else "") + ("" if row["error"] < LIMIT else "  WRONG")
