@@ -1,8 +1,8 @@
 """Paged attention on the GPU: every tile checked against float64, then timed beside the floor.
 
-Usage: ``python -m benchmarks.kernels.attention [--decode-only | --prefill-only] [--chosen]``; without a GPU it rehearses
-on tiny shapes under the interpreter. ``--chosen`` times no tiles but those in use, which tells from how many rows on
-the kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/triton/attention.py``).
+Usage: ``python -m benchmarks.kernels.attention [--decode-only | --prefill-only] [--chosen]``; without a GPU it
+rehearses on tiny shapes under the interpreter. ``--chosen`` times no tiles but those in use, which tells from how many
+rows on the kernel for Hopper pays (``_HOPPER_ROWS`` in ``weft/ops/triton/attention.py``).
 """
 
 from __future__ import annotations

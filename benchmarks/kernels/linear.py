@@ -1,10 +1,11 @@
 """Linear layers of few rows on the GPU: time beside the matrix library's and the floor, and the tuner of their table.
 
-Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses. ``--tune`` first checks every candidate
-against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass, and writes the fastest
-of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside ``weft/ops/triton/skinny_linear.py``; what
-was not tuned stays as it is there. All is timed behind a norm, as in a model: a launch may start early, so the time
-of one alone says little. Without a GPU everything is rehearsed on tiny shapes under the interpreter.
+Usage: ``python -m benchmarks.kernels.linear`` times what the operation chooses (``$OUT/linear.json``). ``--tune`` first
+checks every candidate against float64 (outputs poisoned, with and without padded tokens, twice), times those that pass,
+and writes the fastest of each size to ``$OUT/skinny_linear_h200.json``, to be copied beside
+``weft/ops/triton/skinny_linear.py``; what was not tuned stays as it is there. All is timed behind a norm, as in a
+model: a launch may start early, so the time of one alone says little. Without a GPU everything is rehearsed on tiny
+shapes under the interpreter.
 """
 
 from __future__ import annotations
@@ -343,9 +344,10 @@ def run(args: argparse.Namespace, pool: ProcessPoolExecutor | None) -> None:
         for tokens in args.tokens:
             rows.append(bench.tune(tokens) if args.tune else bench.chosen(tokens))
             show(rows[-1])
-    if not args.tune:
-        return
-    write_table(rows)
+    if args.tune:
+        write_table(rows)
+    else:
+        write_json("linear.json", rows)
 
 
 def main() -> None:

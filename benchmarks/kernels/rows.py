@@ -1,7 +1,8 @@
 """Kernels that go row by row through a prefill: every tile checked against float64, then timed beside the memory floor.
 
-Usage: ``python -m benchmarks.kernels.rows [operation ...] [--chosen]``; without a GPU it rehearses on tiny shapes under the
-interpreter. A star marks the tile that the kernel's ``TILES`` table chooses today; ``--chosen`` times those alone. Outputs are filled with NaN first.
+Usage: ``python -m benchmarks.kernels.rows [operation ...] [--chosen]``; without a GPU it rehearses on tiny shapes under
+the interpreter. A star marks the tile that the kernel's ``TILES`` table chooses today; ``--chosen`` times those alone.
+Outputs are filled with NaN first.
 """
 
 from __future__ import annotations
