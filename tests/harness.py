@@ -10,7 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.cache.plan import CachePlan
@@ -53,6 +55,20 @@ def poison(model: torch.nn.Module) -> None:
             if isinstance(module, MergedReplicatedLinear):
                 for parameter in module.parameters():
                     parameter[module.num_outputs :].zero_()
+
+
+def leave_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Have every product whose sum may be left to a norm (``linear_parts``) come out in two parts, as of few rows on a
+    GPU. Returns the list of them, which grows."""
+    left: list[Tensor] = []
+
+    def in_two(x: Tensor, weight: Tensor, *, backend: Backend) -> Tensor:
+        pairs = zip(x.float().chunk(2, dim=1), weight.float().chunk(2, dim=1), strict=True)
+        left.append(torch.stack([F.linear(part, columns) for part, columns in pairs]))
+        return left[-1]
+
+    monkeypatch.setattr("weft.quantization.unquantized.linear_parts", in_two)
+    return left
 
 
 @dataclass(eq=False)

@@ -89,9 +89,9 @@ class LogitsRows:
     indices: Tensor
     batch: Batch
 
-    def of(self, x: Tensor) -> Tensor:
-        """These rows of ``[T, *]``."""
-        return x.index_select(0, self.indices)
+    def of(self, x: Tensor, dim: int = 0) -> Tensor:
+        """These rows of ``[T, *]``, or of another dimension."""
+        return x.index_select(dim, self.indices)
 
 
 @dataclass(frozen=True, slots=True)

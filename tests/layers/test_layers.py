@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.harness import Harness
+from tests.harness import Harness, leave_parts, model_context
 from tests.tiny import make_checkpoint
 from weft.config.layer_spec import CacheDtypes
-from weft.forward_context import forward_context
+from weft.forward_context import NAMED_CALL, forward_context
 from weft.layers import moe
+from weft.layers.linear import RowParallelLinear
 from weft.layers.table import LayerTable
 
 
@@ -43,6 +45,38 @@ def test_a_name_is_registered_once() -> None:
     table.register("a", torch.nn.Identity())
     with pytest.raises(AssertionError, match="registered twice"):
         table.register("a", torch.nn.Identity())
+
+
+def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the shared expert's, which is added to the experts' first; nor where a tracer or a named split op would have
+    to know of parts; nor a rank's part of a sum, nor one with a bias."""
+    products = {n: m for n, m in harness.model.named_modules() if isinstance(m, RowParallelLinear)}
+    leaving = {name.removeprefix("model.layers.") for name, product in products.items() if product.leaves_sums}
+    assert leaving == {*(f"{i}.linear_attn.out_proj" for i in range(3)), "3.self_attn.o_proj"}
+    product, left = products["model.layers.0.linear_attn.out_proj"], leave_parts(monkeypatch)
+    x = torch.randn(5, product.shard.columns)
+    context = harness.context_for([(harness.sequence(list(range(9))), 5)])
+    with forward_context(context):
+        assert product(x).dim() == 3 and len(left) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+            assert product(x).dim() == 2
+    named = SimpleNamespace(names=frozenset({NAMED_CALL + "mlp"}))
+    with forward_context(replace(context, breaks=named)):
+        assert product(x).dim() == 2
+    assert len(left) == 1
+    for size, bias in ((1, False), (2, False), (1, True)):
+        context_of_ranks = model_context(tp=SimpleNamespace(rank=0, size=size))  # type: ignore[arg-type]
+        product = RowParallelLinear(8, 8, bias=bias, context=context_of_ranks, what="inputs")
+        product.leave_sums()
+        assert product.leaves_sums == (size == 1 and not bias)
+
+
+def test_mixers_whose_outputs_are_added_up_leave_no_sums(tmp_path: Path) -> None:
+    plain = {"attention_out_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0]}
+    model = Harness(make_checkpoint("FalconH1ForCausalLM", tmp_path, **plain)).model
+    products = {n: m for n, m in model.named_modules() if isinstance(m, RowParallelLinear)}
+    assert {name.split(".")[-1] for name, product in products.items() if product.leaves_sums} == {"down_proj"}
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.linear_attn", "model.layers.3.self_attn", "model.layers.1.mlp"])

@@ -40,6 +40,14 @@ def test_rms_norm_adds_the_residual_and_leaves_its_inputs() -> None:
     assert torch.equal(residual, before[1])
 
 
+def test_rms_norm_adds_parts_of_a_sum_first() -> None:
+    parts, residual, weight = torch.randn(3, 4, 8), torch.randn(4, 8).bfloat16(), torch.randn(8).bfloat16()
+    got = rms_norm(parts, weight, 1e-6, residual=residual, backend=TORCH)
+    want = rms_norm(parts.sum(0).bfloat16(), weight, 1e-6, residual=residual, backend=TORCH)
+    for part, whole in zip(got, want, strict=True):
+        assert part.dtype == torch.bfloat16 and torch.equal(part, whole)
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_low_precision_norms_round_once(zero_centered: bool) -> None:
     x, weight = torch.randn(65, 64).bfloat16(), torch.randn(64).bfloat16()

@@ -16,6 +16,7 @@ from weft.ops.fp8 import (
     dequantize_inputs,
     dequantize_weight,
     fp8_linear,
+    fp8_linear_parts,
     fp8_linear_silu_mul,
     quantize_inputs_reference,
 )
@@ -150,6 +151,20 @@ def check_product(
     fp8_product_triton(x, static, weight, scale, bias, wide[:, :rows], block=block, config=config)
     assert_near(wide[:, :rows], product(values, scales, weight, scale, block) + bias.double())
     assert wide[:, rows:].isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "scheme"), [(9, "block"), (18, "token"), (9, "static")])
+def test_parts_add_up_in_order_to_the_same_bits(tokens: int, scheme: str) -> None:
+    """Of a product that is split by rule; with fewer tokens nothing is left to add."""
+    x, static = inputs(tokens, 384, torch.float16, scheme)
+    weight, scale = fp8_matrix(72, 384, block_of(scheme))
+    options = {"block": block_of(scheme), "backend": Backend.TRITON}
+    parts = fp8_linear_parts(x, weight, scale, static, **options)
+    assert parts.shape == (3, tokens, 72) and parts.dtype == torch.float32
+    whole = fp8_linear(x, weight, scale, None, static, **options)
+    assert torch.equal((parts[0] + parts[1] + parts[2]).half(), whole)
+    few = fp8_linear_parts(x[:8], weight, scale, static, **options)
+    assert torch.equal(few, fp8_linear(x[:8], weight, scale, None, static, **options))
 
 
 @pytest.mark.parametrize(("config", "scheme"), sampled(FEW, SCHEMES)[:: 1 if ON_GPU else 2], ids=str)

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.linear import linear, linear_silu_mul
+from weft.ops.linear import linear, linear_parts, linear_silu_mul
+from weft.ops.norm import rms_norm
+from weft.ops.triton import skinny_linear
 from weft.ops.triton.skinny_linear import (
     MAX_TOKENS,
+    MIN_PARTS_TOKENS,
     Config,
     choose_config,
     heuristic_config,
@@ -91,6 +94,40 @@ def test_every_launch_gives_the_same_bits(config: Config) -> None:
         assert torch.equal(skinny_linear_triton(x, weight, None, config), first)
 
 
+def assert_a_norm_adds_the_parts(tokens: int, rows: int, inner: int, dtype: torch.dtype, config: Config) -> None:
+    """To the same bits as the product that adds them itself."""
+    x, weight, scale = inputs(tokens, rows, inner, dtype)
+    residual = torch.randn(tokens, rows, device=DEVICE).to(dtype)
+    parts = torch.empty(config.splits, tokens, rows, device=DEVICE).fill_(float("nan"))
+    skinny_linear_triton(x, weight, None, config, out=parts)
+    whole = skinny_linear_triton(x, weight, None, config)
+    for zero_centered in (False, True):
+        options = {"zero_centered": zero_centered, "residual": residual, "backend": Backend.TRITON}
+        found, expected = (rms_norm(y, scale, 1e-6, **options) for y in (parts, whole))
+        assert all(got.dtype == dtype and torch.equal(got, y) for got, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("config", [config for config in CONFIGS if config.splits > 1], ids=str)
+def test_a_norm_adds_the_parts(config: Config) -> None:
+    tokens = 3 if config.method == "sum" else config.tokens + 3
+    assert_a_norm_adds_the_parts(tokens, 66, 210, torch.float16, config)
+
+
+@pytest.mark.parametrize("tokens", [MIN_PARTS_TOKENS - 1, MIN_PARTS_TOKENS])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_which_products_come_out_in_parts(tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a few rows that are split."""
+    x, weight, _ = inputs(tokens, 48, 64, torch.float32)
+    monkeypatch.setattr(skinny_linear, "choose_config", lambda *_, **__: Config("dot", 16, 32, 2, splits=splits))
+    y = linear_parts(x, weight, backend=Backend.TRITON)
+    in_parts = splits > 1 and tokens >= MIN_PARTS_TOKENS
+    assert y.shape == ((splits, tokens, 48) if in_parts else (tokens, 48))
+    assert_near(y.sum(0) if in_parts else y, want(x, weight, None, False))
+    monkeypatch.setattr(skinny_linear, "choose_config", lambda *_, **__: None)
+    assert linear_parts(x, weight, backend=Backend.TRITON).shape == (tokens, 48)
+    assert linear_parts(x, weight, backend=Backend.TORCH).shape == (tokens, 48)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2, 64, 65])
 def test_dispatch(tokens: int) -> None:
     """Whatever the number of rows, the operations agree with their references."""
@@ -148,3 +185,12 @@ def test_every_configuration_of_the_table() -> None:
             picked = torch.arange(0, y.shape[1], max(1, y.shape[1] // 4096), device=DEVICE)
             part = torch.cat([weight[picked], weight[y.shape[1] :][picked]]) if silu_mul else weight[picked]
             assert_near(y[:, picked], want(x, part, None, silu_mul))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_norm_adds_the_parts_of_every_split_product_of_the_table() -> None:
+    for (rows, inner, silu_mul, tokens), config in load_table().items():
+        if config is not None and config.splits > 1 and not silu_mul:
+            for count in sorted({tokens, tokens // 2 + 1}):
+                assert_a_norm_adds_the_parts(count, rows, inner, torch.bfloat16, config)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.harness import leave_parts
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.config import resolve
@@ -29,6 +30,10 @@ FAMILIES = (  # each placement of norms, and each kind of mixer that a last laye
     "Qwen3ForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM", "Gemma3ForCausalLM", "MiniMaxForCausalLM",
     "NemotronHForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM",
 )  # fmt: skip
+LAST_LAYERS: dict[str, dict[str, Any]] = {
+    "Qwen3NextForCausalLM": {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]},
+    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+}
 
 
 def mixture(runner: ModelRunner) -> SchedulerOutput:
@@ -60,10 +65,11 @@ def caches_of(runner: ModelRunner) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_rows_and_caches_are_those_of_a_whole_pass(arch: str, tmp_path: Path) -> None:
+def test_rows_and_caches_are_those_of_a_whole_pass(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of decodes, a prompt, and a chunk that is not its prompt's last; without a graph, and in one that is
-    larger than the step."""
-    folder = make_checkpoint(arch, tmp_path)
+    larger than the step. With sums left to the norms that follow, as on a GPU."""
+    leave_parts(monkeypatch)
+    folder = make_checkpoint(arch, tmp_path, **LAST_LAYERS.get(arch, {}))
     settings = SIZES | {"cuda_graph_mode": "FULL", "cuda_graph_bs": [1], "piecewise_cuda_graph_tokens": [96]}
     runner = ModelRunner(resolve(model=str(folder), **settings))
     steps, scheduler_output = runner.steps, mixture(runner)

@@ -145,6 +145,11 @@ class Attention(PagedAttention):
             qkv = self._normalize_whole(qkv, self.q_norm, self.k_norm)
         return qkv
 
+    @property
+    def output_projection(self) -> RowParallelLinear | None:
+        """Whose output is the layer's; None: it is scaled."""
+        return self.o_proj if self._out_multiplier == 1.0 else None
+
     def _output(self, attended: Tensor) -> Tensor:
         out = self.o_proj(attended)
         return out if self._out_multiplier == 1.0 else out * self._out_multiplier

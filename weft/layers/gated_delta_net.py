@@ -185,6 +185,11 @@ class GatedDeltaNet(WeightModule):
         )
         context.layers.register(name, self)
 
+    @property
+    def output_projection(self) -> RowParallelLinear:
+        """Whose output is the layer's."""
+        return self.out_proj
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.out_proj(self.mix(self.in_proj(hidden_states)))
 

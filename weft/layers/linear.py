@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from weft.config.sharding import divide, head_range
+from weft.forward_context import has_named_calls
 from weft.layers.context import ModelContext
 from weft.layers.quant_method import LinearMethod
 from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter
@@ -150,7 +152,12 @@ class RowParallelLinear(LinearBase):
     """Inputs split over ranks: ``[..., in_features / tp] -> [..., out_features]``, this rank's part of the sum.
 
     The next ``ResidualRMSNorm`` sums over the ranks. Rank 0 alone adds the bias.
+
+    Attributes:
+        leaves_sums: of few rows, parts ``[S, T, out_features]`` may come out, which that norm adds (``linear_parts``).
     """
+
+    leaves_sums = False
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str) -> None:
         local = divide(in_features, context.tp.size, what)
@@ -159,7 +166,13 @@ class RowParallelLinear(LinearBase):
         super().__init__(shard, bias and context.tp.rank == 0, context)
         self._bias_elsewhere = bias and context.tp.rank > 0
 
+    def leave_sums(self) -> None:
+        """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is."""
+        self.leaves_sums = self._tp.size == 1 and self.bias is None
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.leaves_sums and not torch.compiler.is_dynamo_compiling() and not has_named_calls():
+            return self.quant_method.apply_parts(self, x)
         return self.quant_method.apply(self, x, self.bias)
 
     def _bias_layout(self) -> Layout:

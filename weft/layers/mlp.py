@@ -49,6 +49,11 @@ class MLP(nn.Module):
             intermediate_size, hidden_size, bias=bias, context=context, what="intermediate_size"
         )
 
+    @property
+    def output_projection(self) -> RowParallelLinear | None:
+        """Whose output is the layer's; None: it is scaled."""
+        return self.down_proj if self._down_multiplier == 1.0 else None
+
     def forward(self, x: Tensor) -> Tensor:
         if not self._silu:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)

@@ -48,7 +48,7 @@ class ResidualRMSNorm(RMSNorm):
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """``(norm(x + residual), x + residual)``, where ``x [T, size]`` must not be used afterwards; no residual at the
-        first layer counts as zero."""
+        first layer counts as zero. ``x`` may be in parts (``RowParallelLinear.leaves_sums``) where there is one."""
         for all_reduce in self._all_reduce:
             peers = all_reduce.peers(x)
             if peers is not None:

@@ -47,6 +47,10 @@ class LinearMethod(QuantMethod["LinearBase"]):
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b``: ``[..., K] -> [..., N]`` in x's dtype."""
 
+    def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
+        """``x W^T``: ``[T, K] -> [T, N]``, or ``[S, T, N]`` as ``weft.ops.linear.linear_parts``."""
+        return self.apply(layer, x, None)
+
     @abstractmethod
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """``silu(x G^T) * (x U^T)`` of a merged ``G`` and ``U``: ``[..., K] -> [..., N / 2]`` in x's dtype."""

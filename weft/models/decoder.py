@@ -91,10 +91,19 @@ class DecoderLayer(nn.Module):
             partial = bool(self._mixers) or partial_input
             self.post_attention_layernorm = residual_norm(config, context, partial=partial)
 
+    def leave_sums(self) -> None:
+        """Say that a norm of the residual stream follows each half: ``x`` may then come in and out as parts of sums
+        (``RowParallelLinear.leaves_sums``). Several mixers' outputs are added before."""
+        halves = [getattr(self, module) for module in self._mixers if len(self._mixers) == 1]
+        for half in [*halves, self.mlp] if self._has_mlp else halves:
+            projection = getattr(half, "output_projection", None)
+            if projection is not None:
+                projection.leave_sums()
+
     def forward(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor]:
         if rows is None:
             return self.feed(*self.mix(x, residual))
-        mixed, residual = self.mix(x, residual, rows) if self._mixers else (rows.of(x), residual)
+        mixed, residual = self.mix(x, residual, rows) if self._mixers else (rows.of(x, -2), residual)
         with other_batch(rows.batch):
             return self.feed(mixed, rows.of(residual) if residual is not None else None)
 
@@ -127,7 +136,7 @@ def _mixed(mixer: nn.Module, hidden_states: Tensor, rows: LogitsRows | None) -> 
         return mixer(hidden_states)
     if isinstance(mixer, Attention):
         return mixer.forward_rows(hidden_states, rows)
-    return rows.of(mixer(hidden_states))
+    return rows.of(mixer(hidden_states), -2)
 
 
 class PostNormLayer(DecoderLayer):
@@ -216,8 +225,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         count = config.num_hidden_layers
-        self.layers = nn.ModuleList(_layer(config, context, i, mixers) for i in range(count))
+        layers = [_layer(config, context, i, mixers) for i in range(count)]
+        self.layers = nn.ModuleList(layers)
         self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
+        if all(type(layer) is DecoderLayer for layer in layers):
+            for layer in layers:
+                layer.leave_sums()
         self._multiplier = config.multipliers.embedding / config.multipliers.residual
 
     def forward(self, input_ids: Tensor) -> Tensor:

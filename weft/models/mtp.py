@@ -38,7 +38,9 @@ class MultiTokenPredictor(nn.Module):
         self.pre_fc_norm_hidden = RMSNorm(size, eps, context, zero_centered=centred)
         self.fc = RowParallelLinear(2 * size, size, bias=False, context=context, what="2 * hidden_size")
         place = LayerPlace(MTP_LAYER, MTP_LAYER_TYPE, sparse=config.moe is not None)
-        self.layers = nn.ModuleList([DecoderLayer(config, context, place, mixers)])
+        layer = DecoderLayer(config, context, place, mixers)
+        layer.leave_sums()
+        self.layers = nn.ModuleList([layer])
         self.norm = residual_norm(config, context)
 
     def forward(self, embedded: Tensor, hidden_states: Tensor) -> Tensor:

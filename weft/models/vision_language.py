@@ -36,23 +36,22 @@ class VisionDecoder(Decoder):
         super().__init__(config, context, mixers)
         assert config.vision is not None
         self.visual = VisionTower(config.vision, context)
-        self._backend, self._is_first_rank = context.backend, context.tp.rank == 0
+        self._backend = context.backend
         shape = (len(config.vision.deepstack_indexes), context.num_media_rows, config.hidden_size)
         self.features = torch.zeros(shape, dtype=context.dtype, device=context.device)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        # Ranks have parts of a sum between layers: one of them adds what is whole.
         batch, last = get_forward_context().batch, len(self.layers) - 1
-        adds, rows = self._is_first_rank and batch.may_have_media, batch.logits_rows
+        rows = batch.logits_rows
         for index, layer in enumerate(self.layers):
             if rows is None or index < last:
                 x, residual = layer(x, residual)
             else:
                 (x, residual), input_ids = layer(x, residual, rows), rows.of(input_ids)
-            if adds and index < len(self.features):
-                first_id = self.embed_tokens.vocab_size
-                x = add_media_features(x, input_ids, self.features[index], first_id, backend=self._backend)
+            if batch.may_have_media and index < len(self.features):  # x may be part of a sum, the residual is whole
+                first_id, features = self.embed_tokens.vocab_size, self.features[index]
+                residual = add_media_features(residual, input_ids, features, first_id, backend=self._backend)
         return self.norm.add(x, residual)[0]
 
 

@@ -106,6 +106,20 @@ def fp8_linear(
 fp8_linear_reference = reference_of(fp8_linear)
 
 
+@with_kernel("weft.ops.triton.fp8_linear")
+def fp8_linear_parts(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None = None,
+    *,
+    block: int,
+    backend: Backend,
+) -> Tensor:
+    """``fp8_linear`` of ``x [T, K]``, whose last sum may be left to ``rms_norm`` (``weft.ops.linear.linear_parts``)."""
+    return fp8_linear_reference(x, weight, weight_scale, None, input_scale, block=block)
+
+
 @traced_op()
 @with_kernel("weft.ops.triton.fp8_linear")
 def fp8_linear_silu_mul(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
-from weft.ops.backend import Backend
+from weft.ops.backend import Backend, with_kernel
 from weft.ops.traced import traced_op
 
 
@@ -41,6 +41,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Ba
         ``[..., N]`` in x's dtype. A row's values depend on that row and the number of rows alone.
     """
     return linear_reference(x, weight, bias) if backend is Backend.TORCH else skinny_linear(x, weight, bias)
+
+
+@with_kernel("weft.ops.triton.skinny_linear")
+def linear_parts(x: Tensor, weight: Tensor, *, backend: Backend) -> Tensor:
+    """``linear`` without a bias, whose last sum may be left to ``rms_norm``.
+
+    Args:
+        x: ``[T, K]``, contiguous in its last dimension.
+        weight: as for ``linear``.
+
+    Returns:
+        ``[T, N]`` in x's dtype; or ``[S, T, N]`` float32, partial sums that ``rms_norm`` adds in order, where the
+        product is split and that is faster. The bits are the same.
+    """
+    return linear_reference(x, weight)
 
 
 def linear_silu_mul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

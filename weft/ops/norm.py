@@ -37,16 +37,19 @@ def rms_norm(
     """``y = x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
 
     Args:
-        x: ``[..., H]``, any float dtype.
+        x: ``[..., H]``, any float dtype; or with ``residual [..., H]`` the partial sums ``[S, ..., H]`` of
+            ``linear_parts``, which are added in order and rounded to the residual's dtype first.
         weight: ``[H]``.
         eps: added to the mean square.
         zero_centered: scale by ``1 + weight`` instead (Qwen3-Next).
         residual: ``[..., H]``; if given, ``x + residual`` is normalised.
 
     Returns:
-        ``y`` in x's dtype; with ``residual``, the pair ``(y, x + residual)``. Inputs are not modified.
+        ``y`` in x's dtype; with ``residual``, in its dtype, the pair ``(y, x + residual)``. Inputs are not modified.
     """
     if residual is not None:
+        if x.dim() > residual.dim():
+            x = x.sum(0).to(residual.dtype)
         residual = x + residual
         x = residual
     scale = weight.float()

@@ -16,7 +16,7 @@ from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod
 from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightPiece, empty_parameter, uniform_range
 from weft.ops.e4m3 import E4M3
-from weft.ops.fp8 import fp8_linear, fp8_linear_silu_mul
+from weft.ops.fp8 import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
 from weft.ops.fp8_moe import fp8_fused_moe
 from weft.quantization.storage import OnlineStorage, QuantizedRows, Storage, random_ranges
 from weft.quantization.unquantized import fused_layout
@@ -75,6 +75,11 @@ class Fp8Linear(LinearMethod):
             block=self._storage.block,
             backend=self._context.backend,
         )
+
+    def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
+        weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
+        static, backend = _optional(layer, "input_scale"), self._context.backend
+        return fp8_linear_parts(x, weight, scale, static, block=self._storage.block, backend=backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         assert not self._plain, "gate and up are both quantised or both not"

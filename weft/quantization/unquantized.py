@@ -11,7 +11,7 @@ from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod
 from weft.layers.weight import CopyTarget, Interleaved, Layout, Slices, WeightPiece, empty_parameter
-from weft.ops.linear import linear, linear_silu_mul
+from weft.ops.linear import linear, linear_parts, linear_silu_mul
 from weft.ops.moe import fused_moe
 
 
@@ -38,6 +38,9 @@ class UnquantizedLinear(LinearMethod):
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, layer.get_parameter("weight"), bias, backend=self._context.backend)
+
+    def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
+        return linear_parts(x, layer.get_parameter("weight"), backend=self._context.backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_silu_mul(x, layer.get_parameter("weight"), bias, backend=self._context.backend)

@@ -147,7 +147,7 @@ def _products(weight_tile, x_tile, of_inputs, weight_scale, scale_rows, k, FIXED
 @jit(do_not_specialize=["num_tokens"])
 def _fp8_few_rows_kernel(
     x, scales, weight, weight_scale, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out,
-    FIXED: tl.constexpr, EARLY: tl.constexpr,
+    stride_part, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(0)`` of outputs, share ``program_id(1)`` of the inner dimension."""
     block = tl.program_id(0)
@@ -156,6 +156,7 @@ def _fp8_few_rows_kernel(
     TOKENS: tl.constexpr = FIXED.tokens
     ROWS: tl.constexpr = FIXED.rows
     first = split * SPAN
+    out += split * stride_part
     rows = rows_of_block(block, width, ROWS, FIXED.gated)
     weight_rows = weight + rows.to(tl.int64)[:, None] * FIXED.depth
     inner = tl.arange(0, 128)
@@ -222,22 +223,24 @@ def few_rows_product(
     block: int,
     silu_mul: bool,
 ) -> None:
-    """Write the product of ``x [T, K]``, ``1 <= T <= 64``, into ``out [T, N]`` (``[T, N / 2]`` with ``silu_mul``)."""
+    """Write the product of ``x [T, K]``, ``1 <= T <= 64``, into ``out [T, N]`` (``[T, N / 2]`` with ``silu_mul``), or
+    the sums of each split into ``[splits, T, N]`` float32."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
-    assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(1) == 1
+    assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(-1) == 1
     tokens, width = next_power_of_2(num_tokens), rows // 2 if silu_mul else rows
     scales, kind = x if input_scale is None else input_scale, "own" if input_scale is None else "static"
     if input_scale is None and not block and (tokens > _OWN_TOKENS or inner > _OWN_INNER):
         (x, scales), kind = quantize_inputs_triton(x, None, block=0), "given"
     blocks = cdiv(width, config.rows // 2 if silu_mul else config.rows)
-    partial, arrivals = workspace(blocks, config.splits, config.rows, tokens, out)
+    to_add = config.splits if out.dim() == 2 else 1
+    partial, arrivals = workspace(blocks, to_add, config.rows, tokens, out)
     span = cdiv(cdiv(inner, 128), config.splits) * 128
     fixed = Fixed(
-        inner, span, config.splits, config.rows, config.held, config.stages, tokens, block, kind, silu_mul,
+        inner, span, to_add, config.rows, config.held, config.stages, tokens, block, kind, silu_mul,
         bias is not None, inner == span * config.splits,
     )  # fmt: skip
     _fp8_few_rows_kernel[(blocks, config.splits)](
         x, scales, weight, weight_scale, out if bias is None else bias, out, partial, arrivals, num_tokens, width,
-        x.stride(0), out.stride(0),
+        x.stride(0), out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
         FIXED=fixed, num_warps=config.warps, **early_launch(x.device),
     )  # fmt: skip

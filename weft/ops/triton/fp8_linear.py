@@ -23,7 +23,7 @@ from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows, few_rows_config, f
 from weft.ops.triton.fp8_quantize import padded_rows, quantize_inputs_triton
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
-from weft.ops.triton.skinny_linear import linear_into
+from weft.ops.triton.skinny_linear import MIN_PARTS_TOKENS, linear_into
 from weft.ops.triton.tile_table import has_table
 
 _PROGRAMS = 264
@@ -233,6 +233,18 @@ def fp8_linear_triton(
             rest = None if bias is None else bias[rows:]
             linear_into(flat, plain_weight, rest, out[:, rows:])
     return out.view(*x.shape[:-1], total)
+
+
+def fp8_linear_parts_triton(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None = None, *, block: int
+) -> Tensor:
+    """``fp8_linear_parts`` of ``weft/ops/fp8.py``."""
+    config = choose_config(weight, x.shape[0], False, block)
+    if not isinstance(config, FewRows) or config.splits == 1 or x.shape[0] < MIN_PARTS_TOKENS:
+        return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
+    parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    few_rows_product(x, input_scale, weight, weight_scale, None, parts, config, block=block, silu_mul=False)
+    return parts
 
 
 def fp8_linear_silu_mul_triton(

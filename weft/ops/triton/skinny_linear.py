@@ -10,8 +10,9 @@ end (up to 8 tokens); ``dot`` uses the tensor cores, with the weight as the left
 pipeline; ``held`` does the same with the whole weight there from the start; in ``warps`` every warp has a part of the
 inner dimension besides, so that all warps of a program of few rows have work. Where one program per block of rows
 cannot fill the GPU, ``splits`` programs share the inner dimension: each writes its sums, and the last one to arrive
-adds them in order. Nothing depends on the order in which programs run, nor one token's output on another token. No
-kernel writes weights, so all but ``dot`` load a program's whole share before the kernel before this one has ended.
+adds them in order, or the norm that follows does (``linear_parts``). Nothing depends on the order in which programs
+run, nor one token's output on another token. No kernel writes weights, so all but ``dot`` load a program's whole share
+before the kernel before this one has ended.
 
 The number of tokens is padded to a power of two, so that few kernels are compiled. Lanes without a token load nothing,
 or all tokens in turn: if all loaded one token, all programs would wait for one place of the cache.
@@ -45,6 +46,8 @@ MAX_TOKENS = 256
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
+MIN_PARTS_TOKENS = 9
+"""Fewest tokens whose splits are left to the norm that follows: of 8 in A, the last program adds them faster."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
@@ -212,7 +215,7 @@ def _dot_products(
 
 @jit(do_not_specialize=["num_tokens"])
 def _skinny_linear_kernel(
-    x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out,
+    x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out, stride_part,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
     DOT: tl.constexpr, HELD: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
@@ -225,7 +228,7 @@ def _skinny_linear_kernel(
     block = place // token_blocks
     first_token = place % token_blocks * TOKENS
     x += first_token.to(tl.int64) * stride_x
-    out += first_token.to(tl.int64) * stride_out
+    out += first_token.to(tl.int64) * stride_out + split * stride_part
     num_tokens -= first_token
     first = split * SPAN
     weight_rows = weight + rows_of_block(block, width, ROWS, GATED).to(tl.int64)[:, None] * DEPTH
@@ -323,7 +326,7 @@ def skinny_linear_triton(
     out: Tensor | None = None,
 ) -> Tensor:
     """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``T >= 1``. ``out``: where to; it may
-    be a slice of wider rows."""
+    be a slice of wider rows, or ``[splits, T, N]`` float32 for the sums of each split."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     tokens = min(next_power_of_2(num_tokens), config.tokens)
     outputs, width = (config.rows // 2, rows // 2) if silu_mul else (config.rows, rows)
@@ -331,12 +334,13 @@ def skinny_linear_triton(
     assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     if out is None:
         out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    partial, arrivals = workspace(programs, config.splits, config.rows, tokens, out)
+    options = launch_options(config, inner, tokens, x.dtype, silu_mul=silu_mul, bias=bias is not None)
+    if out.dim() == 3:
+        options["SPLITS"] = 1  # to add up here
+    partial, arrivals = workspace(programs, options["SPLITS"], config.rows, tokens, out)
     _skinny_linear_kernel[(programs, config.splits)](
         x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, width, x.stride(0),
-        out.stride(0),
-        **launch_options(config, inner, tokens, x.dtype, silu_mul=silu_mul, bias=bias is not None),
-        **early_launch(x.device),
+        out.stride(-2), out.stride(0) if out.dim() == 3 else 0, **options, **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -359,6 +363,15 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if config is None:
         return F.linear(x, weight, bias)
     return skinny_linear_triton(flat, weight, bias, config).view(*x.shape[:-1], -1)
+
+
+def linear_parts_triton(x: Tensor, weight: Tensor) -> Tensor:
+    """``linear_parts`` of ``weft/ops/linear.py``."""
+    config = choose_config(x, weight, silu_mul=False)
+    if config is None or config.splits == 1 or x.shape[0] < MIN_PARTS_TOKENS:
+        return linear_triton(x, weight)
+    parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    return skinny_linear_triton(x, weight, None, config, out=parts)
 
 
 def linear_silu_mul_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
