@@ -39,17 +39,17 @@ test-clients: $(INSTALLED)
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.fuzz --inputs $(INPUTS)
 
-# Random traffic at whole engines, against transformers (two minutes).
+# Random traffic at 110 whole engines, against transformers (two minutes).
 fuzz-engine: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_engine --count 110 --seconds 900
 
 # The same with every option and every kind of layer, against a plain engine (two minutes).
 fuzz-options: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_options
 
-# Random traffic with images and videos, against transformers (half a minute).
+# Random traffic with images and videos at 30 engines, against transformers (half a minute).
 fuzz-images: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_images
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_images --count 30 --seconds 900
 
 # 10,000 random requests at whole engines with drafts (20 processor minutes, in JOBS processes).
 fuzz-speculation: $(INSTALLED)
