@@ -26,7 +26,6 @@ from torch import Tensor
 from weft.forward_context import Batch
 from weft.ops.triton.attention_merge import merge_kernel, most_splits, split_of
 from weft.ops.triton.attention_tiles import (
-    LOG2E,
     METADATA,
     Tile,
     accumulate,
@@ -34,12 +33,12 @@ from weft.ops.triton.attention_tiles import (
     check_layout,
     first_pages,
     load_keys_values,
-    precision,
     start_softmax,
 )
 from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 _SPLIT = 256
 _DOUBLE_WORK = 112 * 1024 * 128
@@ -366,7 +365,7 @@ def launch_decode(
     _decode_kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, q if sinks is None else sinks,
         q if v_scale is None else v_scale, out, partial, partial_lse, counts,
-        scale * LOG2E, num_rows, num_seqs, max_splits, double_from,
+        scale * LOG2_E.value, num_rows, num_seqs, max_splits, double_from,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

@@ -16,19 +16,18 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention_tiles import (
-    LOG2E,
     METADATA,
     Tile,
     accumulate,
     check_layout,
     load_keys_values,
-    precision,
     sequence_of_block,
     start_softmax,
 )
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import next_power_of_2
+from weft.ops.triton.sizes import next_power_of_2, precision
 
 _LONG_ROWS = 131072
 """From so many (token, head) rows on, larger tiles pay for heads of up to 128."""
@@ -186,7 +185,7 @@ def launch_prefill(
     _prefill_kernel[(num_kv_heads, blocks)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         q if sinks is None else sinks, q if v_scale is None else v_scale, out,
-        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2E, num_rows, num_seqs,
+        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2_E.value, num_rows, num_seqs,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

@@ -39,8 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention_tiles import LOG2E, METADATA, check_layout
+from weft.ops.triton.attention_tiles import METADATA, check_layout
 from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.hopper_tiles import (
     BOX,
     GluonKernel,
@@ -65,8 +66,6 @@ tokens of Qwen3-0.6B, where each has rows of its own and nearly every multiproce
 _LOWEST = gl.constexpr(-(2.0**100))
 """A maximum below all scores, of rows that may see none of a consumer's keys: finite, so that differences are numbers,
 and a power of two, so that it is scaled without rounding (a fused multiply-subtract would leave the error)."""
-
-_LOG2E = gl.constexpr(LOG2E)
 
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -169,7 +168,7 @@ def _attend(
     row_max = gl.full([64], LOWEST, gl.float32, layout=gl.SliceLayout(1, SCORES))
     row_sum = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
     if SINKS and START == 0:  # a key whose value is zero
-        row_max = gl.load(sinks + lanes % GROUP).to(gl.float32) * (_LOG2E / scale_log2)
+        row_max = gl.load(sinks + lanes % GROUP).to(gl.float32) * (LOG2_E / scale_log2)
         row_sum = row_sum + 1.0
     p, row_max, row_sum, _shrink = softmax(scores, row_max, row_sum, scale_log2)
     acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, layout=OUT)
@@ -373,7 +372,7 @@ def launch_prefill_hopper(
     _prefill_hopper_kernel[(num_kv_heads, blocks)](
         q, k_desc, v_desc, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         q if sinks is None else sinks, out, batch.seq_lens if mixture is None else mixture.counts,
-        scale * LOG2E, num_rows, num_seqs,
+        scale * LOG2_E.value, num_rows, num_seqs,
         q.stride(0), out.stride(0), batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
         SKIP_DECODES=skip_decodes and mixture is None, MIXTURE=mixture is not None, SINKS=sinks is not None,

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
 from weft.ops.e4m3 import E4M3
+from weft.ops.triton.elementwise import LOG2_E
 
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-LOG2E = 1.4426950408889634
-
-_LOG2E = tl.constexpr(LOG2E)
 
 METADATA = ["page_table", "seq_lens", "cu_seqlens_q", "counts"]
 """Slices of a step's packed buffer, so their alignment changes from step to step: no reason to compile again."""
@@ -99,7 +96,7 @@ def start_softmax(
     row_max = tl.full([ROWS], LOWEST, dtype=tl.float32)
     if SINKS:
         scores = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
-        row_max = tl.where(valid, scores * _LOG2E, LOWEST)
+        row_max = tl.where(valid, scores * LOG2_E, LOWEST)
         row_sum += tl.where(valid, 1.0, 0.0)
     return acc, row_sum, row_max
 
@@ -190,8 +187,3 @@ def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> No
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, E4M3)
     assert q.stride(2) == out.stride(2) == 1 and q.stride(1) == out.stride(1) == q.shape[2]
-
-
-def precision(q: Tensor) -> str:
-    """float32 operands are split in three tf32 parts, which keeps float32 accuracy on the matrix units."""
-    return "tf32x3" if q.dtype == torch.float32 else "tf32"

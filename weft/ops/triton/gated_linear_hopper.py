@@ -217,9 +217,7 @@ def _consume(
 
 
 @functools.partial(GluonKernel, do_not_specialize=["num_rows"])
-def _gated_hopper_kernel(
-    x_desc, w_desc, out, num_rows, HIDDEN: gl.constexpr, WIDTH: gl.constexpr, EARLY: gl.constexpr
-):
+def _gated_hopper_kernel(x_desc, w_desc, out, num_rows, HIDDEN: gl.constexpr, WIDTH: gl.constexpr, EARLY: gl.constexpr):
     release(EARLY)
     row_tiles = (num_rows + 255) // 256
     num_tiles = row_tiles * ((WIDTH + 95) // 96)

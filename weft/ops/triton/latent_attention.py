@@ -20,10 +20,11 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention_merge import merge_kernel
-from weft.ops.triton.attention_tiles import LOG2E, METADATA, precision, sequence_of_block
+from weft.ops.triton.attention_tiles import METADATA, sequence_of_block
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 _MANY_ROWS = 1024
 """From so many rows (tokens times heads) on, tiles hold several tokens."""
@@ -171,7 +172,7 @@ def latent_attention_triton(q: Tensor, latents: Tensor, batch: Batch, *, rank: i
     counts = batch.seq_lens if mixture is None else mixture.counts
     _latent_attention_kernel[(num_rows // tokens + num_seqs, max_splits)](
         q, latents, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, counts, out, partial, partial_lse,
-        scale * LOG2E, num_seqs, max_splits, q.stride(0), q.stride(1), batch.page_table.stride(0),
+        scale * LOG2_E.value, num_seqs, max_splits, q.stride(0), q.stride(1), batch.page_table.stride(0),
         FIXED=fixed, num_warps=8, **early_launch(q.device),
     )  # fmt: skip
     if merges:

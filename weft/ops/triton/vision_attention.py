@@ -6,10 +6,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.attention_tiles import LOG2E, precision
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 _HIDDEN = tl.constexpr(-1e30)
 """Score of a key that a patch does not see; finite, so that a patch that sees none stays finite."""
@@ -62,7 +62,7 @@ def bounded_attention_triton(qkv: Tensor, bounds: Tensor) -> Tensor:
     exact = qkv.dtype == torch.float32
     patches = 32 if exact else 64
     _bounded_attention_kernel[(cdiv(num_patches, patches), heads)](
-        qkv, bounds, out, num_patches, bounds.stride(0), LOG2E * head_dim**-0.5,
+        qkv, bounds, out, num_patches, bounds.stride(0), LOG2_E.value * head_dim**-0.5,
         HEADS=heads, HEAD_DIM=head_dim, BLOCK_DIM=max(16, next_power_of_2(head_dim)), PATCHES=patches,
         KEYS=32 if exact else 64, PRECISION=precision(qkv), num_warps=4, num_stages=3,
         **early_launch(qkv.device),

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.triton.attention_prefill import prefill_tile
-from weft.ops.triton.attention_tiles import LOG2E, accumulate, precision, sequence_of_block, start_softmax
+from weft.ops.triton.attention_tiles import accumulate, sequence_of_block, start_softmax
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.launch import jit
-from weft.ops.triton.sizes import cdiv, next_power_of_2
+from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
 
 _LOWEST = tl.constexpr(-1e30)
 """Where the running maximum starts: a row's first tiles may hold no key that it sees."""
@@ -331,7 +332,7 @@ def window_attention_decode_triton(
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     _window_decode_kernel[(num_kv_heads, num_rows, num_splits)](
         q, k, v, k_window, v_window, state_slots, positions, q if sinks is None else sinks, out, partial, partial_lse,
-        scale * LOG2E, q.stride(0), out.stride(0), FIXED=fixed, num_warps=4, **early_launch(q.device),
+        scale * LOG2_E.value, q.stride(0), out.stride(0), FIXED=fixed, num_warps=4, **early_launch(q.device),
     )  # fmt: skip
     if num_splits > 1:
         _window_merge_kernel[(num_heads, num_rows)](
@@ -368,7 +369,8 @@ def window_attention_triton(
     fixed = _fixed(q, k_window, tile.rows, tile.keys, tile.stages, sinks, keep_padding=False)
     tables = (chunks.seq, chunks.first, batch.cu_seqlens_q, batch.seq_lens, batch.state_slots)
     _window_prefill_kernel[(num_kv_heads, q.shape[0] // fixed.tokens + chunks.max_seqs + 1)](
-        q, k, v, k_window, v_window, *tables, q if sinks is None else sinks, out, scale * LOG2E, num_seqs, q.stride(0),
+        q, k, v, k_window, v_window, *tables, q if sinks is None else sinks, out, scale * LOG2_E.value, num_seqs,
+        q.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip
     entry = num_kv_heads * head_dim
