@@ -155,6 +155,18 @@ def test_ties_at_the_threshold_all_stay() -> None:
     assert kept(logits, arguments(1, 6, top_k=[2])).tolist() == [[True, False, True, True, True, False]]
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": [3]}])
+def test_low_temperatures_leave_equal_logits_to_chance(filters: dict[str, list[float]]) -> None:
+    """Next to 200 / 1.1e-5, float32 has no room for random numbers. Equals are in one block and in two."""
+    given = arguments(12, 4100, temperature=[1.1e-5], **filters)
+    logits = torch.randn(12, 4100, device=DEVICE)
+    logits[:, [7, 9, 4000]] = 200.0
+    flags = {"all_greedy": False, "candidates": 4100 * bool(filters), "uses_min_p": False}
+    want = sample_reference(logits, **given, **flags)[0]
+    assert want.unique().numel() == 3
+    assert torch.equal(kernels.sample_triton(logits, **given, **flags)[0], want)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 700, device=DEVICE)
     given = arguments(6, 700, top_p=[0.9], top_k=[0, 30], temperature=[0.8, 0.0, 1.3])

@@ -94,9 +94,8 @@ def _scan_kernel(
     )  # fmt: skip
     key_columns = (i_head // (HV // HK)) * K + o_k
     value_columns = i_head * V + o_v
-    if keys is None:
-        of_keys = o_row[:, None] * stride_k + key_columns[None, :]
-        of_queries = o_row[:, None] * stride_q + key_columns[None, :]
+    of_keys = o_row[:, None] * stride_k + key_columns[None, :]
+    of_queries = o_row[:, None] * stride_q + key_columns[None, :]
     values = o_row[:, None] * stride_v + value_columns[None, :]
     outputs = o_row[:, None] * (HV * V) + value_columns[None, :]
     operand = solve.dtype.element_ty
@@ -106,7 +105,6 @@ def _scan_kernel(
         # The next chunk's length is read one chunk ahead, so that the addresses of its tiles wait for nothing.
         next_length = tl.load(chunk_length + i_chunk + 1, mask=i_chunk + 1 < last, other=0)
         valid = o_row < length
-        rows = start + o_row
         tile = (i_chunk * HV + i_head).to(tl.int64)
         if keys is None:
             mask = valid[:, None]
@@ -120,11 +118,7 @@ def _scan_kernel(
             b_q = tl.load(p_keys + CHUNK * K, mask=k_mask[None, :], other=0.0)
             b_write = tl.load(p_keys + 2 * CHUNK * K, mask=k_mask[None, :], other=0.0)
         mask = valid[:, None] & v_mask[None, :]
-        if keys is None:
-            p_v = v + start * stride_v + values
-        else:
-            p_v = v + rows[:, None] * stride_v + value_columns[None, :]
-        b_v = tl.load(p_v, mask=mask, other=0.0)
+        b_v = tl.load(v + start * stride_v + values, mask=mask, other=0.0)
         b_solve = tl.load(solve + tile * CHUNK * CHUNK + square)
         b_attention = tl.load(attention + tile * CHUNK * CHUNK + square)
         if keys is None:
@@ -153,11 +147,7 @@ def _scan_kernel(
             b_state = b_state * decay[:, None]
             b_state = tl.dot(tl.trans(b_write), delta.to(operand), b_state, input_precision=PRECISION)
         b_out = tl.dot(b_attention, delta.to(operand), b_out + delta * own[:, None], input_precision=PRECISION)
-        if keys is None:
-            p_out = out + start * (HV * V) + outputs
-        else:
-            p_out = out + rows[:, None] * (HV * V) + value_columns[None, :]
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + start * (HV * V) + outputs, b_out.to(out.dtype.element_ty), mask=mask)
 
         store_checkpoint(state, checkpoint_slot, i_chunk, i_head, inside, state_mask, b_state, HV, K * V)
         start += length

@@ -7,8 +7,8 @@ All three filters keep what lies above some value of the row, its threshold. A b
 rows have filters, which only the device knows in a captured graph:
 
     scan       programs per block of tokens. Of a row without a filter: the block's best token, by its logit (greedy) or
-               by ``logit / temperature - log(E)``, the logarithm of ``p / E`` up to a constant of the row (Gumbel-max).
-               Of a row with one: the largest logit of every group of 32 tokens, and the block's mass.
+               by ``(logit - largest) / temperature - log(E)``, the logarithm of ``p / E`` up to a constant of the block
+               (Gumbel-max). Of a row with one: the largest logit of every group of 32 tokens, and the block's mass.
     choose     one program per row. Without a filter: the best block, the lower id among equals. With one:
                select     the (up to) 256 groups with the largest maxima: what they hold above the next maximum are the
                           likeliest tokens of the row, without exception;
@@ -16,6 +16,9 @@ rows have filters, which only the device knows in a captured graph:
                           large k), it reads the whole row in every step. Each step ends at values that occur, so it
                           stops when none lies between;
                draw       the best score among what the threshold keeps, from registers or from the whole row.
+
+Scores are relative to a largest logit, because next to ``logit / temperature`` float32 has no room for ``log(E)`` where
+temperatures are low.
 
 Sums run in a fixed order inside a row, so a row's token depends on nothing else in the batch.
 """
@@ -152,8 +155,8 @@ def _best_of(x, seed, position, tokens):
 
 @triton.jit
 def _best_of_block(row, raw, largest, inverse, seed, position, tokens, VOCAB: tl.constexpr):
-    """``_best_of`` of ``raw * inverse``, the logits of ``row`` at ``tokens``, of which ``largest`` is the largest: the
-    same bits for less arithmetic.
+    """``_best_of`` of ``(raw - largest) * inverse``, where ``raw`` are the logits of ``row`` at ``tokens`` and
+    ``largest`` is the largest of them: the same bits for less arithmetic.
 
     ``E`` is at least the first terms of its series, so the best token is one with a small ``terms / p``, which takes no
     logarithm. Only where other tokens come near to the true ``E / p`` of the smallest are all scores computed."""
@@ -164,10 +167,10 @@ def _best_of_block(row, raw, largest, inverse, seed, position, tokens, VOCAB: tl
     token = tl.min(tl.where(bound == tl.min(bound, 0), tokens, _NO_TOKEN), 0)
     logit = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     noise = exponential(random_words(seed, position, token))
-    best = logit * inverse - tl.log(noise)
+    best = (logit - largest) * inverse - tl.log(noise)
     near = noise * tl.exp2((largest - logit) * scale) * (1.001 + 1e-6 * tl.abs(best))  # more than is lost to rounding
     if tl.sum((bound <= near).to(tl.int32), 0) != 1:
-        best, token = _best_of(raw * inverse, seed, position, tokens)
+        best, token = _best_of((raw - largest) * inverse, seed, position, tokens)
     return best, token
 
 
@@ -178,7 +181,8 @@ def _scan_kernel(
     GREEDY_BELOW: tl.constexpr, ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its best token, or what the search for the row's threshold begins with."""
+    """One block of one row: its best token, with a score relative to its largest logit, or what the search for the
+    row's threshold begins with."""
     enter(EARLY)
     block = tl.program_id(0)
     index = tl.program_id(1)
@@ -211,7 +215,8 @@ def _scan_kernel(
             inverse = 1.0 / temperature
         if is_greedy:
             x = tl.where(raw == raw, raw, float("-inf"))
-            best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+            _best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+            best = 0.0
             token += block * BLOCK
         else:
             seed = tl.load(seeds + index)
@@ -272,14 +277,14 @@ def _threshold(
 
 
 @triton.jit
-def _draw_row(row, inverse, threshold, seed, position, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The best token of a whole row among those that the threshold keeps."""
+def _draw_row(row, inverse, largest, threshold, seed, position, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The best token of a whole row among those that the threshold keeps; ``largest``: of its scaled logits."""
     best = float("-inf")
     token = 0
     for start in range(0, VOCAB, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         x = tl.load(row + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32) * inverse
-        score, candidate = _best_of(tl.where(x >= threshold, x, float("-inf")), seed, position, tokens)
+        score, candidate = _best_of(tl.where(x >= threshold, x - largest, float("-inf")), seed, position, tokens)
         token = tl.where(score > best, candidate, token)
         best = tl.maximum(best, score)
     return token
@@ -299,7 +304,8 @@ def _choose_kernel(
     blocks = tl.arange(0, BLOCK_LANES)
     inside = blocks < BLOCKS
     first = index * BLOCKS
-    largest_logit = tl.max(tl.load(largest_logits + first + blocks, mask=inside, other=float("-inf")), 0)
+    block_largest = tl.load(largest_logits + first + blocks, mask=inside, other=float("-inf"))
+    largest_logit = tl.max(block_largest, 0)
     tl.store(not_finite + index, (tl.abs(largest_logit) == float("inf")).to(tl.uint8))
     filtered = False
     if FILTERED:
@@ -330,12 +336,17 @@ def _choose_kernel(
             seed = tl.load(seeds + index)
             position = tl.load(positions + index)
             if threshold > floor:
-                _score, token = _best_of(tl.where(values >= threshold, values, float("-inf")), seed, position, tokens)
+                x = tl.where(values >= threshold, values - largest, float("-inf"))
+                _score, token = _best_of(x, seed, position, tokens)
             else:
-                token = _draw_row(row, inverse, threshold, seed, position, VOCAB, BLOCK)
+                token = _draw_row(row, inverse, largest, threshold, seed, position, VOCAB, BLOCK)
             tl.store(out + index, token.to(tl.int64))
     if not filtered:
+        temperature = tl.load(temperatures + index)
+        inverse = tl.where(temperature < GREEDY_BELOW, 1.0, 1.0 / temperature)
         scores = tl.load(best_scores + first + blocks, mask=inside, other=float("-inf"))
+        scores += (block_largest - largest_logit) * inverse
+        scores = tl.where(scores == scores, scores, float("-inf"))
         tokens = tl.load(best_tokens + first + blocks, mask=inside, other=_NO_TOKEN)
         wins = scores == tl.max(scores, 0)
         tl.store(out + index, tl.min(tl.where(wins, tokens, _NO_TOKEN), 0).to(tl.int64))
