@@ -10,7 +10,7 @@ from tests.small_tokenizers import BYTE_LEVEL
 from weft import chat_template
 from weft.chat_template import ChatTemplate
 from weft.config import resolve
-from weft.errors import RequestError
+from weft.errors import ConfigError, RequestError
 from weft.tokenizer import Tokenizer
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2.5, None, True]}}}
@@ -103,3 +103,8 @@ def test_what_transformers_would_change_goes_through_it(
 def test_the_sandbox_holds(template: str) -> None:
     with pytest.raises(RequestError, match=r"refuses these messages: .*unsafe"):
         with_template(template).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_is_none_is_told_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"no valid template .Expected an expression"):
+        with_template("{% if %}").template.compile()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.errors import RequestError
+from weft.errors import ConfigError, RequestError
 
 _ARGUMENTS = frozenset(
     {
@@ -57,10 +57,17 @@ class ChatTemplate:
         return self._hf.chat_template is not None
 
     def compile(self) -> None:
-        """Now, and not when it is first used, which takes a fiftieth of a second more."""
+        """Now, and not when it is first used, which takes a fiftieth of a second more. Raises ConfigError."""
+        from jinja2 import TemplateError
+
         text = self.text
         if text is not self._compiled_text:
-            self._compiled = None if text is None else _Compiled(text, self._hf.special_tokens_map)
+            try:
+                self._compiled = None if text is None else _Compiled(text, self._hf.special_tokens_map)
+            except TemplateError as error:
+                raise ConfigError(
+                    f"the checkpoint's chat template is no valid template ({error}); fetch its files again"
+                ) from error
             self._compiled_text = text
 
     def render(

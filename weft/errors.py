@@ -15,14 +15,14 @@ class WeftError(Exception):
 
 
 class ConfigError(WeftError, ValueError):
-    """A setting, flag or combination of settings is not valid."""
+    """A setting, a combination of settings, or the checkpoint they name cannot be used, however often it is tried."""
 
 
-class UnsupportedModelError(WeftError, ValueError):
+class UnsupportedModelError(ConfigError):
     """The checkpoint's config asks for something Weft does not implement."""
 
 
-class WeightsError(WeftError, ValueError):
+class WeightsError(ConfigError):
     """A checkpoint's tensors do not match the model: missing, left over, of the wrong shape, or unreadable."""
 
 

@@ -77,7 +77,7 @@ def test_bad_lines_fail_alone(run_weft: RunWeft, engine: LLM) -> None:
         '{"prompt_token_ids": [1, 999999]}',
         '{"prompt": "a", "temperature": -1}',
         json.dumps({"prompt_token_ids": [1] * 5000}),
-        '{"messages": [{"role": "user", "content": "Hi"}], "id": 7, "bad": 1}',
+        '{"messages": [{"role": "user", "content": "Hi"}], "id": 7, "bad": 1, "logits_processors": []}',
         '{"prompt": "12 + 30:"}',
     ]
     result = run_weft("generate", "--input", "-", "--max-tokens", 4, "--temperature", 0, stdin="\n".join(lines))
@@ -91,11 +91,11 @@ def test_bad_lines_fail_alone(run_weft: RunWeft, engine: LLM) -> None:
         4: "999999",
         5: "temperature",
         6: "5000",
-        7: "unknown keys bad",
+        7: "unknown keys bad, logits_processors; allowed: ",
     }.items():
         assert word in written[number - 1]["error"]["message"]
         assert f"line {number}: " in result.err
-    assert written[6]["id"] == 7
+    assert written[6]["id"] == 7 and written[6]["error"]["message"].count("logits_processors") == 1
 
 
 @pytest.mark.parametrize(

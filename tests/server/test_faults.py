@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ import pytest
 from tests.patience import GUARD_S, stretched
 from tests.server.fake_engine import CRASH, SLOW
 from tests.server.running import RunningServer, chat_body, is_alive, wait_until
+from weft.assets import MODEL_DIR
 
 Start = Callable[..., RunningServer]
 
@@ -189,8 +192,11 @@ def test_keys(start: Start) -> None:
     assert strict.status_code == 400 and strict.json()["error"]["param"] == "odd"
 
 
-def test_a_start_that_fails_is_told_in_one_line() -> None:
-    server = RunningServer("--model", "/nowhere/at/all")
+def test_a_checkpoint_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> None:
+    """With the status for which nobody starts it again (``deploy/weft.service``)."""
+    folder = shutil.copytree(MODEL_DIR, tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    server = RunningServer("--model", str(folder), "--device", "cpu", module="weft")
     assert server.process.wait(GUARD_S) == 2
     wait_until(lambda: any("weft: error: " in line for line in server.log), 2)
     assert not any("Traceback" in line for line in server.log)

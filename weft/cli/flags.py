@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -175,7 +174,8 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix(_SAMPLING): value for name, value in vars(args).items() if name.startswith(_SAMPLING)}
 
 
-SAMPLING_NAMES: Sequence[str] = tuple(f.name for f in msgspec.structs.fields(SamplingParams))
+SAMPLING_NAMES = tuple(f.name for f in msgspec.structs.fields(SamplingParams) if f.name != "logits_processors")
+"""Sampling parameters that can be written down: all but functions."""
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:
