@@ -62,12 +62,12 @@ class Rank:
         return xs, residual, weight
 
     def fused(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """By flags, however few the rows."""
+        """With a barrier, however few the rows."""
         assert self.peers is not None
         return all_reduce_rms_norm_triton(x, residual, weight, EPS, self.peers, zero_centered=True)
 
     def packed(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """By words, also where flags are chosen."""
+        """By packets, also where the barrier is chosen."""
         assert self.peers is not None and x.shape[0] <= MAX_PROGRAMS
         return packed_all_reduce_rms_norm(x, residual, weight, EPS, self.peers, zero_centered=True)
 

@@ -23,8 +23,8 @@ MOST_ROWS = 14 * NUM_PROGRAMS
 ROWS = (1, 3, 2 * NUM_PROGRAMS + 1, 2, 13 * NUM_PROGRAMS + 2)
 
 
-def test_few_rows_go_by_words() -> None:
-    """As many as there is room for between two ranks, fewer between more; never half a word."""
+def test_few_rows_go_by_packets() -> None:
+    """As many as there is room for between two ranks, fewer between more; never half a packet."""
     weight = torch.zeros(2048, dtype=torch.bfloat16)
     fits = {
         (rows, size): fits_packed(torch.zeros(rows, 2048, dtype=torch.bfloat16), None, weight, size)
@@ -50,7 +50,7 @@ def run_rank(rank: int, size: int, buffers: list[Tensor], inputs: Tensor, result
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
 def test_ranks_sum_add_and_normalise(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of each program goes by words, more by flags."""
+    """One row of each program goes by packets, more with a barrier."""
     for module in ("weft.ops.peer_buffers", "weft.ops.triton.all_reduce", "weft.ops.triton.all_reduce_packed"):
         monkeypatch.setattr(f"{module}.MAX_PROGRAMS", NUM_PROGRAMS)
     monkeypatch.setattr("weft.ops.triton.all_reduce._TILE_VALUES", 4 * 64)  # tiles of four rows

@@ -20,14 +20,14 @@ class PeerBuffers:
 
     One rank's buffer holds flags, then rows::
 
-        flags   [size, MAX_PROGRAMS] int32       flags[r, p]: the last exchange that program p of rank r announced here
+        flags   [size, MAX_PROGRAMS] int32       flags[r, p]: the last exchange that program p of rank r signalled here
         rows    [2, MAX_PROGRAMS, rows of a program, width]    of even and of odd exchanges
-        words   [2, size, MAX_PROGRAMS, bytes of a row / 4] int64    of even and of odd exchanges of few rows, see
+        packets [2, size, MAX_PROGRAMS, bytes of a row / 4] int64    of even and of odd exchanges of few rows, see
                 ``triton/all_reduce_packed.py``
 
     Attributes:
         addresses: ``[size]`` int64 on the device: where each rank's buffer is, as seen from here.
-        counters: ``[2, MAX_PROGRAMS]`` int32: exchanges of each program so far, by flags and by words.
+        counters: ``[2, MAX_PROGRAMS]`` int32: exchanges of each program so far, with a barrier and by packets.
         rank, size: place in the group.
         width: columns of a row.
         max_rows: rows for which there is room, above which the group's own all-reduce is to be used.
@@ -53,12 +53,12 @@ def rows_of_program(max_rows: int) -> int:
 
 def buffer_bytes(size: int, width: int, dtype: torch.dtype, max_rows: int) -> int:
     """Bytes of one rank's buffer."""
-    words = 2 * size * MAX_PROGRAMS * 2 * width * dtype.itemsize
-    return first_word_byte(size, width, dtype, max_rows) + words
+    packets = 2 * size * MAX_PROGRAMS * 2 * width * dtype.itemsize
+    return packets_offset(size, width, dtype, max_rows) + packets
 
 
-def first_word_byte(size: int, width: int, dtype: torch.dtype, max_rows: int) -> int:
-    """Where the words begin: aligned to 16 bytes."""
+def packets_offset(size: int, width: int, dtype: torch.dtype, max_rows: int) -> int:
+    """The byte at which the packets begin: aligned to 16."""
     rows = 2 * MAX_PROGRAMS * rows_of_program(max_rows) * width * dtype.itemsize
     return -(-(flag_bytes(size) + rows) // 16) * 16
 

@@ -5,15 +5,15 @@ Job: ``all_reduce_rms_norm`` on GPUs. Owns: the protocol between the ranks' prog
 Program p of every rank exchanges its rows with program p of the others, and with nobody else:
 
 1. write the rows to this rank's buffer, in the half that belongs to this exchange (halves alternate);
-2. announce: set this program's flag on every other rank to the number of the exchange (release, system scope);
-3. wait until all other ranks have announced it here (acquire, system scope);
+2. signal: set this program's flag on every other rank to the number of the exchange (release, system scope);
+3. wait until all other ranks have signalled here (acquire, system scope);
 4. read everybody's rows, sum, add, normalise.
 
 One barrier is enough. A rank overwrites a half two exchanges later. By then it has seen every peer's flag of the
 exchange between, and a peer sets that flag only after its launch before has ended, with all its reads.
 
 Early launch stays correct across the barrier. Every program waits for the kernels before it prior to anything else, so
-what it announces is complete, and the launch before has ended here. Kernels after this one are released at once; they
+what it signals is complete, and the launch before has ended here. Kernels after this one are released at once; they
 wait in turn until this grid has ended. Released early they take room on the multiprocessors while programs here spin,
 but a release counts only when every program of this grid has started: nothing that waits for this grid can keep a part
 of it from starting. And the grid has at most ``MAX_PROGRAMS`` programs, which all run at the same time, so no program
@@ -48,11 +48,11 @@ def _rows(addresses, rank, FLAG_BYTES: tl.constexpr, element: tl.constexpr):
 
 
 @triton.jit
-def _meet(
+def _barrier(
     addresses, number, RANK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, PROGRAMS: tl.constexpr,
     MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
 ):  # fmt: skip
-    """Announce ``number`` to this program on every other rank, and wait until all of them have announced it here.
+    """Signal ``number`` to this program on every other rank, and wait until all of them have signalled it here.
 
     Each rank's flag has a thread of its own, so that the ways to all ranks are taken at the same time.
     """
@@ -61,7 +61,7 @@ def _meet(
     theirs = tl.load(addresses + ranks, mask=ranks < SIZE, other=0).to(tl.pointer_type(tl.int32))
     ours = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + ranks * PROGRAMS + tl.program_id(0)
     numbers = tl.zeros([LANES], dtype=tl.int32) + number
-    tl.debug_barrier()  # every thread's rows are written before they are announced
+    tl.debug_barrier()  # every thread's rows are written before the signal
     tl.atomic_xchg(theirs + RANK * PROGRAMS + tl.program_id(0), numbers, mask=others, sem="release", scope="sys")
     polls = 0
     behind = -1
@@ -164,7 +164,7 @@ def _all_reduce_norm_kernel(
     else:
         for tile in range(num_tiles):
             _share(tile, x, here, num_rows, stride_x, WIDTH, BLOCK, TILE, ALIGNED)
-    _meet(addresses, exchange, RANK, SIZE, LANES, PROGRAMS, MOST_POLLS, EARLY)
+    _barrier(addresses, exchange, RANK, SIZE, LANES, PROGRAMS, MOST_POLLS, EARLY)
     scale = _scale(weight, WIDTH, BLOCK, ZERO_CENTERED)
     if SINGLE:
         rounded = _sum(

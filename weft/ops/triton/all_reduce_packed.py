@@ -1,15 +1,15 @@
 """All-reduce of few rows over peer memory without a barrier, with residual addition and RMSNorm.
 
-Job: ``all_reduce_rms_norm`` on GPUs for up to ``MAX_PROGRAMS`` rows. Owns: the packed words. Does not know: layers,
-groups.
+Job: ``all_reduce_rms_norm`` on GPUs for up to ``MAX_PROGRAMS`` rows. Owns: the packets. Does not know: layers, groups.
 
-Every rank writes its rows straight into every rank's memory, as words of 8 bytes: 4 bytes of a row, and the number of
-the exchange. A word arrives whole, so a reader that sees the number has the bytes, without a flag, a fence or a way
-back: a sum takes one way over NVLink instead of three. Twice the bytes are moved, so it is for few rows.
+The low-latency protocol (LL) of NCCL: every rank writes its rows straight into every rank's memory, as packets of 8
+bytes: 4 bytes of data, and a flag of 4 bytes, which is the number of the exchange. A packet arrives whole, so a reader
+that sees the flag has the data, without a barrier: a sum takes one way over NVLink instead of three. Twice the bytes
+are moved, so it is for few rows.
 
 Program p of every rank exchanges row p with program p of the others. Halves of the memory alternate as in
 ``all_reduce.py``, and for the same reason one exchange cannot overwrite what a peer still reads: a rank writes a half
-again two exchanges later, when it has seen every peer's words of the exchange between, which a peer sends only after
+again two exchanges later, when it has seen every peer's packets of the exchange between, which a peer sends only after
 its launch before has ended. What is said there of early launches holds here as well.
 """
 
@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, first_word_byte
+from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, packets_offset
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 _MOST_BYTES, _MOST_BYTES_OF_TWO = 128 * 2**10, 512 * 2**10
-"""Of a message: with four ranks words were faster than flags up to there, with two up to ``MAX_PROGRAMS`` rows of
+"""Of a message: with four ranks packets were faster than a barrier up to there, with two up to ``MAX_PROGRAMS`` rows of
 4 KiB, which is all that there is room for; other numbers of ranks were not measured."""
 
 _MOST_POLLS = 1 << 26
@@ -57,17 +57,17 @@ def _pack(first, second, element: tl.constexpr):
 
 
 @triton.jit
-def _words(addresses, rank, FIRST_BYTE: tl.constexpr):
-    """Where rank ``rank`` keeps its words."""
-    return tl.multiple_of((tl.load(addresses + rank) + FIRST_BYTE).to(tl.pointer_type(tl.int64)), 16)
+def _packets(addresses, rank, OFFSET: tl.constexpr):
+    """Where rank ``rank`` receives packets."""
+    return tl.multiple_of((tl.load(addresses + rank) + OFFSET).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def _receive(
-    area, number, inside, LANES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    area, flag, inside, LANES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     MOST_POLLS: tl.constexpr, TRAP: tl.constexpr,
 ):  # fmt: skip
-    """Every rank's words, ``[LANES, BLOCK]`` int64, once all of them have come."""
+    """Every rank's packets, ``[LANES, BLOCK]`` int64, once all of them have come."""
     lanes = tl.arange(0, LANES)[:, None]
     wanted = inside[None, :] & (lanes < SIZE)
     places = area + lanes * STRIDE + tl.arange(0, BLOCK)[None, :]
@@ -76,7 +76,7 @@ def _receive(
     packed = tl.zeros([LANES, BLOCK], dtype=tl.int64)
     while (missing > 0) & (polls < MOST_POLLS):
         packed = tl.load(places, mask=wanted, other=0, volatile=True)
-        late = wanted & ((packed >> 32).to(tl.int32) != number)
+        late = wanted & ((packed >> 32).to(tl.int32) != flag)
         missing = tl.max(tl.max(late.to(tl.int32), 1), 0)
         polls += 1
     if TRAP:  # noqa: SIM102 (known to the compiler)
@@ -91,7 +91,7 @@ def _receive(
 def _packed_all_reduce_kernel(
     x, residual, weight, y, total, addresses, counters, eps, stride_x, stride_residual,
     RANK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, FIRST_BYTE: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, OFFSET: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row. ``stride_x`` and ``stride_residual`` count words."""
@@ -103,28 +103,20 @@ def _packed_all_reduce_kernel(
     word = tl.pointer_type(tl.int32)
     mine = tl.load(x.to(word) + row * stride_x + columns, mask=inside, other=0)
     counter = counters + PROGRAMS + row
-    number = tl.load(counter) + 1
-    half = ((number & 1) * (SIZE * PROGRAMS) + row) * WORDS  # of rank 0's rows; those of the next rank PROGRAMS later
-    packed = (number.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
+    flag = tl.load(counter) + 1
+    half = ((flag & 1) * (SIZE * PROGRAMS) + row) * WORDS  # of rank 0's rows; those of the next rank PROGRAMS later
+    packed = (flag.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(SIZE):
-        area = _words(addresses, peer, FIRST_BYTE)
+        area = _packets(addresses, peer, OFFSET)
         tl.store(area + half + RANK * (PROGRAMS * WORDS) + columns, packed, mask=inside)
     added = tl.zeros([BLOCK], dtype=tl.int32)
     if RESIDUAL:
         added = tl.load(residual.to(word) + row * stride_residual + columns, mask=inside, other=0)
     scale_first, scale_second = _unpack(tl.load(weight.to(word) + columns, mask=inside, other=0), element)
     packed = _receive(
-        _words(addresses, RANK, FIRST_BYTE) + half,
-        number,
-        inside,
-        LANES,
-        SIZE,
-        BLOCK,
-        PROGRAMS * WORDS,
-        MOST_POLLS,
-        EARLY,
+        _packets(addresses, RANK, OFFSET) + half, flag, inside, LANES, SIZE, BLOCK, PROGRAMS * WORDS, MOST_POLLS, EARLY
     )
-    tl.store(counter, number)
+    tl.store(counter, flag)
     first, second = _unpack(packed.to(tl.int32), element)
     more_first, more_second = _unpack(added, element)
     sums = _pack(tl.sum(first, 0) + more_first, tl.sum(second, 0) + more_second, element)
@@ -152,7 +144,7 @@ def packed_all_reduce_rms_norm(
         x, other, weight, y, total, peers.addresses, peers.counters, eps,
         x.stride(0) // per_word, other.stride(0) // per_word,
         RANK=peers.rank, SIZE=peers.size, LANES=lanes, WIDTH=width, WORDS=words, BLOCK=block,
-        FIRST_BYTE=first_word_byte(peers.size, width, x.dtype, peers.max_rows), PROGRAMS=MAX_PROGRAMS,
+        OFFSET=packets_offset(peers.size, width, x.dtype, peers.max_rows), PROGRAMS=MAX_PROGRAMS,
         RESIDUAL=residual is not None, ZERO_CENTERED=zero_centered, MOST_POLLS=_MOST_POLLS,
         num_warps=max(1, min(8, block * lanes // 256)), **early_launch(x.device),
     )  # fmt: skip
