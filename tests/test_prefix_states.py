@@ -20,7 +20,7 @@ from tests.ops.oracles import make_batch
 from tests.tiny import make_checkpoint
 from weft import LLM, SamplingParams
 from weft.cache.nodes import Node
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import LayerCache
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d

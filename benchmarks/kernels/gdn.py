@@ -25,7 +25,8 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, error, time_us
 from weft import report
-from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.gated_delta_rule import gdn_gates_reference
 from weft.ops.gdn_decode import gdn_decode_reference

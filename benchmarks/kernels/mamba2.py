@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, L2_BYTES, ON_GPU, error, time_us, write_json
-from weft.config.linear_attention import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.mamba2 import Mamba2Config
 from weft.ops.linear_attention import chunk_linear_attention_reference
 from weft.ops.mamba2 import mamba2_decode_reference, mamba2_gates_reference

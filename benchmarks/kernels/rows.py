@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.kernels.gdn import make_batch
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.ops.causal_conv1d import causal_conv1d_reference
 from weft.ops.qk_norm_rope import qk_norm_rope_reference
 from weft.ops.triton import causal_conv1d as conv

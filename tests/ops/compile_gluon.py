@@ -20,7 +20,8 @@ import triton
 from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
-from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.ops.triton import early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.oracles import make_batch, naive_conv1d
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.ops import causal_conv1d as op
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d_update_reference

@@ -16,7 +16,7 @@ import triton.language as tl
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.interpreter import DEVICE
 from tests.ops.test_triton_gdn import close, mixed_batch, poisoned, rule_inputs
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.ops.backend import Backend
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule
 from weft.ops.triton import delta_scan_hopper, gated_delta_rule, kda

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
 from tests.ops.test_triton_gdn import ON_GPU, close, on_device
-from weft.config.short_conv import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend
 from weft.ops.short_conv import short_conv, short_conv_decode

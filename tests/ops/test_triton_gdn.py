@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from tests.ops.oracles import make_batch
-from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend
 from weft.ops.causal_conv1d import causal_conv1d

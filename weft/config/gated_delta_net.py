@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
 from weft.errors import ConfigError
-
-CHUNK_SIZE = 64
-"""Longest chunk of the chunked gated delta rule, in tokens."""
 
 L2_EPS = 1e-6
 """Under the root of the norm of a query or key."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.attention import read_head_dim
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
-from weft.config.linear_attention import CHUNK_SIZE
 from weft.config.sharding import divide
 
 NORM_EPS = 1e-6

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.config.sharding import divide
-
-CHUNK_SIZE = 64
-"""Tokens between the states that a prefill can store without an extra boundary."""
 
 
 @dataclass(frozen=True, slots=True)

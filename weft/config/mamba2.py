@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
-from weft.config.linear_attention import CHUNK_SIZE
 from weft.config.sharding import divide
 from weft.errors import ConfigError, UnsupportedModelError
 

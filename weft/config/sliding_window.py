@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.config.attention import AttentionConfig
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.json_object import JsonObject
 from weft.config.layer_spec import CacheDtypes, CacheTensor, LayerSpec
 from weft.errors import ConfigError
-
-CHUNK_SIZE = 64
-"""Tokens between the windows that a prefill can store without an extra boundary."""
 
 
 @dataclass(frozen=True, slots=True)

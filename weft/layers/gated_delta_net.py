@@ -15,7 +15,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from weft.config.gated_delta_net import CHUNK_SIZE, GatedDeltaNetConfig
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
 from weft.forward_context import Batch, LayerCache, get_forward_context

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.kimi import KimiDeltaConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide

@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from weft.config.mamba import CHUNK_SIZE, MambaConfig
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.mamba import MambaConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
 from weft.config.short_conv import ShortConvConfig

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from weft.config.linear_attention import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.mamba2 import Mamba2Config
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
-from weft.config.short_conv import CHUNK_SIZE, ShortConvConfig
+from weft.config.short_conv import ShortConvConfig
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext

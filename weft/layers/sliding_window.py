@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.config.chunks import CHUNK_SIZE
 from weft.config.model import ModelConfig
-from weft.config.sliding_window import CHUNK_SIZE, SlidingWindowConfig
+from weft.config.sliding_window import SlidingWindowConfig
 from weft.forward_context import LogitsRows, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.attention import Attention

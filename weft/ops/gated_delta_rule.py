@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.config.gated_delta_net import CHUNK_SIZE, L2_EPS
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import L2_EPS
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import ChunkWalk

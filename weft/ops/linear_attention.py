@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.config.linear_attention import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import ChunkWalk

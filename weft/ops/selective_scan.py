@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.config.mamba import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import ChunkWalk

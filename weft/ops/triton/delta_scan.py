@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA, find_chunks, metadata, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.config.gated_delta_net import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter

@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.gated_delta_net import CHUNK_SIZE, L2_EPS
+from weft.config.chunks import CHUNK_SIZE
+from weft.config.gated_delta_net import L2_EPS
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, check_rows
 from weft.ops.triton.delta_scan import VECTORS, Tile, scan_chunks

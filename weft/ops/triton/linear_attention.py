@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.linear_attention import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, check_rows, find_chunks, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter

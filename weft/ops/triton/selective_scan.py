@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.config.mamba import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter, release, wait

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from weft.config.mamba import CHUNK_SIZE
+from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
