@@ -23,6 +23,10 @@ MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 10.0
 """For a whole head, from the connection or the first byte on."""
 
+LINGER_S = 30.0
+"""For what still comes of a request that is answered. It is read and dropped: a connection that is closed while bytes
+come is reset, and with it goes an answer that was not read yet."""
+
 _SPARE = 64
 """Descriptors for everything but connections: the log, the engine's sockets, files."""
 
@@ -59,11 +63,12 @@ def protocol_class(max_connections: int, state_paths: Collection[str]) -> type[H
 class HeadWithBody:
     """The transport of one response: its head waits for the first bytes of the body, since each write is a system call.
 
-    uvicorn writes the head at once and the body next, which handlers send right behind it.
+    uvicorn writes the head at once and the body next, which handlers send right behind it. ``close`` closes the
+    connection, or has the rest of the request dropped before.
     """
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self._close = transport, close
         self._head: bytes | None = None
         self.write: Callable[[bytes], None] = self._write_first
 
@@ -83,7 +88,7 @@ class HeadWithBody:
 
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        self._close()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
@@ -117,7 +122,9 @@ class LimitedProtocol(HttpToolsProtocol):
     _field_bytes = 0  # of what was read of it
     _is_refused = False
     _is_crowded = False
+    _is_in_body = False
     _timer: asyncio.TimerHandle | None = None
+    _lingering: asyncio.TimerHandle | None = None
     _when_lost: Callable[[], None] | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -130,6 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._disarm()
+        self._stop_lingering()
         super().connection_lost(error)
         self._lost()
 
@@ -153,6 +161,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _linger(self) -> None:
+        self._unset_keepalive_if_required()
+        if self._lingering is None:
+            self._lingering = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+
+    def _close(self) -> None:
+        """Nothing more is said; the other end is heard until it closes too, or ``LINGER_S`` have passed."""
+        if not self._is_in_body or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._is_refused = True
+        self.transport.write_eof()
+        self._linger()
+
     def _too_slow(self) -> None:
         self._timer = None
         if not self.transport.is_closing():
@@ -171,7 +198,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and not self._is_in_body and not self.transport.is_closing()
 
     def on_message_begin(self) -> None:
         self._field_bytes = 0
@@ -189,7 +217,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._disarm()
-        self._raw_bytes = 0
+        self._raw_bytes, self._is_in_body = 0, True
         if self._field_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         elif self._is_crowded and self.url.partition(b"?")[0].decode("latin-1") not in self.paths:
@@ -199,7 +227,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             self.scope["weft.chunks"] = ChunkWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
             if self.scope["method"] != "HEAD":  # the answer to it has no body that its head could go with
-                self.cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
+                self.cycle.transport = HeadWithBody(self.transport, self._close)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -207,10 +235,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._is_refused:
+            self._is_in_body = False
+            self._stop_lingering()
             self.scope["weft.is_complete"] = True  # type: ignore[typeddict-unknown-key]  # for ``read_body``
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_body and not self.transport.is_closing():
+            self._linger()
+
     def _refuse_head(self) -> None:
+        self._is_in_body = True  # whatever still comes is dropped like a body
         self._refuse(431, f"the head of the request is larger than this server takes: {MAX_HEAD_BYTES:,} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
@@ -223,4 +259,7 @@ class LimitedProtocol(HttpToolsProtocol):
         retry = "Retry-After: 1\r\n" if status == 503 else ""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(f"{head}{retry}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            if status == 431:
+                self._close()
+                return
         self.transport.close()
