@@ -362,6 +362,7 @@ def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
     forgotten: list[int] = []
     started: list[ApiProcess] = []
     victim, other = servers._members = [ApiProcess(index, cast(Any, None), is_serving=True) for index in range(2)]
+    victim.restarts.ready()
     victim.open, other.open = {"a/1", "b/3"}, {"c/2"}
     servers._owners = {"a/1": victim, "b/3": victim, "c/2": other}
     servers._supervisor = cast(Any, SimpleNamespace(send=sent.append))
@@ -371,3 +372,8 @@ def test_the_engine_hears_of_the_death_of_an_api_process() -> None:
     servers._ended(victim, -9)
     assert sent == [wire.FinishRequests(["a/1", "b/3"])] and forgotten == [0] and started == [victim]
     assert servers._owners == {"c/2": other} and not victim.open
+    gave_up: list[wire.Failed] = []
+    servers._give_up = gave_up.append  # type: ignore[method-assign]
+    for _ in range(3):
+        servers._ended(victim, -9)
+    assert started == [victim] * 3 and "so often" in gave_up[0].message

@@ -35,7 +35,7 @@ ENGINE_MODULE = "weft.engine.process"
 
 MAX_RESTARTS_IN_A_ROW = 3
 STABLE_AFTER_S = 60.0
-"""An engine that was ready for so long counts as good: its restarts are counted anew."""
+"""A process that was ready for so long counts as good: its restarts are counted anew."""
 
 _FAILURE_TIMEOUT_S = 5.0
 """How long the message of an engine that has failed may be on its way, on a machine that is busy."""
@@ -69,18 +69,18 @@ class EngineCommand:
 
 @dataclass(slots=True)
 class Restarts:
-    """Whether an engine is started again when its process has died. ``num``: how often it was."""
+    """Whether a process is started again when it has died. ``num``: how often it was."""
 
     num: int = 0
     num_in_a_row: int = 0
     ready_at: float | None = None
 
     def ready(self) -> None:
-        """Its process can take requests."""
+        """It can take requests."""
         self.ready_at = time.monotonic()
 
     def allowed(self) -> bool:
-        """Its process has died. True: another one is to be started, and counts; not where none was ever ready."""
+        """It has died. True: another one is to be started, and counts; not where none was ever ready."""
         if self.ready_at is not None and time.monotonic() - self.ready_at > STABLE_AFTER_S:
             self.num_in_a_row = 0
         was_ready, self.ready_at = self.ready_at is not None or self.num > 0, None

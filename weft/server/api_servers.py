@@ -24,7 +24,7 @@ from mmap import mmap
 import msgspec
 
 from weft.engine import wire
-from weft.engine.launcher import GRACE_S, MAX_RESTARTS_IN_A_ROW, STABLE_AFTER_S
+from weft.engine.launcher import GRACE_S, Restarts
 from weft.engine.supervisor import EngineSupervisor, describe_end
 from weft.request import RequestSpec
 from weft.server import api_link as link
@@ -56,9 +56,7 @@ class ApiProcess:
     frames: link.Frames | None = None
     open: set[str] = field(default_factory=set)
     is_serving: bool = False
-    started_at: float = 0.0
-    num_starts: int = 0
-    restarts_in_a_row: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
 
     def send(self, message: link.ToApi) -> None:
         if self.frames is not None:
@@ -144,13 +142,11 @@ class ApiServers:
     def _start(self, member: ApiProcess) -> None:
         ours, theirs = socket.socketpair()
         descriptors = (member.listener.fileno(), theirs.fileno(), self._counts_fd)
-        first_number = member.index + member.num_starts * _NUMBERS * len(self._members)
-        is_another = member.num_starts > 0
+        num_restarts = member.restarts.num
+        first_number = member.index + num_restarts * _NUMBERS * len(self._members)
         start = link.ApiStart(
-            self._settings, member.index, first_number, os.getpid(), *descriptors, is_another, self._verbose
+            self._settings, member.index, first_number, os.getpid(), *descriptors, num_restarts > 0, self._verbose
         )
-        member.num_starts += 1
-        member.started_at = time.monotonic()
         process = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=descriptors)
         theirs.close()
         assert process.stdin is not None
@@ -175,7 +171,7 @@ class ApiServers:
 
     def _ended(self, member: ApiProcess, status: int) -> None:
         """An API process is gone: the engine need not work for it any more."""
-        was_serving, member.is_serving, member.process = member.is_serving, False, None
+        member.is_serving, member.process = False, None
         if member.frames is not None:
             member.frames.close()
             member.frames = None
@@ -189,13 +185,10 @@ class ApiServers:
             return
         if lost:
             self._supervisor.send(wire.FinishRequests(lost))
-        if time.monotonic() - member.started_at > STABLE_AFTER_S:
-            member.restarts_in_a_row = 0
         message = f"API process {member.index} ended unexpectedly ({describe_end(status)})"
-        if member.restarts_in_a_row == MAX_RESTARTS_IN_A_ROW or not (was_serving or member.restarts_in_a_row):
+        if not member.restarts.allowed():
             self._give_up(wire.Failed(f"{message}, so often that no other one is started"))
             return
-        member.restarts_in_a_row += 1
         logger.error("%s, and %d open completions with it; another one is started", message, len(lost))
         self._start(member)
 
@@ -302,6 +295,7 @@ class ApiServers:
 
     def _begins(self, member: ApiProcess) -> None:
         member.is_serving = True
+        member.restarts.ready()
         if self._has_opened:
             member.send(link.Open())
         elif all(m.is_serving for m in self._members) and self._ready is not None:
