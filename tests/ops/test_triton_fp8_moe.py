@@ -105,6 +105,18 @@ def test_experts_of_awkward_widths(num_tokens: int, scheme: str) -> None:
     check_moe((num_tokens, 4, 2, 200, 72), scheme, torch.float32, 1)
 
 
+@pytest.mark.parametrize("num_tokens", [2, 9], ids=["single", "grouped"])
+@pytest.mark.parametrize("name", ["gate_up_input_scale", "down_input_scale"])
+def test_each_product_has_input_scales_of_its_own(num_tokens: int, name: str) -> None:
+    """One for all inputs is given for one product alone; the other finds those of its rows."""
+    (weights, ids), x = routing(num_tokens, 4, 2, 0), torch.randn(num_tokens, 128, device=DEVICE)
+    given = (x, *fp8_matrix(256, 128, 0, 4), *fp8_matrix(128, 128, 0, 4), weights, ids)
+    scale = {name: torch.tensor([0.02], device=DEVICE)}
+    want = fp8_fused_moe(*given, block=0, **scale, backend=Backend.TORCH)
+    error = (fp8_fused_moe_triton(*given, block=0, **scale) - want).norm()
+    assert error <= ROUNDED_TWICE[torch.float32] * want.norm()
+
+
 def test_single_pairs_of_many_groups() -> None:
     """More groups of inputs than a tensor core has rows; tiles over the boundary of two blocks of scales."""
     tiles = SINGLE if ON_GPU else Tiles(Tile(1, 64, 128, 4, 3), Tile(1, 128, 128, 4, 2))

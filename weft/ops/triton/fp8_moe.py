@@ -37,7 +37,8 @@ _TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
 
 class Fixed(NamedTuple):
-    """What both products are compiled for; ``quantized``: hidden values are stored in e4m3. See ``fp8_fused_moe``."""
+    """What a product is compiled for; ``static``: its inputs have one scale, which is given; ``quantized``: hidden
+    values are stored in e4m3. See ``fp8_fused_moe``."""
 
     hidden: int
     width: int
@@ -48,13 +49,9 @@ class Fixed(NamedTuple):
 
 
 @triton.jit
-def _column_scales(scale_rows, columns, in_width, step, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr):
-    """Scales of some weight rows and one step: ``[1]`` where they share one, else one each."""
-    if ONE:
-        scales = tl.load(scale_rows + tl.min(columns, 0) // BLOCK * GROUPS + step + tl.zeros([1], dtype=tl.int32))
-    else:
-        scales = tl.load(scale_rows + columns // BLOCK * GROUPS + step, mask=in_width, other=0.0)
-    return scales
+def _block_scale(scale_rows, columns, step, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """``[1]``: the scale of some weight rows, which lie in one block, and one step."""
+    return tl.load(scale_rows + tl.min(columns, 0) // BLOCK * GROUPS + step + tl.zeros([1], dtype=tl.int32))
 
 
 @triton.jit
@@ -106,9 +103,8 @@ def _up_tile(
             gate_scales = gate_up_scale + expert.to(tl.int64) * (2 * WIDTH // BLOCK * GROUPS)
             up_scales = gate_scales + WIDTH // BLOCK * GROUPS
             step = start // 128
-            ONE: tl.constexpr = COLUMNS <= BLOCK
-            of_gate = _column_scales(gate_scales, columns, in_width, step, GROUPS, BLOCK, ONE)
-            of_up = _column_scales(up_scales, columns, in_width, step, GROUPS, BLOCK, ONE)
+            of_gate = _block_scale(gate_scales, columns, step, GROUPS, BLOCK)
+            of_up = _block_scale(up_scales, columns, step, GROUPS, BLOCK)
             gate_sums *= of_inputs[:, None] * of_gate[None, :]
             up_sums *= of_inputs[:, None] * of_up[None, :]
         gate += gate_sums
@@ -187,9 +183,7 @@ def _down_tile(
         sums = tl.dot(a, tl.trans(load_tile(down_rows, k, in_hidden, WIDTH, 128, HIDDEN % COLUMNS == 0)))
         if BLOCK:
             scale_rows = down_scale + expert.to(tl.int64) * (tl.cdiv(HIDDEN, BLOCK) * GROUPS)
-            of_weights = _column_scales(
-                scale_rows, columns, in_hidden, start // 128, GROUPS, BLOCK, COLUMNS <= BLOCK
-            )  # fmt: skip
+            of_weights = _block_scale(scale_rows, columns, start // 128, GROUPS, BLOCK)
             sums *= of_inputs[:, None] * of_weights[None, :]
         acc += sums
     if not BLOCK:
@@ -294,7 +288,7 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Ti
     """The same, by blocks of pairs of one expert."""
     num_experts, hidden_size, width = down[0].shape
     inputs = prepare_pass(x, up[2], block=block)
-    (values, scales), static = inputs.outputs, up[2] is not None
+    values, scales = inputs.outputs
     grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows, inputs)
     quantize = block > 0 and tiles.up.columns % block == 0
     hidden = torch.empty((ids.numel(), width), dtype=E4M3 if quantize else x.dtype, device=x.device)
@@ -302,8 +296,9 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Ti
     if quantize:
         hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
     out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    fixed = Fixed(hidden_size, width, ids.shape[1], block, static, quantize)
+    fixed = Fixed(hidden_size, width, ids.shape[1], block, up[2] is not None, quantize)
     tile = tiles.up
+    assert block % tile.columns == block % tiles.down.columns == 0, "a tile's columns share one scale"
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
         values, scales, *up[:2], hidden, hidden_scale, ids, *grouping, scales.stride(-1),
         FIXED=fixed, DTYPE=_TYPES[x.dtype], ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
@@ -312,8 +307,8 @@ def _grouped_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Ti
     tile = tiles.down
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
         hidden, hidden_scale, *down[:2], out, ids, *grouping,
-        FIXED=fixed, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
-        **early_launch(ids.device),
+        FIXED=fixed._replace(static=down[2] is not None), ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return out
 
