@@ -31,7 +31,7 @@ from weft.forward_context import Batch
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule_reference
 from weft.ops.kda import kda_decode_reference, kda_gates_reference
 from weft.ops.triton import kda
-from weft.ops.triton.delta_scan import Tile
+from weft.ops.triton.chunk_scan import Tile
 from weft.ops.triton.gdn_decode import Shape
 from weft.ops.triton.kda import chunk_kda_triton, kda_gates_triton
 from weft.ops.triton.kda_decode import kda_decode_triton

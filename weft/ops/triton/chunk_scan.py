@@ -1,12 +1,24 @@
-"""What programs that walk through the chunks of a sequence share: which chunks those are, and the state before them."""
+"""What programs that walk through the chunks of a sequence share: their shape, which chunks those are, and the state
+before them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
+
+
+class Tile(NamedTuple):
+    """Columns of the state per program, warps, pipeline stages."""
+
+    block_v: int
+    warps: int
+    stages: int
+
 
 METADATA = [
     "chunk_seq", "chunk_start", "chunk_length", "checkpoint_slot", "first_chunk", "cu_seqlens_q", "seq_lens",

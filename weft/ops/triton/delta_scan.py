@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.triton.chunk_scan import METADATA, find_chunks, metadata, read_state, store_checkpoint
+from weft.ops.triton.chunk_scan import METADATA, Tile, find_chunks, metadata, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
@@ -26,14 +26,6 @@ if GLUON_IS_KNOWN:
 
 VECTORS = tl.constexpr(8)
 """Of a chunk and head, where decays are by head. Six are used; the copy engine takes powers of two."""
-
-
-class Tile(NamedTuple):
-    """Columns of the state per program, warps, pipeline stages."""
-
-    block_v: int
-    warps: int
-    stages: int
 
 
 class Fixed(NamedTuple):

@@ -37,8 +37,8 @@ from torch import Tensor
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import L2_EPS
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.triton.chunk_scan import METADATA, check_rows
-from weft.ops.triton.delta_scan import Tile, scan_chunks
+from weft.ops.triton.chunk_scan import METADATA, Tile, check_rows
+from weft.ops.triton.delta_scan import scan_chunks
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E, sigmoid, softplus
 from weft.ops.triton.launch import jit

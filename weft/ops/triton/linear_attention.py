@@ -27,20 +27,20 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
-from weft.ops.triton.chunk_scan import METADATA, check_rows, find_chunks, read_state, store_checkpoint
+from weft.ops.triton.chunk_scan import (
+    METADATA,
+    Tile,
+    check_rows,
+    find_chunks,
+    metadata,
+    read_state,
+    store_checkpoint,
+)
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv, next_power_of_2, precision
 
 _VECTORS = tl.constexpr(4)
-
-
-class Tile(NamedTuple):
-    """The scan's shape: columns of the state per program, warps, pipeline stages."""
-
-    block_v: int
-    warps: int
-    stages: int
 
 
 class Fixed(NamedTuple):
@@ -237,9 +237,7 @@ def chunk_linear_attention_triton(
     prepared = _prepare(q, k, g, beta, skip, chunks, fixed)
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
         q, k, v, out, state, *prepared,
-        chunks.seq, chunks.start, chunks.length, chunks.checkpoint_slot, chunks.first,
-        batch.cu_seqlens_q, batch.seq_lens, batch.state_slots,
-        num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
+        *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, q.stride(0), k.stride(0), v.stride(0),
         FIXED=fixed, CHUNK=CHUNK_SIZE, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
     )  # fmt: skip
     return out
