@@ -26,6 +26,7 @@ from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.ops.triton import early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
+from weft.ops.triton.gdn_decode_gluon import launch_decode_states
 from weft.ops.triton.gdn_verify_gluon import launch_verify_states
 from weft.ops.triton.launch import launches_handled
 from weft.ops.triton.selective_scan_gluon import launch_selective_scan
@@ -84,6 +85,13 @@ def launch_verify() -> None:
     launch_verify_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, geometry)
 
 
+def launch_decode() -> None:
+    """One token of each of 64 sequences of Qwen3-Next."""
+    geometry, slots = GatedDeltaNetConfig(16, 32, 128, 128, 4), torch.zeros(64, 1, dtype=torch.int32)
+    vectors, out = torch.zeros(64, 16, 1, 6 * 128 + 4), torch.zeros(64, 4096, dtype=torch.bfloat16)
+    launch_decode_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, geometry)
+
+
 def usage(kernel: Any) -> dict[str, int]:
     """Registers and stack per thread, shared memory per program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -113,6 +121,7 @@ def main() -> None:
         launch_scan(4, per_channel=True)
         launch_selective(1)
         launch_verify()
+        launch_decode()
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 
 

@@ -25,8 +25,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from weft.ops.triton.early_launch import enter, release, wait
-from weft.ops.triton.gated_linear_hopper import exchange, pack
-from weft.ops.triton.hopper_tiles import hold
+from weft.ops.triton.gated_linear_hopper import exchange
+from weft.ops.triton.gdn_decode_gluon import unpack, update
+from weft.ops.triton.hopper_tiles import hold, pack
 
 PATIENCE_S = 20.0
 
@@ -146,6 +147,15 @@ def pack_pairs(first: Tensor, second: Tensor) -> Tensor:
     return torch.stack([first, second], dim=-1).bfloat16().view(torch.int32).squeeze(-1)
 
 
+def unpack_pairs(pairs: Tensor) -> tuple[Tensor, ...]:
+    return pairs.contiguous()[..., None].view(torch.bfloat16).float().unbind(-1)
+
+
+def update_pairs(pairs: Tensor, decay: Tensor, k: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    below, above = unpack_pairs(pairs)
+    return pack_pairs(below * decay + k * low, above * decay + k * high)
+
+
 class Product:
     """A matrix product under way."""
 
@@ -174,8 +184,9 @@ class Emulator:
             id(hopper.tma): SimpleNamespace(async_copy_global_to_shared=self._copy),
             id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
             id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
-            id(enter): lambda early: None, id(release): lambda early: None, id(wait): lambda early: None,
+            id(enter): lambda early: None, id(release): lambda early, most=0: None, id(wait): lambda early: None,
             id(hold): lambda x: x, id(exchange): lambda x: x, id(pack): pack_pairs,
+            id(unpack): unpack_pairs, id(update): update_pairs,
         }  # fmt: skip
 
     def handle(
@@ -280,10 +291,12 @@ class Emulator:
             int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
             program_id=lambda axis: torch.tensor(self.program[axis]), num_programs=lambda axis: self.grid[axis],
             load=load, store=store, where=where, minimum=tensors(torch.minimum), maximum=tensors(torch.maximum),
-            max=torch.amax, sum=lambda x, axis: x.sum(axis), exp=torch.exp, exp2=torch.exp2, abs=torch.abs,
-            rsqrt=torch.rsqrt, static_range=range, join=lambda a, b: torch.stack((a, b), -1),
+            max=torch.amax, sum=lambda x, axis: x.sum(axis),
+            reduce=lambda values, axis, add: tuple(x.sum(axis) for x in values), exp=torch.exp, exp2=torch.exp2,
+            abs=torch.abs, rsqrt=torch.rsqrt, static_range=range, join=lambda a, b: torch.stack((a, b), -1),
             arange=lambda begin, end, layout: torch.arange(begin, end),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             convert_layout=lambda x, layout: x, thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing,
             NVMMADistributedLayout=nothing, DotOperandLayout=nothing, allocate_shared_memory=self._allocate,
             warp_specialize=self._specialize, reshape=torch.reshape, permute=torch.permute,

@@ -21,7 +21,7 @@ CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_decode_kernel", "_step_kernel", "_gdn_decode_kernel",
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel",
-    "_verify_states_kernel", "_prefill_hopper_kernel",
+    "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {"_gated_hopper_kernel": "_produce"}

@@ -1,5 +1,5 @@
-"""The Gluon kernel of a verification by few sequences, emulated, against the reference. On a GPU test_triton_gdn.py
-runs it."""
+"""The Gluon kernels of a verification by few sequences and of a decode step, emulated, against the reference. On a GPU
+test_triton_gdn.py runs them."""
 
 # ruff: noqa: E402 (the imports need a version of Triton)
 from __future__ import annotations
@@ -21,7 +21,8 @@ from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.backend import Backend
 from weft.ops.gdn_decode import gdn_decode
 from weft.ops.gdn_verify import gdn_verify
-from weft.ops.triton import gdn_verify_gluon
+from weft.ops.triton import gdn_decode_gluon, gdn_verify_gluon
+from weft.ops.triton import gdn_verify as gdn_verify_kernels
 from weft.ops.triton.launch import launches_handled
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
@@ -48,6 +49,46 @@ def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     close(out / expected.std(), expected / expected.std(), torch.float32)
     close(state[1:], want[1][1:], torch.float32)
     assert torch.equal(state[[4, 7]], want[1][[4, 7]]), "untouched slots"
+
+
+def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches; the state after goes to a slot of its own, in place, or nowhere."""
+    geometry = GatedDeltaNetConfig(1, 2, 128, 128, 4)
+    projected = torch.randn(4, geometry.conv_dim + geometry.value_dim + 4).bfloat16()
+    projected[1] = torch.nan
+    weights: list[Any] = [torch.randn(geometry.conv_dim, 4), torch.tensor([-3.0, 1.0]), torch.tensor([-1.0, 1.0])]
+    weights += [torch.randn(128), 1e-6]
+    working = torch.tensor([1, 0, 2, 3], dtype=torch.int32)
+    slots = torch.tensor([[5], [0], [2], [0]], dtype=torch.int32)
+    conv, state = torch.randn(7, geometry.conv_dim, 3).bfloat16(), torch.randn(7, 2, 128, 128).bfloat16()
+    state[5] = torch.nan
+    reserved = state[0].clone()
+    want = conv.clone(), state.clone()
+    expected = gdn_verify(projected, *weights, *want, working, slots, geometry, backend=Backend.TORCH)
+    monkeypatch.setattr(gdn_decode_gluon, "is_hopper", lambda device: True)  # few rows are the other kernel's
+    assert gdn_decode_gluon.takes(state, torch.bfloat16) and not gdn_decode_gluon.takes(state.float(), torch.bfloat16)
+    launched: list[str] = []
+    emulator = Emulator()
+
+    def handle(kernel: Any, *launch: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        emulator.handle(kernel, *launch)
+
+    with launches_handled(handle):
+        out = gdn_verify(projected, *weights, conv, state, working, slots, geometry, backend=Backend.TRITON)
+    assert launched == ["_decode_states_kernel"]
+    assert (out[1] == 0).all(), "padding rows must be zero"
+    close(out / expected.std(), expected / expected.std(), torch.bfloat16)
+    close(state[1:], want[1][1:], torch.bfloat16)
+    assert torch.equal(state[[1, 3, 4, 6]], want[1][[1, 3, 4, 6]]), "untouched slots"
+    assert torch.equal(state[0], reserved), "nothing is kept of rows without a slot"
+    want = conv.clone(), state.clone()
+    expected = gdn_decode(projected, *weights, *want, working, geometry, backend=Backend.TORCH)
+    with launches_handled(handle):
+        out = gdn_decode(projected, *weights, conv, state, working, geometry, backend=Backend.TRITON)
+    assert len(launched) == 2
+    close(out / expected.std(), expected / expected.std(), torch.bfloat16)
+    close(state[1:], want[1][1:], torch.bfloat16)
 
 
 def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +130,15 @@ def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> N
     assert not gdn_verify_gluon.takes(state, few + 1)
     assert gdn_verify_gluon.takes(state.bfloat16(), 2 * few)
     assert not gdn_verify_gluon.takes(torch.empty(3, 2, 128, 64), few)
+
+
+def test_which_launch_takes_states_through_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 32 heads: one token of up to 4 rows by the kernel for few sequences, of more by that of decode steps."""
+    for gluon in (gdn_decode_gluon, gdn_verify_gluon):
+        monkeypatch.setattr(gluon, "is_hopper", lambda device: True)
+    half, full = (torch.empty(1, 32, 128, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    few, many = gdn_verify_gluon.launch_verify_states, gdn_decode_gluon.launch_decode_states
+    wanted = [(half, 4, 1, few), (half, 5, 1, many), (half, 300, 1, many), (half, 8, 3, few), (half, 9, 3, None),
+              (full, 2, 1, few), (full, 3, 1, None)]  # fmt: skip
+    for state, num_seqs, num_tokens, want in wanted:
+        assert gdn_verify_kernels._launch_of_states(state, torch.bfloat16, num_seqs, num_tokens) is want

@@ -174,7 +174,7 @@ def test_decode_step(
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
     ids=str,
 )
-@pytest.mark.parametrize(("kernel", "num_tokens"), [(2, 2), (4, 3), (4, 8)])
+@pytest.mark.parametrize(("kernel", "num_tokens"), [(2, 2), (4, 3), (4, 8)] + [(4, 1)] * ON_GPU)
 def test_verify_step(
     heads: tuple[int, int, int, int], dtype: torch.dtype, state_dtype: torch.dtype, kernel: int, num_tokens: int
 ) -> None:

@@ -101,7 +101,8 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
 
         attention.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
         delta_scan.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
-        gdn_verify.gluon.is_hopper = lambda device: True  # type: ignore[assignment]
+        gdn_verify.gdn_verify_gluon.is_hopper = lambda device: True  # type: ignore[assignment]
+        gdn_verify.gdn_decode_gluon.is_hopper = lambda device: True  # type: ignore[assignment]
         selective_scan.gluon.is_hopper = lambda device: True  # type: ignore[assignment]
         gated_linear_hopper.is_hopper = lambda device: True  # type: ignore[assignment]
     model_runner.resolve_backend = lambda requested, device: Backend.TRITON  # type: ignore[assignment]

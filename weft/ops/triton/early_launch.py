@@ -30,6 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _CAPABILITY = (9, 0)
 _MOST_PROGRAMS = tl.constexpr(1056)
 """Eight for each multiprocessor of an H200."""
+ALWAYS = tl.constexpr(1 << 30)
+"""A number of programs that no kernel has."""
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.ops.triton.early_launch import early_launch, release, wait
-from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper
+from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper, pack
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 
 _INNER = gl.constexpr(64)
@@ -99,14 +99,6 @@ def _produce(
                     x_desc, [row + part * 64, step * _INNER], ready.index(stage), x_tiles.index(stage * 4 + part)
                 )
             n += 1
-
-
-@gluon.jit
-def pack(first, second):
-    """Two float32 numbers as bfloat16 in one int32, the first one below."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """The decode step of Gated DeltaNet as one kernel.
 
-Job: ``gdn_decode`` on the GPU, one launch; few rows are verifications of one token (``gdn_verify.py``), two launches.
+Job: ``gdn_decode`` on the GPU, one launch; few rows, and states in bfloat16 on Hopper, are verifications of one token
+(``gdn_verify.py``), two launches.
 Owns: who reads and writes which convolution channels. Does not know: layers.
 
 A program serves one row and one *key* head with all value heads of its group. It alone reads and shifts the convolution
@@ -228,7 +229,7 @@ def gdn_decode_triton(
     ``shape`` overrides the choice of ``choose_shape`` (tests and measurements).
     """
     num_rows, g = projected.shape[0], geometry
-    if shape is None and out is None and serves_decodes(state, num_rows):
+    if shape is None and out is None and serves_decodes(state, projected.dtype, num_rows):
         weights = (conv_weight, A_log, dt_bias, norm_weight, eps)
         return gdn_verify_triton(projected, *weights, conv_state, state, state_slots, state_slots[:, None], geometry)
     assert projected.stride(1) == 1 and conv_weight.is_contiguous(), "projected rows and conv_weight must be dense"

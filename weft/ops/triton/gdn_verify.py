@@ -1,8 +1,8 @@
 """A few tokens of Gated DeltaNet per sequence, with the state after each, as one kernel.
 
-Job: ``gdn_verify`` on the GPU, one launch; for few sequences two, of which the second one is in
-``gdn_verify_gluon.py``. Owns: in which order a program walks tokens and tiles of the state. Does not
-know: layers.
+Job: ``gdn_verify`` on the GPU, one launch; two for few sequences and for one token of each, of which the second one is
+in ``gdn_verify_gluon.py`` or ``gdn_decode_gluon.py``. Owns: in which order a program walks tokens and tiles of the
+state. Does not know: layers.
 
 As in the decode kernel, a program serves one sequence and one key head with all value heads of its group. It computes
 queries, keys, values, gates and decays of all tokens first, all their loads before the first store, and leaves them in
@@ -15,6 +15,7 @@ Graph-safe: the grid is the padded number of sequences; sequences with slot 0 wr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -32,7 +33,7 @@ from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
 if GLUON_IS_KNOWN:
-    from weft.ops.triton import gdn_verify_gluon as gluon
+    from weft.ops.triton import gdn_decode_gluon, gdn_verify_gluon
 
 
 def choose_warps(state_size: int) -> int:
@@ -54,7 +55,7 @@ class Fixed(NamedTuple):
             ``GatedDeltaNetConfig``.
         block_k, block_v: powers of two that hold a state's rows and columns.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
-        has_states: the states are taken through the tokens here; else by the kernel of ``gdn_verify_gluon.py``.
+        has_states: the states are taken through the tokens here; else by a launch of its own.
     """
 
     num_tokens: int
@@ -105,10 +106,8 @@ def _gdn_verify_kernel(
     stride_row, eps, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One sequence and key head."""
-    if FIXED.has_states:
-        enter(EARLY, 0)
-    else:
-        enter(EARLY)  # the states are requested meanwhile
+    if not FIXED.has_states:
+        release(EARLY, ALWAYS)  # the states are requested meanwhile
     T: tl.constexpr = FIXED.num_tokens
     HK: tl.constexpr = FIXED.num_k_heads
     HV: tl.constexpr = FIXED.num_v_heads
@@ -131,6 +130,7 @@ def _gdn_verify_kernel(
     slot = tl.load(state_slots + i_seq).to(tl.int64)
     p_out = out + i_seq * T * VALUE_DIM + i_key_head * GROUP * V
     if slot == 0:
+        wait(EARLY)
         for t in range(T):
             tl.store(p_out + t * VALUE_DIM + o_g, tl.zeros([BLOCK_G], out.dtype.element_ty), mask=g_mask)
         return
@@ -148,6 +148,7 @@ def _gdn_verify_kernel(
     k_kept, k_taps = load_columns(p_conv, k_channels, k_mask, W - 1), load_columns(conv_weight, k_channels, k_mask, W)
     v_kept, v_taps = load_columns(p_conv, v_channels, g_mask, W - 1), load_columns(conv_weight, v_channels, g_mask, W)
     norm = tl.load(norm_weight + o_g % V, mask=g_mask, other=0.0).to(tl.float32)
+    wait(EARLY)  # what is loaded until here are weights, and states that no kernel of this step has written
     computed = ()
     states = ()
     for _ in tl.static_range(T):
@@ -193,9 +194,21 @@ def _gdn_verify_kernel(
             b_state = stored.to(tl.float32)
 
 
-def serves_decodes(state: Tensor, num_rows: int) -> bool:
-    """Whether one token of each of so few rows takes less time here than in the decode kernel (measured on an H200)."""
-    return num_rows > 0 and GLUON_IS_KNOWN and gluon.takes(state, 2 * num_rows)
+def _launch_of_states(
+    state: Tensor, out_dtype: torch.dtype, num_seqs: int, num_tokens: int
+) -> Callable[..., None] | None:
+    """The launch that takes states through the tokens, where one of its own takes less time (measured on an H200)."""
+    if not GLUON_IS_KNOWN:
+        return None
+    if gdn_verify_gluon.takes(state, num_seqs if num_tokens > 1 else 2 * num_seqs):
+        return gdn_verify_gluon.launch_verify_states
+    is_taken = num_tokens == 1 and gdn_decode_gluon.takes(state, out_dtype)
+    return gdn_decode_gluon.launch_decode_states if is_taken else None
+
+
+def serves_decodes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool:
+    """Whether one token of each row takes less time here than in the decode kernel."""
+    return num_rows > 0 and _launch_of_states(state, out_dtype, num_rows, 1) is not None
 
 
 def gdn_verify_triton(
@@ -226,17 +239,17 @@ def gdn_verify_triton(
     width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
     vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
     if num_seqs:
-        in_two = GLUON_IS_KNOWN and gluon.takes(state, num_seqs)
+        launch_states = _launch_of_states(state, out.dtype, num_seqs, num_tokens)
         block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
-            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), not in_two,
+            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), launch_states is None,
         )  # fmt: skip
         _gdn_verify_kernel[(g.num_k_heads, num_seqs)](
             projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
             projected.stride(0), eps,
             FIXED=fixed, num_warps=num_warps or choose_warps(block_k * block_v), **early_launch(projected.device),
         )  # fmt: skip
-        if in_two:
-            gluon.launch_verify_states(vectors, state, state_slots, slots, out, eps, g)
+        if launch_states is not None:
+            launch_states(vectors, state, state_slots, slots, out, eps, g)
     return out

@@ -80,6 +80,14 @@ def hold(x):
 
 
 @gluon.jit
+def pack(first, second):
+    """Two float32 numbers as bfloat16 in one int32, the first one below."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def start_values(acc, p, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, OUT: gl.constexpr):
     """Start ``acc + p @ values``. Until here ``p`` is float32: carried as bfloat16 it would be repacked each step."""
     weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2))
