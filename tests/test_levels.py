@@ -20,6 +20,8 @@ PACKAGE = ROOT / "weft"
 LEVELS: list[tuple[str, ...]] = [
     (
         "collector",
+        "triton_version",
+        "triton_key",
         "preload",
         "lifeline",
         "errors",

@@ -39,6 +39,14 @@ def create_cuda_context() -> threading.Thread:
     return _meanwhile(_create_cuda_context)
 
 
+@functools.cache
+def look_up_triton_key() -> threading.Thread:
+    """Begin to look up what Triton finds compiled kernels by, which the first start on a machine computes."""
+    from weft.triton_key import remember_triton_key
+
+    return _meanwhile(remember_triton_key)
+
+
 def import_torch() -> None:
     """Import torch, behind what does not wait for its libraries."""
     load_torch_libraries()
@@ -49,6 +57,7 @@ def import_torch() -> None:
             with suppress(ImportError):  # of a Triton without it
                 import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
             _meanwhile(_build_triton_driver)
+            look_up_triton_key()
         import torch  # noqa: F401
 
 

@@ -25,12 +25,12 @@ from weft.config.locate import BUNDLED_NAME, locate
 from weft.config.model import ModelConfig
 from weft.config.parallelism import choose_parallelism
 from weft.config.quantization import ONLINE
-from weft.config.triton_version import kernel_choice, triton_version
 from weft.config.validate import check_names, check_value
 from weft.config.vision_settings import choose_encoder_graphs, choose_vision
 from weft.config.vllm_settings import without_vllms
 from weft.errors import ConfigError
 from weft.preload import has_driver, import_torch
+from weft.triton_version import kernel_choice, triton_version
 
 logger = logging.getLogger(__name__)
 

@@ -74,6 +74,7 @@ class LLM:
         ...     print(outputs[0].outputs[0].text)
     """
 
+    @collector_off()
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         refuse_replicas(settings)
         follow(settings)
@@ -87,8 +88,9 @@ class LLM:
             with times.stage("tokenizer"):
                 self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer.load(self.config.tokenizer_path)
                 media = load_processor(self.config)
-            with times.stage("libraries"), collector_off():
+            with times.stage("libraries"):
                 import_torch()
+                import weft.runner.model_runner  # noqa: F401 (what every executor runs)
                 from weft.engine.core import EngineCore
             self._core = EngineCore(self.config, ranks)
         except BaseException:

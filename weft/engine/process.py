@@ -188,6 +188,7 @@ Start = Callable[[EngineStart, EngineChannel], tuple[Core, wire.Capacity]]
 """Makes the core and says what it holds, reporting stages on the way."""
 
 
+@collector_off()
 def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.Capacity]:
     """The real engine."""
     from weft.config import resolve
@@ -200,8 +201,8 @@ def start_core(start: EngineStart, channel: EngineChannel) -> tuple[Core, wire.C
     channel.send(wire.Configured(config))
     began = time.monotonic() - early
     import_torch()
-    with collector_off():
-        from weft.engine.core import EngineCore  # imports torch and the models
+    import weft.runner.model_runner  # noqa: F401 (what every executor runs)
+    from weft.engine.core import EngineCore
 
     channel.send(wire.Stage("libraries", time.monotonic() - began, "torch and the model code"))
     began = time.monotonic()

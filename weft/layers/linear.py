@@ -25,11 +25,13 @@ class LinearBase(WeightModule):
     """A matrix whose storage its ``quant_method`` knows, and a bias ``[rows]`` in the model's dtype.
 
     Attributes:
+        weight: made by ``quant_method``.
         shard: which rows and columns this rank holds.
         quantizable: whether a checkpoint may hold it quantised.
         places: parameters (``weight``, ``weight_scale``) that are not in memory of their own, and where they are.
     """
 
+    weight: nn.Parameter
     quant_method: LinearMethod
     quantizable: ClassVar[bool] = True
 

@@ -51,8 +51,10 @@ def with_kernel(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         reference: Callable[..., R] = functools.partial(function, backend=Backend.TORCH)  # type: ignore[arg-type]
 
+        name, imported = f"{function.__name__}_triton", functools.cache(import_module)
+
         def kernel() -> Callable[..., R]:
-            return getattr(import_module(module), f"{function.__name__}_triton")
+            return getattr(imported(module), name)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -37,13 +37,13 @@ class UnquantizedLinear(LinearMethod):
         return ({f"{part}weight": layer.shard.piece(rows, weight) for part, rows in layer.shard.parts.items()},)
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, layer.get_parameter("weight"), bias, backend=self._context.backend)
+        return linear(x, layer.weight, bias, backend=self._context.backend)
 
     def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
         return linear_parts(x, layer.get_parameter("weight"), backend=self._context.backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_silu_mul(x, layer.get_parameter("weight"), bias, backend=self._context.backend)
+        return linear_silu_mul(x, layer.weight, bias, backend=self._context.backend)
 
 
 class UnquantizedExperts(ExpertsMethod):

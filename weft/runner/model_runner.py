@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -54,14 +53,14 @@ from weft.runner.startup import StartupTimes
 from weft.runner.step_graphs import StepGraphs, capture_graphs
 from weft.runner.step_runner import StepRunner
 from weft.runner.step_shape import StepShape
-from weft.runner.triton_key import prepare_triton
 from weft.runner.warmup import (
-    NUM_LONGEST_STEPS,
     StepLimits,
     compiled_meanwhile,
     covering_steps,
     image_step,
     one_layer_of_each_kind,
+    prepare_triton,
+    slow_steps,
     step,
 )
 from weft.weights import load_weights
@@ -170,14 +169,14 @@ class ModelRunner:
         self.plan = CachePlan(2, 2, config.max_num_seqs, config.max_model_len, 0, {})
         self._attach(self.plan)
         limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
-        steps = covering_steps(limits, state_slot=1 if self.spec.has_states else 0)
+        slot = int(self.spec.has_states)
         with one_layer_of_each_kind(self.model.model):
-            self._walk(islice(steps, NUM_LONGEST_STEPS))
+            self._walk(slow_steps(limits, slot))
             self._walk_captured_steps()
-            self._walk(steps)
+            self._walk(covering_steps(limits, slot))
             if self.media is not None:
                 self.media.run_smallest()
-                self.launch(image_step(1 if self.spec.has_states else 0, self.media.merge))
+                self.launch(image_step(slot, self.media.merge))
         del self.steps
 
     def _walk(self, steps: Iterable[SchedulerOutput]) -> None:

@@ -11,9 +11,11 @@ two meet every tile. All layers of one kind use the same kernels, so one of each
 
 from __future__ import annotations
 
+import functools
 import os
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,23 +24,24 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from weft import preload
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import Decoder, DecoderLayer
-from weft.runner.triton_key import prepare_triton
 
 GREEDY = RowSampling(temperature=0.0)
 
 SAMPLERS = (
-    GREEDY,
-    RowSampling(temperature=1.0),
-    RowSampling(temperature=1.0, top_k=20),
-    RowSampling(temperature=1.0, top_p=0.9),
-    RowSampling(temperature=1.0, min_p=0.1),
-    RowSampling(temperature=0.0, logit_bias={0: 1.0}),
-    RowSampling(temperature=1.0, logit_bias={0: 1.0}),
     RowSampling(temperature=1.0, top_p=0.9, logit_bias={0: 1.0}),
+    RowSampling(temperature=1.0, top_p=0.9),
+    RowSampling(temperature=1.0, top_k=20),
+    RowSampling(temperature=1.0, min_p=0.1),
+    RowSampling(temperature=1.0),
+    RowSampling(temperature=1.0, logit_bias={0: 1.0}),
+    RowSampling(temperature=0.0, logit_bias={0: 1.0}),
+    GREEDY,
 )
-"""Ways to sample that use different kernels. None keeps a history: that would be indexed by tokens that are not any."""
+"""Ways to sample that use different kernels, the slowest to compile first. None keeps a history: it would be indexed by
+tokens that are not any."""
 
 
 MAX_PROCESSES = 16
@@ -46,10 +49,6 @@ MAX_PROCESSES = 16
 
 LEAST_TOKENS = 256
 """Of a step that is made smaller because memory is short: with fewer a prompt would take very many steps."""
-
-
-NUM_LONGEST_STEPS = 3
-"""At the beginning of ``covering_steps``: the longest prompts, whose kernels take longest to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +68,24 @@ class StepLimits:
         return StepLimits(tokens, seqs // 2, self.max_model_len) if seqs > 1 else None
 
 
-def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOutput]:
-    """Steps that together use every kernel that an eager step within ``limits`` can use.
+def slow_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOutput]:
+    """Steps within ``limits`` whose kernels take longest to compile: the most tokens, in one sequence and in many, all
+    ways to sample, and a few sequences.
 
     Args:
         state_slot: the slot that every sequence uses; 0 if the model has no recurrent layers.
     """
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    yield step([(0, longest)], state_slot)
+    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    if most > 1:
+        tokens = min(limits.max_num_batched_tokens, most * longest)
+        yield step([(0, share) for share in shares(tokens, most)], state_slot)
+    yield from (step([(0, 1)] * min(1 + i, most), state_slot, sampling) for i, sampling in enumerate(SAMPLERS))
+
+
+def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOutput]:
+    """Steps that, with the slow ones, use every kernel that an eager step within ``limits`` can use."""
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     lengths, contexts = reversed(powers_of_two(longest)), powers_of_two(limits.max_model_len)
     counts = powers_of_two(min(limits.max_num_seqs, limits.max_num_batched_tokens))
@@ -99,7 +110,6 @@ def covering_steps(limits: StepLimits, state_slot: int) -> Iterator[SchedulerOut
         yield from (step([(start, 1)] * count, state_slot) for start in starts)
     for context in contexts[1:]:
         yield from (step([(context - 1, 1)] * count, state_slot) for count in (counts[0], counts[-1]))
-    yield from (step([(0, 1)], state_slot, sampling) for sampling in SAMPLERS)
     moves = step([(0, 1)], state_slot)
     yield replace(moves, page_copies=[(0, 0)], state_forks=[(0, 0)] if state_slot else [])
 
@@ -132,6 +142,23 @@ def shares(tokens: int, count: int) -> list[int]:
 def powers_of_two(limit: int) -> list[int]:
     """1, 2, 4, … below ``limit``, and ``limit``."""
     return [2**i for i in range((limit - 1).bit_length())] + [limit]
+
+
+@functools.cache
+def prepare_triton(device: torch.device) -> Future[None]:
+    """In a thread: what Triton does at its first use."""
+    threads = ThreadPoolExecutor(1, "triton")
+    prepared = threads.submit(_prepare_triton, device.type == "cuda")
+    threads.shutdown(wait=False)
+    return prepared
+
+
+def _prepare_triton(on_gpu: bool) -> None:
+    from triton.runtime.driver import driver
+
+    if on_gpu:
+        _ = driver.active  # made when it is asked for
+    preload.look_up_triton_key().join()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from weft.ops.triton.attention_tiles import (
     accumulate,
     check_layout,
     load_keys_values,
+    prefilled,
     sequence_of_block,
     start_softmax,
 )
@@ -44,8 +45,6 @@ class Fixed(NamedTuple):
         tokens, rows, keys, block_d: of a tile.
         precision: of products of float32 operands.
         stages: see ``Tile``.
-        skip_decodes: sequences with one query token are the other kernel's.
-        mixture: which sequences these are is known to the device only.
         sinks: whether heads have one.
         scaled: results are multiplied by the scale of the values.
     """
@@ -59,16 +58,17 @@ class Fixed(NamedTuple):
     block_d: int
     precision: str
     stages: int
-    skip_decodes: bool
-    mixture: bool
     sinks: bool
     scaled: bool
 
 
-@jit(do_not_specialize=["num_rows", "num_seqs", "stride_table"], do_not_specialize_on_alignment=METADATA)
+@jit(
+    do_not_specialize=["num_rows", "num_seqs", "least_tokens", "stride_table"],
+    do_not_specialize_on_alignment=METADATA,
+)
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
-    scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_slot, stride_table,
+    scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_slot, stride_table,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
@@ -89,7 +89,7 @@ def _prefill_kernel(
     head_offsets = (kv_head * GROUP + lanes % GROUP) * HEAD_DIM
     first_seq = 0
     first_token = 0
-    if FIXED.mixture:  # decodes, one token each, are the other kernel's
+    if num_seqs < 0:  # as in place_of_block
         first_token = tl.load(counts + 2)
         first_seq = first_token
         num_seqs = tl.load(counts + 1)
@@ -107,10 +107,7 @@ def _prefill_kernel(
         first = (
             block - ((begin - first_token) // TOKENS + seq - first_seq)
         ) * TOKENS  # the block's first token, counted in this step's tokens
-        wanted = first < query_len
-        if FIXED.skip_decodes:
-            wanted = wanted & (query_len > 1)
-        if wanted:
+        if (first < query_len) & (query_len >= least_tokens):
             context_len = tl.load(seq_lens + seq) - query_len
             tokens = first + lanes // GROUP
             mask = ((lanes < TOKENS * GROUP) & (tokens < query_len))[:, None] & (dims < HEAD_DIM)[None, :]
@@ -174,18 +171,17 @@ def launch_prefill(
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
     tokens = tile.rows // group
-    mixture = batch.mixture
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
-    blocks = num_rows // tokens + (num_seqs if mixture is None else mixture.max_prefills) + 1
+    blocks = num_rows // tokens + (num_seqs if batch.mixture is None else batch.mixture.max_prefills) + 1
+    counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     fixed = Fixed(
         head_dim, group, page_size, tokens, tile.rows, tile.keys, max(16, next_power_of_2(head_dim)), precision(q),
-        tile.stages, skip_decodes and mixture is None, mixture is not None, sinks is not None,
-        v_scale is not None,
+        tile.stages, sinks is not None, v_scale is not None,
     )  # fmt: skip
     _prefill_kernel[(num_kv_heads, blocks)](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         q if sinks is None else sinks, q if v_scale is None else v_scale, out,
-        batch.seq_lens if mixture is None else mixture.counts, scale * LOG2_E.value, num_rows, num_seqs,
+        counts, scale * LOG2_E.value, num_rows, num_seqs, least_tokens,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
         FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
     )  # fmt: skip

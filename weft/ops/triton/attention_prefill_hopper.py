@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention_tiles import METADATA, check_layout
+from weft.ops.triton.attention_tiles import METADATA, check_layout, prefilled
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.hopper_tiles import (
@@ -262,20 +262,20 @@ def _consume(
 
 @functools.partial(
     GluonKernel,
-    do_not_specialize=["num_rows", "num_seqs", "stride_table"],
+    do_not_specialize=["num_rows", "num_seqs", "least_tokens", "stride_table"],
     do_not_specialize_on_alignment=METADATA,
 )
 def _prefill_hopper_kernel(
     q, k_desc, v_desc, page_table, seq_lens, cu_seqlens_q, sinks, out, counts,
-    scale_log2, num_rows, num_seqs, stride_q, stride_out, stride_table,
+    scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_table,
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SHARED: gl.constexpr, SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr, SINKS: gl.constexpr, EARLY: gl.constexpr,
+    SHARED: gl.constexpr, SINKS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     kv_head = gl.program_id(0)
     place, table = place_of_block(
-        page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
-        (64 if SHARED else 128) // GROUP, SKIP_DECODES, MIXTURE,
+        page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
+        (64 if SHARED else 128) // GROUP,
     )  # fmt: skip
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HEAD_DIM], BOX)
     k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
@@ -361,20 +361,18 @@ def launch_prefill_hopper(
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (num_pages, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
     group = num_heads // num_kv_heads
-    mixture = batch.mixture
     is_shared = shares_rows(q, k_cache)
     tokens = block_tokens(group) // (2 if is_shared else 1)
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
-    blocks = num_rows // tokens + (num_seqs if mixture is None else mixture.max_prefills) + 1
+    blocks = num_rows // tokens + (num_seqs if batch.mixture is None else batch.mixture.max_prefills) + 1
     keys, stages = _tiles(head_dim, is_shared)
     shape = [num_pages * page_size, num_kv_heads * head_dim]
     k_desc, v_desc = (TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache))
+    counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     _prefill_hopper_kernel[(num_kv_heads, blocks)](
         q, k_desc, v_desc, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-        q if sinks is None else sinks, out, batch.seq_lens if mixture is None else mixture.counts,
-        scale * LOG2_E.value, num_rows, num_seqs,
+        q if sinks is None else sinks, out, counts, scale * LOG2_E.value, num_rows, num_seqs, least_tokens,
         q.stride(0), out.stride(0), batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
-        SKIP_DECODES=skip_decodes and mixture is None, MIXTURE=mixture is not None, SINKS=sinks is not None,
-        num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
+        SINKS=sinks is not None, num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
     )  # fmt: skip

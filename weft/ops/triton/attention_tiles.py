@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from weft.forward_context import Batch
 from weft.ops.e4m3 import E4M3
 from weft.ops.triton.elementwise import LOG2_E
 
@@ -39,6 +40,15 @@ class Tile(NamedTuple):
     ahead: bool = True
     held_splits: int = 0
     held_keys: int = 0
+
+
+def prefilled(batch: Batch, *, skip_decodes: bool) -> tuple[Tensor, int, int]:
+    """``counts``, ``num_seqs`` and ``least_tokens`` of a prefill kernel, which takes sequences with at least so many
+    query tokens, as numbers and not as constants: it takes seconds to compile. If ``num_seqs`` is negative, ``counts``
+    holds it, and how many sequences at the front decode, which are the other kernel's."""
+    if batch.mixture is not None:
+        return batch.mixture.counts, -1, 1
+    return batch.seq_lens, batch.seq_lens.shape[0], 2 if skip_decodes else 1
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 
-from weft.config.triton_version import is_known
+from weft.triton_version import is_known
 
 GLUON_IS_KNOWN = is_known(triton.__version__)
 """Without it other kernels do the work."""

@@ -114,15 +114,17 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
 
 @gluon.jit
 def place_of_block(
-    page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, stride_table,
-    TOKENS: gl.constexpr, SKIP_DECODES: gl.constexpr, MIXTURE: gl.constexpr,
-):  # fmt: skip
+    page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table, TOKENS: gl.constexpr
+):
     """This program's block: its first row, its number of tokens, of padding rows (one of the two is 0 or less), the
-    position of the first token, and how many keys the block sees; and its sequence's pages."""
+    position of the first token, and how many keys the block sees; and its sequence's pages.
+
+    Sequences with fewer than ``least_tokens`` query tokens have none; nor, if ``num_seqs`` is negative, those that
+    ``counts`` says decode."""
     block = gl.program_id(1)
     first_seq = 0
     first_token = 0
-    if MIXTURE:  # decodes, one token each, are the other kernel's
+    if num_seqs < 0:
         first_token = gl.load(counts + 2)
         first_seq = first_token
         num_seqs = gl.load(counts + 1)
@@ -143,10 +145,7 @@ def place_of_block(
         first = (block - ((begin - first_token) // TOKENS + seq - first_seq)) * TOKENS
         row = begin + first
         num_padding = 0
-        wanted = first < query_len
-        if SKIP_DECODES:
-            wanted = wanted & (query_len > 1)
-        if wanted:
+        if (first < query_len) & (query_len >= least_tokens):
             num_tokens = gl.minimum(query_len - first, TOKENS)
             position = gl.load(seq_lens + seq) - query_len + first
             keys = position + num_tokens

@@ -32,7 +32,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from weft.config.triton_version import is_known
+from weft.triton_version import is_known
 
 _LAUNCHER_IS_KNOWN = is_known(triton.__version__)
 if _LAUNCHER_IS_KNOWN:

@@ -8,36 +8,14 @@ modification tell; then the key is the same, and is read from a file whose name 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
-from weft.config.triton_version import is_known
+from weft.triton_version import is_known
 
 _HASHED = ("_C/libtriton*", "runtime/cache.py", "compiler/**/*.py", "backends/**/*.py", "language/**/*.py")
 """What ``triton_key`` reads, below Triton's folder."""
-
-
-@functools.cache
-def prepare_triton(device: torch.device) -> Future[None]:
-    """In a thread: what Triton does at its first use. The first start on a machine hashes files and calls the C
-    compiler for that, which needs no interpreter."""
-    threads = ThreadPoolExecutor(1, "triton")
-    prepared = threads.submit(_prepare_triton, device.type == "cuda")
-    threads.shutdown(wait=False)
-    return prepared
-
-
-def _prepare_triton(on_gpu: bool) -> None:
-    from triton.runtime.driver import driver
-
-    if on_gpu:
-        _ = driver.active  # made when it is asked for
-    remember_triton_key()
 
 
 def remember_triton_key() -> None:

@@ -8,7 +8,7 @@ import pytest
 import triton
 
 from weft.config import resolution, resolve
-from weft.config.triton_version import is_known, kernel_choice, triton_version
+from weft.triton_version import is_known, kernel_choice, triton_version
 
 
 def test_the_installed_version_is_the_one_that_is_imported() -> None:
