@@ -23,9 +23,6 @@ from weft.graph.graph import Graph, GraphPool, capture
 
 logger = logging.getLogger(__name__)
 
-NUM_WARMUPS = 2
-"""Runs before a capture: the first may tune kernels and allocate workspaces, the second shows it is over."""
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -37,7 +34,7 @@ class Recorder(Protocol[T_co]):
     """How the function of a set is run and captured for a size, from static memory."""
 
     def warm_up(self, size: int) -> object:
-        """Run the work of a replay once."""
+        """Run the work of a replay once: that may tune kernels and allocate workspaces."""
         ...
 
     def record(self, size: int) -> tuple[Graph, T_co]:
@@ -152,7 +149,7 @@ class GraphSet(Generic[T]):
                     left = [s for s in sizes if s <= size]
                     logger.warning("%s hold %d MiB, the budget is used up: none for sizes %s", what, used >> 20, left)
                     return
-                for _ in range(NUM_WARMUPS if size in warmed else 0):
+                if size in warmed:
                     recorder.warm_up(size)
                 before = reserved_bytes(device)
                 self._graphs[size] = recorder.record(size)
