@@ -13,7 +13,6 @@ from weft.ops.norm import rms_norm
 from weft.ops.triton import skinny_linear
 from weft.ops.triton.skinny_linear import (
     MAX_TOKENS,
-    MIN_PARTS_TOKENS,
     Config,
     choose_config,
     heuristic_config,
@@ -95,7 +94,7 @@ def test_every_launch_gives_the_same_bits(config: Config) -> None:
 
 
 def assert_a_norm_adds_the_parts(tokens: int, rows: int, inner: int, dtype: torch.dtype, config: Config) -> None:
-    """To the same bits as the product that adds them itself."""
+    """To the same bits as the product that adds them itself; its warps, which sum the squares, may be others."""
     x, weight, scale = inputs(tokens, rows, inner, dtype)
     residual = torch.randn(tokens, rows, device=DEVICE).to(dtype)
     parts = torch.empty(config.splits, tokens, rows, device=DEVICE).fill_(float("nan"))
@@ -103,8 +102,10 @@ def assert_a_norm_adds_the_parts(tokens: int, rows: int, inner: int, dtype: torc
     whole = skinny_linear_triton(x, weight, None, config)
     for zero_centered in (False, True):
         options = {"zero_centered": zero_centered, "residual": residual, "backend": Backend.TRITON}
-        found, expected = (rms_norm(y, scale, 1e-6, **options) for y in (parts, whole))
-        assert all(got.dtype == dtype and torch.equal(got, y) for got, y in zip(found, expected, strict=True))
+        y, total = rms_norm(parts, scale, 1e-6, **options)
+        expected, expected_total = rms_norm(whole, scale, 1e-6, **options)
+        assert total.dtype == y.dtype == dtype and torch.equal(total, expected_total)
+        torch.testing.assert_close(y, expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [config for config in CONFIGS if config.splits > 1], ids=str)
@@ -113,16 +114,15 @@ def test_a_norm_adds_the_parts(config: Config) -> None:
     assert_a_norm_adds_the_parts(tokens, 66, 210, torch.float16, config)
 
 
-@pytest.mark.parametrize("tokens", [MIN_PARTS_TOKENS - 1, MIN_PARTS_TOKENS])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_which_products_come_out_in_parts(tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_products_come_out_in_parts(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a few rows that are split."""
+    tokens = 9
     x, weight, _ = inputs(tokens, 48, 64, torch.float32)
     monkeypatch.setattr(skinny_linear, "choose_config", lambda *_, **__: Config("dot", 16, 32, 2, splits=splits))
     y = linear_parts(x, weight, backend=Backend.TRITON)
-    in_parts = splits > 1 and tokens >= MIN_PARTS_TOKENS
-    assert y.shape == ((splits, tokens, 48) if in_parts else (tokens, 48))
-    assert_near(y.sum(0) if in_parts else y, want(x, weight, None, False))
+    assert y.shape == ((splits, tokens, 48) if splits > 1 else (tokens, 48))
+    assert_near(y.sum(0) if splits > 1 else y, want(x, weight, None, False))
     monkeypatch.setattr(skinny_linear, "choose_config", lambda *_, **__: None)
     assert linear_parts(x, weight, backend=Backend.TRITON).shape == (tokens, 48)
     assert linear_parts(x, weight, backend=Backend.TORCH).shape == (tokens, 48)

@@ -53,7 +53,7 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: Backend) -> Tensor:
 
     Returns:
         ``[T, N]`` in x's dtype; or ``[S, T, N]`` float32, partial sums that ``rms_norm`` adds in order, where the
-        product is split and that is faster. The bits are the same.
+        product is split. They add up to the same bits.
     """
     return linear_reference(x, weight)
 

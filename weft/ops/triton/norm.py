@@ -52,6 +52,6 @@ def rms_norm_triton(
     _rms_norm_kernel[(count,)](
         rows, other, weight, y, total, eps, rows.stride(0), part, other.stride(0),
         WIDTH=width, PARTS=parts, ZERO_CENTERED=zero_centered, RESIDUAL=residual is not None, BLOCK=block,
-        num_warps=max(1, min(8, block // 256)), **early_launch(x.device),
+        num_warps=max(1, min(8, block // (256 if parts == 1 else 128))), **early_launch(x.device),
     )  # fmt: skip
     return y if residual is None else (y, total)

@@ -46,8 +46,6 @@ MAX_TOKENS = 256
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
-MIN_PARTS_TOKENS = 9
-"""Fewest tokens whose splits are left to the norm that follows: of 8 in A, the last program adds them faster."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
@@ -368,7 +366,7 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def linear_parts_triton(x: Tensor, weight: Tensor) -> Tensor:
     """``linear_parts`` of ``weft/ops/linear.py``."""
     config = choose_config(x, weight, silu_mul=False)
-    if config is None or config.splits == 1 or x.shape[0] < MIN_PARTS_TOKENS:
+    if config is None or config.splits == 1:
         return linear_triton(x, weight)
     parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     return skinny_linear_triton(x, weight, None, config, out=parts)
