@@ -33,9 +33,10 @@ from weft.ops.activation import silu_and_mul_reference
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.triton import early_launch, fp8_linear
-from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows
+from weft.ops.triton.fp8_few_rows import MAX_HOPPER_TOKENS, MAX_TOKENS, FewRows, HopperRows
 from weft.ops.triton.fp8_linear import (
     KINDS,
+    Config,
     Library,
     ManyRows,
     choose_config,
@@ -45,6 +46,7 @@ from weft.ops.triton.fp8_linear import (
 )
 from weft.ops.triton.fp8_moe import SINGLE, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import Kernel, launches_handled
 from weft.ops.triton.moe_blocks import Tile, Tiles
 from weft.ops.triton.norm import rms_norm_triton
@@ -83,7 +85,7 @@ SIZES = [
     Size("A gate_up", 6144, 1024, 0),
     Size("A down", 1024, 3072, 0),
 ]
-TOKENS = [1, 8, 32, 128, 1024, 8192]
+TOKENS = [1, 2, 4, 8, 16, 32, 128, 1024, 8192]
 EXPERTS = (512, 10, 2048, 512)
 """Of Qwen3-Next: experts, experts per token, hidden size, width."""
 EXPERT_TOKENS = [1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 8192]
@@ -91,8 +93,6 @@ SQUARE = 8192
 if not ON_GPU:
     SIZES = [Size("block", 256, 256, 128), Size("rows", 256, 256, 0, True)]
     TOKENS, EXPERTS, EXPERT_TOKENS, SQUARE = [1], (4, 2, 128, 128), [1, 4], 128
-
-Config = FewRows | ManyRows | Library
 
 
 def candidates(size: Size, tokens: int) -> list[Config]:
@@ -112,7 +112,15 @@ def candidates(size: Size, tokens: int) -> list[Config]:
             programs = width // rows * splits
             if splits <= steps and 64 <= programs <= 700:
                 found.append(FewRows(False, rows, 4, stages, splits))
-    return found
+    return found + (_hopper_candidates(size, tokens) if tokens <= MAX_HOPPER_TOKENS and GLUON_IS_KNOWN else [])
+
+
+def _hopper_candidates(size: Size, tokens: int) -> list[Config]:
+    """Whose weights leave room in the registers, with limits that let one, two or three times as many programs in."""
+    shapes = [(rows, warps) for rows in (16, 32) for warps in (4, 8, 16) if size.inner % (128 * warps) == 0]
+    held = [(rows, warps) for rows, warps in shapes if rows * size.inner <= 8192 * warps]
+    limits = [None] if tokens == 1 else [None, 80, 96, 128]
+    return [HopperRows(*shape, limit) for shape in held for limit in limits]
 
 
 def expert_candidates(tokens: int) -> list[Tiles]:
@@ -385,7 +393,7 @@ def measure_square() -> list[dict[str, Any]]:
 
 def square_call(product: Product, x: Tensor, config: Config) -> Callable[[], None]:
     """The product alone."""
-    assert not isinstance(config, FewRows)  # no candidate of a large product
+    assert isinstance(config, ManyRows | Library)  # no candidate of a large product
     values, scales = quantize_inputs_triton(x, None, block=product.size.block)
     out = torch.empty(SQUARE, SQUARE, dtype=DTYPE, device=DEVICE)
     weight, scale = product.weights[0]

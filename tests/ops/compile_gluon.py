@@ -23,9 +23,13 @@ from tests.runner.compile_only import AbsentGpu
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable, Mixture
+from weft.ops.e4m3 import E4M3
 from weft.ops.triton import early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
+from weft.ops.triton.fp8_few_rows import HopperRows
+from weft.ops.triton.fp8_few_rows_hopper import few_rows_hopper_product
+from weft.ops.triton.fp8_moe_pairs_hopper import pairs_hopper_product
 from weft.ops.triton.gdn_decode_gluon import launch_decode_states
 from weft.ops.triton.gdn_verify_gluon import launch_verify_states
 from weft.ops.triton.launch import launches_handled
@@ -92,6 +96,22 @@ def launch_decode() -> None:
     launch_decode_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, geometry)
 
 
+def launch_fp8_rows() -> None:
+    """The input projection of Gated DeltaNet of Qwen3-Next, plain rows included."""
+    x, weight = torch.zeros(1, 2048).bfloat16(), torch.zeros(12288, 2048, dtype=E4M3)
+    out, plain = torch.zeros(1, 12352).bfloat16(), torch.zeros(64, 2048).bfloat16()
+    few_rows_hopper_product(
+        x, None, weight, torch.zeros(96, 16), None, out, HopperRows(16, 8, 80), block=128, plain_weight=plain
+    )  # fmt: skip
+
+
+def launch_fp8_pairs() -> None:
+    """The up product of two experts of Qwen3-Next."""
+    weight, ids = torch.zeros(2, 1024, 2048, dtype=E4M3), torch.zeros(1, 11, dtype=torch.int32)
+    inputs, out = torch.zeros(1, 2048).bfloat16(), torch.zeros(11, 512).bfloat16()
+    pairs_hopper_product(inputs, weight, torch.zeros(2, 8, 16), None, out, ids, block=128)
+
+
 def usage(kernel: Any) -> dict[str, int]:
     """Registers and stack per thread, shared memory per program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -122,6 +142,8 @@ def main() -> None:
         launch_selective(1)
         launch_verify()
         launch_decode()
+        launch_fp8_rows()
+        launch_fp8_pairs()
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))
 
 

@@ -20,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from weft.ops.triton.early_launch import enter, release, wait
+from weft.ops.e4m3 import E4M3
+from weft.ops.triton.early_launch import enter, pass_on, release, wait
 from weft.ops.triton.gated_linear_hopper import exchange
 from weft.ops.triton.gdn_decode_gluon import unpack, update
 from weft.ops.triton.hopper_tiles import hold, pack
@@ -61,9 +63,11 @@ class Pointer:
         return offsets, mask
 
 
-def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Tensor:
-    offsets, mask = pointer.places(mask)
-    return torch.where(mask, pointer.data[offsets.where(mask, 0)], torch.tensor(other, dtype=pointer.data.dtype))
+def load(pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = "") -> Tensor:
+    offsets, inside = pointer.places(mask)
+    if mask is True:
+        return pointer.data[offsets]
+    return torch.where(inside, pointer.data[offsets.where(inside, 0)], torch.tensor(other, dtype=pointer.data.dtype))
 
 
 def store(pointer: Pointer, value: Tensor, mask: Any = True) -> None:
@@ -164,13 +168,18 @@ class Product:
 
 
 class Emulator:
-    """One launch: ``handle`` stands in for it (``weft.ops.triton.launch.launches_handled``)."""
+    """One launch: ``handle`` stands in for it (``weft.ops.triton.launch.launches_handled``).
+
+    Attributes:
+        waited: programs of the last launch that have waited for the kernel before.
+    """
 
     def __init__(self) -> None:
         self.failures: list[BaseException] = []
         self.queue = threading.local()  # products under way, of each part
         self.namespaces: dict[int, dict[str, Any]] = {}
         self.program, self.grid = (0, 0, 0), (0, 0, 0)
+        self.waited: set[tuple[int, ...]] = set()
         barrier_ops = SimpleNamespace(
             MBarrierLayout=lambda: None,
             init=lambda barrier, count: barrier.init(count),
@@ -184,7 +193,9 @@ class Emulator:
             id(hopper.tma): SimpleNamespace(async_copy_global_to_shared=self._copy),
             id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
             id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
-            id(enter): lambda early: None, id(release): lambda early, most=0: None, id(wait): lambda early: None,
+            id(release): lambda *early: None,
+            **{id(part): lambda *early: self.waited.add(self.program) for part in (enter, pass_on, wait)},
+            id(mma_v2): lambda a, b, acc: acc + a.float() @ b.float(),
             id(hold): lambda x: x, id(exchange): lambda x: x, id(pack): pack_pairs,
             id(unpack): unpack_pairs, id(update): update_pairs,
         }  # fmt: skip
@@ -194,6 +205,7 @@ class Emulator:
     ) -> None:
         constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
         run = self._python(kernel)
+        self.waited.clear()
         self.grid = x, y, z = (*grid, 1, 1)[:3]
         for self.program in itertools.product(range(x), range(y), range(z)):
             run(*map(self._argument, args), **constants)
@@ -288,7 +300,8 @@ class Emulator:
             return torch.where(condition, value, torch.as_tensor(other).to(value.dtype))
 
         return SimpleNamespace(
-            int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
+            int32=torch.int32, int64=torch.int64, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+            float8e4nv=E4M3,
             program_id=lambda axis: torch.tensor(self.program[axis]), num_programs=lambda axis: self.grid[axis],
             load=load, store=store, where=where, minimum=tensors(torch.minimum), maximum=tensors(torch.maximum),
             max=torch.amax, sum=lambda x, axis: x.sum(axis),

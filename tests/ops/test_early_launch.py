@@ -22,6 +22,7 @@ CAREFUL = {
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
+    "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {"_gated_hopper_kernel": "_produce"}
@@ -99,13 +100,14 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
-    "weight", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D", "counts",
+    "weight", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
+    "counts",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
 EARLY_LOADS = (
     "_load_weight", "_load_parts", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages",
-    "_place", "sequence_of_block",
+    "_place", "sequence_of_block", "load_weights", "load_scales", "load_inputs",
 )  # fmt: skip
 """Functions that load for kernels before they wait."""
 
@@ -119,8 +121,11 @@ LEAVES_EARLY = {
 LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
     "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
-    "attention_prefill_hopper.py",
+    "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
 ]  # fmt: skip
+
+PASSED_ON = {"fp8_moe_pairs_hopper.py": {"ids"}}
+"""What kernels before the last one have written, by file, where the last one lets a kernel start when it has waited."""
 
 
 @pytest.mark.parametrize("file", LOADERS)
@@ -128,13 +133,14 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
     """Every load above a function's first wait, and all loads of the functions that it calls there."""
     body = ast.parse((FOLDER / file).read_text()).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    tiles = ast.parse((FOLDER / "attention_tiles.py").read_text())
-    functions |= {node.name: node for node in tiles.body if isinstance(node, ast.FunctionDef)}
+    for parts in ("attention_tiles.py", "fp8_few_rows_hopper.py"):
+        shared = ast.parse((FOLDER / parts).read_text()).body
+        functions = {node.name: node for node in shared if isinstance(node, ast.FunctionDef)} | functions
 
     def loaded(node: ast.AST, before: int) -> Iterator[str]:
         for call in ast.walk(node):
             if isinstance(call, ast.Call) and call.lineno < before:
-                if ast.unparse(call.func) in ("tl.load", "gl.load"):
+                if ast.unparse(call.func) in ("tl.load", "gl.load", "_load_tiles"):
                     yield next(n.id for n in ast.walk(call.args[0]) if isinstance(n, ast.Name))
                 elif isinstance(call.func, ast.Name) and call.func.id in EARLY_LOADS:
                     yield from loaded(functions[call.func.id], 10**9)
@@ -146,7 +152,16 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
             continue  # the kernel itself: it waits, or passes on to a function that does
         waits = [n for n in ast.walk(function) if isinstance(n, ast.Call) and ast.unparse(n.func) == "wait"]
         first = (max if function.name in LEAVES_EARLY else min)(n.lineno for n in waits)
-        assert set(loaded(function, first)) <= BEFORE_THE_WAIT, function.name
+        assert set(loaded(function, first)) <= BEFORE_THE_WAIT | PASSED_ON.get(file, set()), function.name
+
+
+def test_what_was_passed_on_is_read_past_the_first_cache() -> None:
+    for file, names in PASSED_ON.items():
+        tree = ast.parse((FOLDER / file).read_text())
+        assert "pass_on" in calls(tree)
+        loads = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in ("tl.load", "gl.load")]
+        of_names = [n for n in loads if names & {part.id for part in ast.walk(n) if isinstance(part, ast.Name)}]
+        assert of_names and all("cache_modifier='.cg'" in ast.unparse(n) for n in of_names)
 
 
 def test_a_forward_pass_begins_with_an_ordinary_launch() -> None:

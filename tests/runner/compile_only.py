@@ -97,7 +97,7 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
     if attention.GLUON_IS_KNOWN:
-        from weft.ops.triton import gated_linear_hopper
+        from weft.ops.triton import fp8_linear, fp8_moe_pairs_hopper, gated_linear_hopper
 
         attention.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
         delta_scan.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
@@ -105,6 +105,7 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
         gdn_verify.gdn_decode_gluon.is_hopper = lambda device: True  # type: ignore[assignment]
         selective_scan.gluon.is_hopper = lambda device: True  # type: ignore[assignment]
         gated_linear_hopper.is_hopper = lambda device: True  # type: ignore[assignment]
+        fp8_linear.is_hopper = fp8_moe_pairs_hopper.is_hopper = lambda device: True  # type: ignore[assignment]
     model_runner.resolve_backend = lambda requested, device: Backend.TRITON  # type: ignore[assignment]
     # With graphs, whose kernels have variants of their own; but nothing is captured, because nothing can run.
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]

@@ -113,6 +113,8 @@ WARM_HALVES: dict[str, Any] = WARM | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4
 }  # fmt: skip
 """Of which a rank of two has the heads of ``WARM``, so that both need many kernels alike and compile them once."""
+WARM_FP8 = WARM | {"hidden_size": 1024, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+"""Sizes that the warps of a program can share."""
 
 
 def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
     rank with n-gram drafts; in bfloat16 with drafts of the model's own head, as one of two ranks."""
     from weft.ops.triton.gluon import GLUON_IS_KNOWN
 
-    fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path / "fp8", **WARM)
+    fp8 = make_fp8_checkpoint("Qwen3NextForCausalLM", "block", tmp_path / "fp8", **WARM_FP8)
     bf16, _ = make_mtp_checkpoint("Qwen3NextForCausalLM", tmp_path / "bf16", **WARM_HALVES)
     ngram = '{"method": "ngram", "num_speculative_tokens": 3}'
     of_fp8 = kernels_at_start(tmp_path / "triton", str(fp8), ngram)
@@ -132,7 +134,8 @@ def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
             assert any(kernel in name for name in names)
         for kernel in ("_prefill_kernel", "_prefill_hopper_kernel"):  # whichever sequences decode, and who knows it
             assert sum(kernel in name for name in names) <= 1
-    for kernel in ("_few_rows_kernel", "_ngram_kernel"):
+    hopper = ("_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel") if GLUON_IS_KNOWN else ()
+    for kernel in ("_few_rows_kernel", "_ngram_kernel", *hopper):
         assert any(kernel in name for name in of_fp8)
     for kernel in ("_packed_all_reduce_kernel", "_all_reduce_norm_kernel", "_ahead_kernel"):
         assert any(kernel in name for name in of_bf16) and not any(kernel in name for name in of_fp8)

@@ -14,6 +14,9 @@ Before the wait a program may read what was there when the forward pass began: w
 steps, and the step's metadata, which copies, torch's kernels and those of ``drafts.py`` and ``ngram.py`` bring. These
 are ordinary: each waits for everything before it. What they write is visible to all kernels that come after a further
 ordinary one: in a forward pass, after the embedding.
+
+A kernel may ``pass_on`` instead, so that the next one's programs start when it has waited itself. Then what the kernels
+before it have written is there for the next one too, before its wait, if it loads past the L1 cache (``.cg``).
 """
 
 from __future__ import annotations
@@ -54,6 +57,13 @@ def enter(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
     """``release`` and ``wait``."""
     release(EARLY, MOST)
     wait(EARLY)
+
+
+@triton.jit
+def pass_on(EARLY: tl.constexpr, MOST: tl.constexpr = _MOST_PROGRAMS):
+    """``wait`` and ``release``."""
+    wait(EARLY)
+    release(EARLY, MOST)
 
 
 def _can_launch_early(device: torch.device) -> bool:

@@ -27,6 +27,8 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_TOKENS = 64
 """The kernel is for at most this many."""
+MAX_HOPPER_TOKENS = 8
+"""That of ``fp8_few_rows_hopper.py`` is for at most this many."""
 _HELD_BYTES = 32768
 """Weights that a program of four warps holds in registers before they are widened."""
 _PROGRAMS = 264
@@ -51,6 +53,20 @@ class FewRows(NamedTuple):
     warps: int
     stages: int
     splits: int
+
+
+class HopperRows(NamedTuple):
+    """How a product with very few rows is computed by ``fp8_few_rows_hopper.py``.
+
+    Attributes:
+        rows: weight rows per program, 16 or 32 (for a gated product half of them gate rows, half up rows).
+        warps: of a program; the inner size is a multiple of 128 times as many.
+        max_registers: a limit per thread.
+    """
+
+    rows: int
+    warps: int
+    max_registers: int | None
 
 
 class Fixed(NamedTuple):

@@ -19,12 +19,17 @@ from torch import Tensor
 
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, enter
-from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows, few_rows_config, few_rows_product
+from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows, HopperRows, few_rows_config, few_rows_product
 from weft.ops.triton.fp8_quantize import padded_rows, quantize_inputs_triton
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.skinny_linear import linear_into
 from weft.ops.triton.tile_table import has_table
+
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import fp8_few_rows_hopper as hopper
+    from weft.ops.triton.hopper_tiles import is_hopper
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
@@ -46,7 +51,9 @@ class Library(NamedTuple):
     """The matrix library (cuBLASLt through torch)."""
 
 
-KINDS: dict[str, type[FewRows | ManyRows | Library]] = {"few": FewRows, "many": ManyRows, "library": Library}
+Config = FewRows | HopperRows | ManyRows | Library
+
+KINDS: dict[str, type[Config]] = {"few": FewRows, "hopper": HopperRows, "many": ManyRows, "library": Library}
 """Names of the kinds in the table."""
 
 
@@ -104,16 +111,18 @@ def _many_rows_kernel(
 
 
 @functools.cache
-def load_table() -> dict[tuple[int, int, bool, int], dict[int, FewRows | ManyRows | Library]]:
+def load_table() -> dict[tuple[int, int, bool, int], dict[int, Config]]:
     """``(weight rows, inner size, gated, block)`` to what was fastest for up to so many tokens."""
-    table: dict[tuple[int, int, bool, int], dict[int, FewRows | ManyRows | Library]] = {}
+    table: dict[tuple[int, int, bool, int], dict[int, Config]] = {}
     for row in json.loads(_TABLE_PATH.read_text())["rows"]:
+        if row["kind"] == "hopper" and not GLUON_IS_KNOWN:
+            continue
         key = (row["rows"], row["inner"], row["silu_mul"], row["block"])
         table.setdefault(key, {})[row["tokens"]] = KINDS[row["kind"]](*row["config"])
     return table
 
 
-def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> FewRows | ManyRows | Library:
+def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> Config:
     """The configuration for ``weight [N, K]``: measured for this size and at least so many tokens, else by rule."""
     (rows, inner), few = weight.shape, tokens <= MAX_TOKENS
     if has_table(weight.device):
@@ -122,7 +131,9 @@ def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> Fe
         if limits:
             return tuned[min((limit for limit in limits if limit >= tokens), default=max(limits))]
     if few:
-        return few_rows_config(rows, inner, next_power_of_2(tokens))
+        tokens = next_power_of_2(tokens)
+        config = hopper.hopper_config(rows, inner, tokens) if GLUON_IS_KNOWN and is_hopper(weight.device) else None
+        return config or few_rows_config(rows, inner, tokens)
     fits = inner % (512 if block else 16) == 0 and rows % 16 == 0
     return Library() if fits and has_table(weight.device) else many_rows_config(tokens, rows)
 
@@ -144,7 +155,7 @@ def fp8_product_triton(
     *,
     block: int,
     silu_mul: bool = False,
-    config: FewRows | ManyRows | Library | None = None,
+    config: Config | None = None,
 ) -> None:
     """Write the product of ``x [T, K]`` into ``out [T, N]``, which may be a slice of ``outputs`` (``[T, N / 2]`` with
     ``silu_mul``, up to 64 tokens).
@@ -156,6 +167,10 @@ def fp8_product_triton(
         config = choose_config(weight, x.shape[0], silu_mul, block)
     if isinstance(config, FewRows):
         few_rows_product(x, input_scale, weight, weight_scale, bias, out, config, block=block, silu_mul=silu_mul)
+        return
+    if isinstance(config, HopperRows):
+        given = (x, input_scale, weight, weight_scale, bias, out, config)
+        hopper.few_rows_hopper_product(*given, block=block, silu_mul=silu_mul)
         return
     assert not silu_mul
     values, scales = quantize_inputs_triton(x, input_scale, block=block)
@@ -229,10 +244,15 @@ def fp8_linear_triton(
     total = rows + (0 if plain_weight is None else plain_weight.shape[0])
     out = outputs(flat.shape[0], total, x)
     if flat.shape[0]:
-        first = None if bias is None else bias[:rows]
-        fp8_product_triton(flat, input_scale, weight, weight_scale, first, out[:, :rows], block=block)
-        if plain_weight is not None:
-            rest = None if bias is None else bias[rows:]
+        config = choose_config(weight, flat.shape[0], False, block)
+        given = flat, input_scale, weight, weight_scale
+        if plain_weight is None:
+            fp8_product_triton(*given, bias, out, block=block, config=config)
+        elif isinstance(config, HopperRows) and x.element_size() == 2:
+            hopper.few_rows_hopper_product(*given, bias, out, config, block=block, plain_weight=plain_weight)
+        else:
+            first, rest = (None, None) if bias is None else (bias[:rows], bias[rows:])
+            fp8_product_triton(*given, first, out[:, :rows], block=block, config=config)
             linear_into(flat, plain_weight, rest, out[:, rows:])
     return out.view(*x.shape[:-1], total)
 

@@ -26,12 +26,16 @@ from weft.ops.e4m3 import E4M3
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.fp8_moe_pairs import pairs_product
 from weft.ops.triton.fp8_quantize import prepare_pass, scale_of, to_e4m3
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.moe_blocks import UNGROUPED_TOKENS, Tile, Tiles, block_of, is_half_full, load_tile
 from weft.ops.triton.moe_groups import group_pairs
 from weft.ops.triton.moe_sum import sum_experts
 from weft.ops.triton.sizes import cdiv
 from weft.ops.triton.tile_table import choose_tile, has_table
+
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import fp8_moe_pairs_hopper as hopper
 
 _TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
@@ -279,8 +283,12 @@ def _single_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Til
     """``[T * top_k, H]``: what each pair's expert makes of its token."""
     _num_experts, hidden_size, width = down[0].shape
     hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
-    pairs_product(x, *up, hidden, ids, tiles.up, block=block)
-    pairs_product(hidden, *down, out, ids, tiles.down, block=block)
+    if GLUON_IS_KNOWN and hopper.takes_pairs(up[0], down[0]):
+        hopper.pairs_hopper_product(x, *up, hidden, ids, block=block)
+        hopper.pairs_hopper_product(hidden, *down, out, ids, block=block)
+    else:
+        pairs_product(x, *up, hidden, ids, tiles.up, block=block)
+        pairs_product(hidden, *down, out, ids, tiles.down, block=block)
     return out
 
 
