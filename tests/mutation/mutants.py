@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.between_rooms import BETWEEN_ROOMS
 from tests.mutation.mutant import mutant as _mutant
+from tests.mutation.rows_and_responses import ROWS_AND_RESPONSES
 from tests.mutation.steps_and_images import STEPS_AND_IMAGES
 
 MUTANTS = (
@@ -484,4 +485,5 @@ MUTANTS = (
     ),
     *BETWEEN_ROOMS,
     *STEPS_AND_IMAGES,
+    *ROWS_AND_RESPONSES,
 )  # fmt: skip

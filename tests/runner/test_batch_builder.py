@@ -236,3 +236,10 @@ def test_page_updates_beside_what_earlier_steps_left_in_the_buffers() -> None:
     give(1, 0, [60, 61, 62, 63, 64])
     assert table.device_page_table[0, :8].tolist() == [40, 41, 42, 43, 50, 51, 52, 53]
     assert table.device_page_table[1, :6].tolist() == [60, 61, 62, 63, 64, 0]
+
+
+def test_a_row_forgets_its_last_request() -> None:
+    table, _ = make()
+    for sampling, wanted in ((RowSampling(prompt_logprobs=2), {3: 2}), (RowSampling(), {})):
+        table.fill(NewRequest(3, array("I", [5, 6]), 2, sampling))
+        assert table.prompt_logprobs == wanted

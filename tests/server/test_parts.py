@@ -125,6 +125,7 @@ def test_callers_with_different_keys_share_no_cache() -> None:
     assert first is not None and first.cache_salt("x") not in (first.cache_salt(None), "x")
     assert [caller.is_admin for caller in callers if caller] == [False, False, True, False]
     assert knock(ServerSettings(), host="localhost", x_api_key="whatever") == (0, Client())
+    assert Client("key", connection="a").queue == "key" and Client(connection="a").queue == "a"
     assert Client().cache_salt("x") == "x" and Client().cache_salt(None) is None
     with pytest.raises(RequestError, match="cache_salt='' is not a non-empty text; leave it out"):
         Client().cache_salt("")

@@ -11,12 +11,14 @@ import pytest
 
 from benchmarks.token_cost import Client
 from tests.server.fake_engine import CAPACITY
+from weft.assets import MODEL_DIR
 from weft.config import resolve
 from weft.engine import wire
 from weft.server.app import build_app
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
 from weft.stats import EngineStats
+from weft.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "one two three"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -77,3 +79,5 @@ def test_tokens_are_written_without_the_reader(path: str) -> None:
     begun = counts[1]  # the first token goes out with the head, in the reader's task
     assert counts[2:5] == [begun + 1, begun + 2, begun + 3], "a write for a token"
     assert counts[5] == counts[4] and len(texts) > counts[5], "the end is the reader's"
+    if "completions" in path:
+        assert b"".join(texts).count(Tokenizer.load(MODEL_DIR).decode([308]).encode()) == 6, "and comes once"

@@ -58,6 +58,10 @@ class ApiProcess:
     is_serving: bool = False
     restarts: Restarts = field(default_factory=Restarts)
 
+    def first_number(self, num_processes: int) -> int:
+        """Of its messages; they rise by ``num_processes``."""
+        return self.index + self.restarts.num * _NUMBERS * num_processes
+
     def send(self, message: link.ToApi) -> None:
         if self.frames is not None:
             self.frames.send(message)
@@ -142,10 +146,9 @@ class ApiServers:
     def _start(self, member: ApiProcess) -> None:
         ours, theirs = socket.socketpair()
         descriptors = (member.listener.fileno(), theirs.fileno(), self._counts_fd)
-        num_restarts = member.restarts.num
-        first_number = member.index + num_restarts * _NUMBERS * len(self._members)
+        first_number, is_another = member.first_number(len(self._members)), member.restarts.num > 0
         start = link.ApiStart(
-            self._settings, member.index, first_number, os.getpid(), *descriptors, num_restarts > 0, self._verbose
+            self._settings, member.index, first_number, os.getpid(), *descriptors, is_another, self._verbose
         )
         process = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=descriptors)
         theirs.close()

@@ -1,0 +1,119 @@
+"""Bugs to plant in what was taken apart and put together last: rows and batches, drafters, images, the builders of
+responses, connections, several processes that answer."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import mutant
+
+ROWS_AND_RESPONSES = (
+    mutant(
+        "padding-repeats-a-last-row", "a padding row of results is no sequence's last", "weft/runner/logits_rows.py",
+        "indices[count:size] = differ[0] if len(differ) else count", "indices[count:size] = indices[count - 1]",
+        "tests/runner/test_logits_rows.py",
+    ),
+    mutant(
+        "page-updates-of-old-steps", "padding of page updates repeats the last one", "weft/runner/batch_builder.py",
+        "        updates[at : 2 * size].reshape(-1, 2)[:] = updates[at - 2 : at]\n", "",
+        "tests/runner/test_batch_builder.py",
+    ),
+    mutant(
+        "verification-stores-no-states", "a step that stores other states is no plain verification",
+        "weft/runner/batch_builder.py", " and len(r.checkpoints) == states for r in requests)", " for r in requests)",
+        "tests/runner/test_batch_builder.py", "tests/speculation/test_states.py",
+    ),
+    mutant(
+        "step-has-no-media", "a step with images is run as one", "weft/runner/batch_builder.py",
+        "may_have_media=bool(self._rows.rope_positions) and any(r.media for r in requests),", "may_have_media=False,",
+        "tests/test_fuzz_engine.py::test_random_images", "tests/engine/test_images.py",
+    ),
+    mutant(
+        "chained-copies", "copies of a step are all read before any is written", "weft/runner/cache_copies.py",
+        "chained = not {s for s, _ in pairs}.isdisjoint(t for s, t in pairs if s != t)", "chained = False",
+        "tests/runner/test_cache_copies.py",
+    ),
+    mutant(
+        "graph-ignores-edits", "rows with edits are sampled again after a graph", "weft/runner/step_sampler.py",
+        "if replayed is not None and not edited:", "if replayed is not None:", "tests/runner/test_step_sampler.py",
+    ),
+    mutant(
+        "padding-of-drafts-kept", "a replayed step's drafts end with its requests", "weft/runner/step_sampler.py",
+        "        drafts = drafts[:num_requests] if drafts is not None else None\n", "",
+        "tests/speculation/test_by_batch.py", "tests/speculation/test_following_steps.py",
+    ),
+    mutant(
+        "prompt-logprobs-stay", "a row's next request gets no log probabilities that it did not ask for",
+        "weft/runner/rows.py", "        self.prompt_logprobs.pop(row, None)\n", "",
+        "tests/runner/test_batch_builder.py",
+    ),
+    mutant(
+        "head-reads-no-further", "the head reads the pages behind the step's last token", "weft/runner/drafters.py",
+        "min(shape.max_seq_len + self.reach, ", "min(shape.max_seq_len, ", "tests/speculation/test_by_batch.py",
+    ),
+    mutant(
+        "graph-drafts-the-most", "a graph of many rows drafts as few tokens as such steps should",
+        "weft/runner/drafters.py", "self.builder.num_drafts_at(inputs.batch.num_seqs)", "self.builder.num_drafts",
+        "tests/speculation/test_by_batch.py",
+    ),
+    mutant(
+        "layers-share-features", "every layer of features gets its own", "weft/runner/media_inputs.py",
+        "encoded[:, 1 + layer]", "encoded[:, 1]", "tests/test_fuzz_engine.py::test_random_images",
+        "tests/engine/test_images.py",
+    ),
+    mutant(
+        "keys-share-salted-prefixes", "a salt does not make two keys one", "weft/server/client.py",
+        'self.identity if given is None else f"{self.identity}:{given}"', "self.identity if given is None else given",
+        "tests/server/test_parts.py", "tests/server/test_api.py",
+    ),
+    mutant(
+        "keys-queue-by-connection", "the calls of one key have one turn", "weft/server/client.py",
+        "self.identity or self.connection", "self.connection", "tests/server/test_parts.py",
+    ),
+    mutant(
+        "dead-counts-are-lost", "sums do not fall when a process dies", "weft/server/process_reports.py",
+        "self._retired.setdefault(what, []).append(last.pop(index))", "last.pop(index)",
+        "tests/server/test_api_servers.py::test_reports_are_gathered_and_outlive_their_process",
+    ),
+    mutant(
+        "pushed-and-yielded", "what was pushed is not sent a second time", "weft/server/response_builder.py",
+        "if content and not stream.is_delivered:", "if content:", "tests/server/test_pushed_tokens.py",
+    ),
+    mutant(
+        "usage-is-not-forced", "--enable-force-include-usage puts the usage into every chunk",
+        "weft/server/response_builder.py", "self.usage_always = forced or bool(", "self.usage_always = bool(",
+        "tests/server/test_vllm_shapes.py", "tests/server/test_parts.py",
+    ),
+    mutant(
+        "echo-without-logprobs", "echo with logprobs has those of the prompt", "weft/server/sampling.py",
+        '            given["prompt_logprobs"] = request.logprobs\n', "            pass\n", "tests/server/test_api.py",
+        "tests/server/test_vllm_shapes.py",
+    ),
+    mutant(
+        "numbers-come-again", "a process that is started again has other request numbers",
+        "weft/server/api_servers.py", "self.index + self.restarts.num * _NUMBERS * num_processes", "self.index",
+        "tests/server/test_api_servers.py::test_a_look_into_the_engine_is_shown_to_the_process_that_asked",
+    ),
+    mutant(
+        "body-behind-an-answer-is-a-head", "what still comes of an answered request is no head of another",
+        "weft/server/connections.py", "return is_answered and not self._is_in_body and", "return is_answered and",
+        "tests/server/test_connections.py::test_a_body_that_nobody_wants_costs_no_answer",
+    ),
+    mutant(
+        "lingering-for-ever", "the rest of an answered request is read for a while only", "weft/server/connections.py",
+        "            self._lingering = self.loop.call_later(LINGER_S, self.transport.abort)\n", "            pass\n",
+        "tests/server/test_connections.py::test_a_body_that_nobody_wants_is_not_read_for_ever",
+    ),
+    mutant(
+        "broken-weights-may-be-tried-again", "a broken checkpoint ends the server with the status of wrong settings",
+        "weft/errors.py", "class WeightsError(ConfigError):", "class WeightsError(WeftError):",
+        "tests/server/test_faults.py::test_a_checkpoint_that_cannot_be_used_is_told_in_one_line",
+    ),
+    mutant(
+        "api-process-never-serves", "an API process that has served is started again", "weft/server/api_servers.py",
+        "        member.restarts.ready()\n", "",
+        "tests/server/test_api_servers.py::test_one_that_dies_takes_its_own_calls_only",
+    ),
+    mutant(
+        "half-of-a-tile-lost", "a block of more than half a tile takes a whole one", "weft/ops/triton/moe_blocks.py",
+        "<= ROWS // 2", "< ROWS", "tests/ops/test_triton_moe.py::test_blocks_that_are_at_most_half_full",
+    ),
+)  # fmt: skip
