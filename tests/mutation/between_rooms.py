@@ -129,13 +129,13 @@ BETWEEN_ROOMS = (
     mutant(
         "compiled-captured-cold", "what is compiled runs before each of its captures", "weft/graph/graph_set.py",
         "warmed = set(sizes) if warm_every_size else {min(sizes), max(sizes)}", "warmed = {min(sizes), max(sizes)}",
-        "tests/runner/test_step_graphs.py::test_sizes_run_twice_before_their_capture",
+        "tests/runner/test_step_graphs.py::test_sizes_run_before_their_capture",
     ),
     mutant(
         "captured-without-a-run", "the largest size runs before its capture", "weft/graph/graph_set.py",
         "warmed = set(sizes) if warm_every_size else {min(sizes), max(sizes)}",
         "warmed = set(sizes) if warm_every_size else {min(sizes)}",
-        "tests/runner/test_step_graphs.py::test_sizes_run_twice_before_their_capture",
+        "tests/runner/test_step_graphs.py::test_sizes_run_before_their_capture",
     ),
     mutant(
         "collected-in-a-capture", "nothing is collected while a graph is captured", "weft/graph/graph_set.py",
