@@ -13,22 +13,21 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.fp8_experts import EXPERT_TOKENS, Experts, expert_candidates, measure_experts
+from benchmarks.kernels.fp8_weights import DTYPE, FP8_FLOP_PER_S, fp8_weight, listed, poisoned
 from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft import report
-from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
@@ -44,21 +43,15 @@ from weft.ops.triton.fp8_linear import (
     outputs,
     quantized_product,
 )
-from weft.ops.triton.fp8_moe import SINGLE, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import Kernel, launches_handled
-from weft.ops.triton.moe_blocks import Tile, Tiles
+from weft.ops.triton.moe_blocks import Tiles
 from weft.ops.triton.norm import rms_norm_triton
 
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 LIMIT = 5e-3 if ON_GPU else 1e-4
 """Largest relative error that passes; rounding to bfloat16 alone gives 1.7e-3."""
-MOE_LIMIT = 2e-2
-"""Of experts: hidden values are rounded and quantised between the products, which may fall to either side."""
 ROTATED_BYTES = 192 << 20
-FP8_FLOP_PER_S = 2 * 785e12
-"""Twice the bf16 ceiling of an H200; ``ceiling`` in the output is what the matrix library reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +79,10 @@ SIZES = [
     Size("A down", 1024, 3072, 0),
 ]
 TOKENS = [1, 2, 4, 8, 16, 32, 128, 1024, 8192]
-EXPERTS = (512, 10, 2048, 512)
-"""Of Qwen3-Next: experts, experts per token, hidden size, width."""
-EXPERT_TOKENS = [1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 8192]
 SQUARE = 8192
 if not ON_GPU:
     SIZES = [Size("block", 256, 256, 128), Size("rows", 256, 256, 0, True)]
-    TOKENS, EXPERTS, EXPERT_TOKENS, SQUARE = [1], (4, 2, 128, 128), [1, 4], 128
+    TOKENS, SQUARE = [1], 128
 
 
 def candidates(size: Size, tokens: int) -> list[Config]:
@@ -121,76 +111,6 @@ def _hopper_candidates(size: Size, tokens: int) -> list[Config]:
     held = [(rows, warps) for rows, warps in shapes if rows * size.inner <= 8192 * warps]
     limits = [None] if tokens == 1 else [None, 80, 96, 128]
     return [HopperRows(*shape, limit) for shape in held for limit in limits]
-
-
-def expert_candidates(tokens: int) -> list[Tiles]:
-    num_experts, top_k, *_ = EXPERTS
-    found = [fp8_moe_tiles(tokens * top_k, num_experts)]
-    if not ON_GPU:
-        return [*found, SINGLE]
-    single = [  # pairs are not grouped
-        ((1, 8, 128, 1, 8), (1, 16, 128, 1, 4)),
-        ((1, 8, 128, 2, 8), (1, 16, 128, 2, 4)),
-        ((1, 8, 128, 2, 16), (1, 16, 128, 2, 4)),
-        ((1, 16, 128, 2, 8), (1, 32, 128, 2, 4)),
-        ((1, 16, 128, 2, 16), (1, 16, 128, 2, 4)),
-        ((1, 16, 128, 1, 8), (1, 32, 128, 1, 4)),
-        ((1, 32, 128, 4, 4), (1, 64, 128, 4, 4)),
-        ((1, 32, 128, 2, 6), (1, 64, 128, 2, 4)),
-    ]
-    shapes = {
-        16: [
-            *single,
-            ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
-            ((16, 32, 128, 4, 6), (16, 32, 128, 4, 4)),
-        ],
-        128: [
-            ((16, 32, 128, 4, 3), (16, 64, 128, 4, 3)),
-            ((16, 64, 128, 4, 4), (16, 128, 128, 4, 3)),
-            ((16, 32, 128, 4, 6), (16, 32, 128, 4, 4)),
-            ((16, 32, 128, 2, 4), (16, 64, 128, 2, 4)),
-        ],
-        1024: [
-            ((16, 64, 128, 4, 4), (16, 128, 128, 4, 4)),
-            ((32, 128, 128, 4, 3), (32, 128, 128, 4, 4)),
-            ((64, 64, 128, 4, 4), (64, 128, 128, 4, 4)),
-            ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
-        ],
-        8192: [
-            ((64, 128, 128, 8, 3), (64, 128, 128, 4, 4)),
-            ((128, 128, 128, 8, 4), (128, 128, 128, 4, 3)),
-            ((128, 64, 128, 4, 4), (128, 128, 128, 8, 4)),
-            ((128, 128, 128, 8, 3), (128, 256, 128, 8, 3)),
-            ((64, 128, 128, 4, 3), (64, 128, 128, 8, 4)),
-            ((64, 64, 128, 4, 4), (64, 128, 128, 4, 3)),
-            ((64, 64, 128, 4, 5), (64, 256, 128, 8, 3)),
-            ((64, 128, 128, 8, 4), (64, 64, 128, 4, 5)),
-            ((128, 64, 128, 8, 4), (128, 128, 128, 8, 3)),
-            ((128, 64, 128, 8, 3), (128, 64, 128, 4, 4)),
-        ],
-    }[min(limit for limit in (16, 128, 1024, 8192) if limit >= tokens)]
-    return [*found, *(Tiles(Tile(*up), Tile(*down)) for up, down in shapes)]
-
-
-def fp8_weight(rows: int, inner: int, block: int, *lead: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
-    weight = torch.empty(*lead, rows, inner, dtype=torch.uint8, device=device)
-    for part in weight.view(-1).split(1 << 26):
-        part.view(E4M3).copy_(torch.randn(part.shape, device=device))
-    shape = (rows // 128, inner // 128) if block else (rows, 1)
-    return weight.view(E4M3), (torch.rand(*lead, *shape, device=device) + 0.5) * inner**-0.5
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """``torch.empty`` returns NaN where there is one."""
-    empty = torch.empty
-
-    def poison(*size: Any, **options: Any) -> Tensor:
-        tensor = empty(*size, **options)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    with mock.patch.object(torch, "empty", poison):
-        yield
 
 
 class Product:
@@ -242,69 +162,6 @@ class Product:
         return max(moved / COPY_BYTES_PER_S, 2 * tokens * size.rows * size.inner / FP8_FLOP_PER_S) * 1e6
 
 
-class Experts:
-    """The experts of one layer, and several routings, so that few tokens meet different experts on every call. Up to
-    256 tokens a shared expert is one of each token's."""
-
-    def __init__(self, device: str = DEVICE, count: int = EXPERTS[0]) -> None:
-        """``count`` experts; fewer than there are will do for compiling."""
-        _, self.top_k, hidden, width = EXPERTS
-        self.num_experts = count
-        self.gate_up = fp8_weight(2 * width, hidden, 128, count + 1, device=device)
-        self.down = fp8_weight(hidden, width, 128, count + 1, device=device)
-
-    def inputs(self, tokens: int, device: str = DEVICE) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        x = torch.randn(tokens, EXPERTS[2], device=device).to(DTYPE)
-        routings = []
-        for _ in range(8):
-            ids = torch.rand(tokens, self.num_experts, device=device).topk(self.top_k, dim=1).indices.int()
-            if tokens <= MOST_ROUTED_ROWS:
-                ids = torch.cat([ids, torch.full_like(ids[:, :1], self.num_experts)], dim=1)
-            routings.append((torch.rand(ids.shape, device=device), ids))
-        return x, routings
-
-    def matrices(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gate and up, their scales, down, its scales."""
-        count = self.num_experts + (tokens <= MOST_ROUTED_ROWS)
-        (gate_up, gate_up_scale), (down, down_scale) = self.gate_up, self.down
-        return gate_up[:count], gate_up_scale[:count], down[:count], down_scale[:count]
-
-    def run(self, x: Tensor, routing: tuple[Tensor, Tensor], tiles: Tiles | None) -> Tensor:
-        return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, block=128, tiles=tiles)
-
-    def want(self, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
-        """Of the first tokens."""
-        weights, ids = routing
-        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-        for token in range(x.shape[0]):
-            for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
-                hidden = silu_and_mul_reference(self._product(x[token : token + 1], self.gate_up, expert))
-                out[token] += weight.double() * self._product(hidden.to(x.dtype), self.down, expert)[0]
-        return out
-
-    def _product(self, x: Tensor, matrix: tuple[Tensor, Tensor], expert: int) -> Tensor:
-        inputs = dequantize_inputs(*quantize_inputs_reference(x, None, block=128), block=128)
-        weight = dequantize_weight(matrix[0][expert], matrix[1][expert], block=128)
-        return inputs.double() @ weight.double().T
-
-    def microseconds(self, x: Tensor, routings: list[tuple[Tensor, Tensor]], tiles: Tiles | None) -> float:
-        calls = [lambda r=r: self.run(x, r, tiles) for r in (routings * 2 if x.shape[0] <= 1024 else routings[:2])]
-        return graph_ms(calls, repeats=5) * 1e3
-
-    def floor_us(self, tokens: int) -> float:
-        num_experts, top_k, hidden, width = EXPERTS
-        hit = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
-        if tokens <= MOST_ROUTED_ROWS:
-            hit, top_k = hit + 1, top_k + 1
-        return (
-            max(hit * 3 * hidden * width / COPY_BYTES_PER_S, 6 * tokens * top_k * hidden * width / FP8_FLOP_PER_S) * 1e6
-        )
-
-
-def _listed(tried: list[tuple[float, float, Any]]) -> list[list[Any]]:
-    return [[round(us, 2), f"{wrong:.1e}", str(config)] for us, wrong, config in sorted(tried, key=lambda e: e[0])]
-
-
 def measure_products(sizes: Sequence[Size], tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of the report, and rows of the table."""
     rows, table = [], []
@@ -329,46 +186,13 @@ def measure_products(sizes: Sequence[Size], tune: bool) -> tuple[list[dict[str, 
             kind = next(name for name, cls in KINDS.items() if type(config) is cls)
             matrix = {"rows": size.rows, "inner": size.inner, "silu_mul": size.silu_mul, "block": size.block}
             floor = round(product.floor_us(tokens), 2)
-            figures = {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": _listed(tried)}
+            figures = {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": listed(tried)}
             rows.append({"name": size.name, "tokens": tokens} | matrix | figures)
             table.append(matrix | {"tokens": tokens, "kind": kind, "config": list(config)})
             print(f"{size.name:15} {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {config}", flush=True)
             failed = [entry for entry in tried if entry[1] >= LIMIT]
             if failed:
                 print("  WRONG:", failed, flush=True)
-    return rows, table
-
-
-def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    rows, table, experts = [], [], Experts()
-    _num_experts, _top_k, hidden, width = EXPERTS
-    for tokens in EXPERT_TOKENS:
-        x, routings = experts.inputs(tokens)
-        down, few = experts.matrices(tokens)[2], min(tokens, 4)
-        want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
-        chosen = choose_tiles(down, tokens, routings[0][1].shape[1], 128)
-        tried = []
-        for tiles in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
-            try:
-                with poisoned():
-                    wrong = error(experts.run(x, routings[0], tiles)[:few], want)
-                us = experts.microseconds(x, routings, tiles) if wrong < MOE_LIMIT else float("inf")
-                tried.append((us, wrong, tiles))
-            except Exception as problem:
-                print(f"experts {tokens} {tiles}: {type(problem).__name__} {str(problem)[:100]}", flush=True)
-        if not tried:
-            continue
-        us, wrong, tiles = min(tried, key=lambda entry: entry[0])
-        row = {"experts": down.shape[0], "hidden": hidden, "width": width, "block": 128, "tokens": tokens}
-        floor = round(experts.floor_us(tokens), 2)
-        rows.append(row | {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": _listed(tried)})
-        table.append(row | {"up": list(tiles.up), "down": list(tiles.down)})
-        print(
-            f"experts {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {tuple(map(tuple, tiles))}",
-            flush=True,
-        )
-        for other, wrong, config in sorted(tried, key=lambda entry: entry[0])[1:]:
-            print(f"    {other:8.2f} error {wrong:.1e} {tuple(map(tuple, config))}", flush=True)
     return rows, table
 
 
@@ -479,8 +303,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("square", "experts", "products"), help="leave the others out")
     args = parser.parse_args()
     SIZES[:] = [size for size in SIZES if size.name.startswith(args.sizes)]
-    for listed in (TOKENS, EXPERT_TOKENS):
-        listed[:] = [tokens for tokens in listed if args.tokens is None or tokens in args.tokens]
+    for sizes in (TOKENS, EXPERT_TOKENS):
+        sizes[:] = [tokens for tokens in sizes if args.tokens is None or tokens in args.tokens]
     torch.manual_seed(0)
     if args.tune and ON_GPU:
         compile_all(args.only)
