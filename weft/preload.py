@@ -40,6 +40,12 @@ def create_cuda_context() -> threading.Thread:
 
 
 @functools.cache
+def use_gpu() -> threading.Thread:
+    """Begin the first operations on the first GPU, behind the import of torch."""
+    return _meanwhile(_use_gpu)
+
+
+@functools.cache
 def look_up_triton_key() -> threading.Thread:
     """Begin to look up what Triton finds compiled kernels by, which the first start on a machine computes."""
     from weft.triton_key import remember_triton_key
@@ -59,6 +65,8 @@ def import_torch() -> None:
             _meanwhile(_build_triton_driver)
             look_up_triton_key()
         import torch  # noqa: F401
+    if create_cuda_context.cache_info().currsize:
+        use_gpu()
 
 
 def import_torch_for_gpu(settings: Mapping[str, Any]) -> None:
@@ -135,3 +143,14 @@ def _create_cuda_context() -> None:
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), 0) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+
+
+def _use_gpu() -> None:
+    """What the first operations bring with them: torch's state of the GPU, kernels, and the library of products."""
+    if not _has_cuda() or not has_driver():
+        return
+    import torch
+
+    with suppress(RuntimeError):  # what goes wrong here goes wrong again
+        x = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
+        torch.mm(x, x).index_select(0, torch.zeros(1, dtype=torch.int64, device="cuda"))
