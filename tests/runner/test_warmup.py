@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -93,8 +94,15 @@ def test_every_captured_size_is_walked(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert seen == captured
 
 
-def test_a_start_tells_its_stages() -> None:
-    with LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4) as llm:
+def test_a_start_tells_its_stages_and_collects_nothing() -> None:
+    collections: list[str] = []
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        llm = LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4)
+    finally:
+        del gc.callbacks[-1]
+    assert collections.count("start") <= 1 and gc.isenabled(), "one may come when the collector is on again"
+    with llm:
         stages = ["libraries", "config", "tokenizer", "model", "kernels", "weights", "memory", "caches", "graphs"]
         assert list(llm.startup) == stages and all(0 <= seconds < 60 for seconds in llm.startup.values())
         assert 0 < llm.startup["weights"] <= llm.startup["kernels"]
