@@ -13,13 +13,18 @@ from weft import preload
 
 PROGRAM = """
 import sys
-from weft.preload import import_torch, load_torch_libraries
+from weft.preload import create_cuda_context, import_torch, load_torch_libraries, use_gpu, wait
 load_torch_libraries().join()
 assert "torch" not in sys.modules
 assert "libtorch_cpu" in open("/proc/self/maps").read()
 import_torch()
 assert sys.modules["torch"].ones(2).sum() == 2
 import gc; assert gc.isenabled()
+assert not use_gpu.cache_info().currsize, "nobody asked for the first GPU"
+create_cuda_context()
+import_torch()
+assert use_gpu.cache_info().currsize
+wait()
 """
 
 
@@ -40,6 +45,7 @@ def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: py
     monkeypatch.setattr(preload.ctypes, "CDLL", no_library)
     preload._load_torch_libraries()
     preload._create_cuda_context()
+    preload._use_gpu()
 
 
 def test_whether_modules_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
