@@ -110,7 +110,7 @@ def decode_rows(model: str, size: int, context: int, max_len: int, sweep: bool) 
     kv_bytes = sum(lens) * hkv * dim * 2 * DTYPE.itemsize
     # As many cache sets as it takes to leave the L2 cache behind.
     sets = [make_case(model, [1] * size, lens, max_len) for _ in range(max(1, min(12, (200 << 20) // kv_bytes)))]
-    chosen = decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize, max_len)
+    chosen = decode_tile(size, hkv, dim, hq // hkv, DTYPE.itemsize, DTYPE.itemsize, max_len)
     trials: list[tuple[Tile, dict[str, Any]]] = [(chosen, {})]
     if sweep:  # of one size for all sequences, each by a program of its own
         for split, tile in itertools.product(DECODE_SPLITS, DECODE_TILES[model]):

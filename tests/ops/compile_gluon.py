@@ -24,7 +24,7 @@ from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.ops.e4m3 import E4M3
-from weft.ops.triton import early_launch
+from weft.ops.triton import attention_decode, attention_decode_hopper, early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
 from weft.ops.triton.fp8_few_rows import HopperRows
@@ -50,6 +50,19 @@ def launch(
     )  # fmt: skip
     sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
     launch_prefill_hopper(q, cache, cache, batch, 0.1, torch.zeros_like(q), skip_decodes=True, sinks=sinks)
+
+
+def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Over an FP8 cache."""
+    q, numbers = torch.zeros(64, num_heads, head_dim, dtype=torch.bfloat16), torch.zeros(65, dtype=torch.int32)
+    cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=torch.bfloat16).to(E4M3)
+    batch = Batch(
+        num_tokens=64, num_seqs=64, num_decodes=64, max_query_len=1, max_seq_len=16, positions=numbers,
+        slot_mapping=numbers, cu_seqlens_q=numbers, seq_lens=numbers[1:], page_table=numbers[1:, None],
+        state_slots=numbers[1:],
+    )  # fmt: skip
+    args = (q, cache, cache, batch, 0.1, torch.zeros_like(q))
+    attention_decode.launch_decode(*args, attention_decode_hopper.TILE)
 
 
 def chunked_batch(num_seqs: int) -> Batch:
@@ -136,6 +149,7 @@ def main() -> None:
         launch(16, 8, 128, num_rows=2048, is_mixture=True)
         launch(16, 2, 256)
         launch(64, 8, 64, has_sinks=True)
+        launch_decodes(16, 8, 128)
         launch_scan(1)
         launch_scan(4)
         launch_scan(4, per_channel=True)

@@ -26,6 +26,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from weft.ops.e4m3 import E4M3
+from weft.ops.triton import decode_tiles_hopper as decode
 from weft.ops.triton.early_launch import enter, pass_on, release, wait
 from weft.ops.triton.gated_linear_hopper import exchange
 from weft.ops.triton.gdn_decode_gluon import unpack, update
@@ -56,6 +57,11 @@ class Pointer:
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.data, self.offset + more)
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+        """The same memory as numbers of another size."""
+        data = self.data.view(dtype)
+        return Pointer(data, self.offset * self.data.element_size() // data.element_size())
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         offsets, mask = torch.broadcast_tensors(torch.as_tensor(self.offset).long(), torch.as_tensor(mask))
@@ -160,6 +166,21 @@ def update_pairs(pairs: Tensor, decay: Tensor, k: Tensor, low: Tensor, high: Ten
     return pack_pairs(below * decay + k * low, above * decay + k * high)
 
 
+def widen(words: Tensor) -> list[Tensor]:
+    """The numbers in e4m3 of each word."""
+    numbers = words.contiguous().view(torch.uint8).view(*words.shape, 4).view(E4M3).to(torch.float16)
+    return list(numbers.unbind(-1))
+
+
+def widen_two(even: Tensor, odd: Tensor) -> list[Tensor]:
+    return [number for pair in zip(widen(even), widen(odd), strict=True) for number in pair]
+
+
+def transpose_blocks(x: Tensor) -> Tensor:
+    """Each block of 8 x 8."""
+    return x.unflatten(2, (-1, 8)).unflatten(1, (-1, 8)).transpose(2, 4).flatten(3).flatten(1, 2)
+
+
 class Product:
     """A matrix product under way."""
 
@@ -178,7 +199,7 @@ class Emulator:
         self.failures: list[BaseException] = []
         self.queue = threading.local()  # products under way, of each part
         self.namespaces: dict[int, dict[str, Any]] = {}
-        self.program, self.grid = (0, 0, 0), (0, 0, 0)
+        self.program, self.grid, self.num_warps = (0, 0, 0), (0, 0, 0), 0
         self.waited: set[tuple[int, ...]] = set()
         barrier_ops = SimpleNamespace(
             MBarrierLayout=lambda: None,
@@ -196,6 +217,7 @@ class Emulator:
             id(release): lambda *early: None,
             **{id(part): lambda *early: self.waited.add(self.program) for part in (enter, pass_on, wait)},
             id(mma_v2): lambda a, b, acc: acc + a.float() @ b.float(),
+            id(decode._widen): widen, id(decode._widen_two): widen_two, id(decode._transpose): transpose_blocks,
             id(hold): lambda x: x, id(exchange): lambda x: x, id(pack): pack_pairs,
             id(unpack): unpack_pairs, id(update): update_pairs,
         }  # fmt: skip
@@ -204,7 +226,7 @@ class Emulator:
         self, kernel: JITFunction, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
-        run = self._python(kernel)
+        run, self.num_warps = self._python(kernel), options["num_warps"]
         self.waited.clear()
         self.grid = x, y, z = (*grid, 1, 1)[:3]
         for self.program in itertools.product(range(x), range(y), range(z)):
@@ -296,7 +318,8 @@ class Emulator:
         def tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda *values: function(*map(torch.as_tensor, values))
 
-        def where(condition: Any, value: Tensor, other: Any) -> Tensor:
+        def where(condition: Any, value: Any, other: Any) -> Tensor:
+            value = torch.as_tensor(value)
             return torch.where(condition, value, torch.as_tensor(other).to(value.dtype))
 
         return SimpleNamespace(
@@ -313,5 +336,6 @@ class Emulator:
             convert_layout=lambda x, layout: x, thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing,
             NVMMADistributedLayout=nothing, DotOperandLayout=nothing, allocate_shared_memory=self._allocate,
             warp_specialize=self._specialize, reshape=torch.reshape, permute=torch.permute,
-            split=lambda x: x.unbind(-1),
+            split=lambda x: x.unbind(-1), expand_dims=torch.unsqueeze, log2=torch.log2,
+            num_warps=lambda: self.num_warps, pointer_type=lambda dtype: dtype,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Compiles a model's kernels for a GPU that is not there, and says which ones the start-up walk had missed.
 
-    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG [RANKS]]
+    python -m tests.runner.compile_only FOLDER [SPECULATIVE_CONFIG [RANKS [KV_CACHE_DTYPE]]]
 
 A program of its own, because kernels are interpreted in the tests' process. It prints, as JSON, the kernels that were
 compiled at start and those that random steps then asked for in vain. Nothing is launched, so sampled tokens are
@@ -26,7 +26,7 @@ from weft.cache.plan import CachePlan
 from weft.config import resolve
 from weft.messages import NewRequest, ScheduledRequest, SchedulerOutput
 from weft.ops.backend import Backend
-from weft.ops.triton import attention, delta_scan, early_launch, gdn_verify, selective_scan
+from weft.ops.triton import attention, attention_decode, delta_scan, early_launch, gdn_verify, selective_scan
 from weft.runner import model_runner, warmup
 
 LIMITS = {"max_num_batched_tokens": 700, "max_num_seqs": 21, "max_model_len": 1024}
@@ -91,15 +91,17 @@ def random_verification(rng: random.Random, num_drafts: int, state_slot: int) ->
     return SchedulerOutput(0, requests, new)
 
 
-def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
+def main(folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_dtype: str = "auto") -> None:
     driver.set_active(AbsentGpu())
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **rest: compiled.append(repr)
     early_launch._can_launch_early = lambda device: True  # type: ignore[assignment]
+    attention_decode._HELD_WORK = 8 * 128  # batches so small take all of its ways
     if attention.GLUON_IS_KNOWN:
         from weft.ops.triton import fp8_linear, fp8_moe_pairs_hopper, gated_linear_hopper
 
         attention.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
+        attention.decode_hopper.is_hopper = lambda device: True  # type: ignore[assignment]
         delta_scan.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
         gdn_verify.gdn_verify_gluon.is_hopper = lambda device: True  # type: ignore[assignment]
         gdn_verify.gdn_decode_gluon.is_hopper = lambda device: True  # type: ignore[assignment]
@@ -111,7 +113,7 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1") -> None:
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]
     config = resolve(
         model=folder, device="cpu", dtype="bfloat16", cpu_cache_gib=0.1, speculative_config=speculative_config or None,
-        tensor_parallel_size=int(ranks), cuda_graph_mode="FULL", enable_overlap=True,
+        tensor_parallel_size=int(ranks), kv_cache_dtype=kv_cache_dtype, cuda_graph_mode="FULL", enable_overlap=True,
         piecewise_cuda_graph_max_tokens=LIMITS["max_num_batched_tokens"], **LIMITS,
     )  # fmt: skip
     group = AbsentRanks(config.tensor_parallel_size)

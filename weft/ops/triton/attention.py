@@ -22,6 +22,7 @@ from weft.ops.triton.graph_branch import graph_branch
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 if GLUON_IS_KNOWN:
+    from weft.ops.triton import attention_decode_hopper as decode_hopper
     from weft.ops.triton import attention_prefill_hopper as hopper
 
 _BRANCH_ROWS, _BRANCH_HEADS = 512, 128 * MULTIPROCESSORS
@@ -124,5 +125,8 @@ def _decode(
     group, table_tokens = q.shape[1] // num_kv_heads, batch.page_table.shape[1] * page_size
     rows = group * query_len
     num_seqs = batch.seq_lens.shape[0]
-    tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, q.element_size(), table_tokens)
+    sizes = q.element_size(), k_cache.element_size()
+    tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
+    if GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows):
+        tile = decode_hopper.TILE
     launch_decode(q, k_cache, v_cache, batch, scale, out, tile, query_len=query_len, sinks=sinks, v_scale=v_scale)

@@ -37,8 +37,12 @@ from weft.ops.triton.attention_tiles import (
 )
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2, precision
+
+if GLUON_IS_KNOWN:
+    from weft.ops.triton import attention_decode_hopper as hopper
 
 _SPLIT = 256
 _DOUBLE_WORK = 112 * 1024 * 128
@@ -307,21 +311,23 @@ def most_short_tokens(num_seqs: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 def decode_tile(
-    num_seqs: int, num_kv_heads: int, head_dim: int, num_rows: int, element_size: int, table_tokens: int
-) -> Tile:
-    """Tile of the decode kernel, for so many rows (heads of a group, times query tokens): up to 32 KiB of keys, and as
-    much of values, per stage."""
-    keys = max(16, min(64, 32768 // (next_power_of_2(head_dim) * element_size)))
+    num_seqs: int, num_kv_heads: int, head_dim: int, num_rows: int, element_size: int, cache_size: int,
+    table_tokens: int,
+) -> Tile:  # fmt: skip
+    """Tile of the decode kernel, for so many rows (heads of a group, times query tokens), elements of queries and of
+    the cache of so many bytes: up to 32 KiB of keys, and as much of values, per stage; half of it where several
+    programs work on a multiprocessor."""
     rows, work = max(16, next_power_of_2(num_rows)), num_seqs * num_kv_heads
     if element_size == 4:
+        keys = max(16, min(64, 8192 // next_power_of_2(head_dim)))
         return Tile(rows, keys, warps=4, stages=2, ahead=False)
+    stage = 32768 if work < _FEW_SEQUENCES else 16384
+    keys = max(16, min(64, stage // (next_power_of_2(head_dim) * cache_size)))
     if work * head_dim <= _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= _HELD_HEAD:
         return Tile(rows, keys, warps=8, stages=3, ahead=True, held_splits=_HELD_SPLITS, held_keys=_SPLIT)
     if work * head_dim <= 2 * _HELD_WORK and table_tokens <= _HELD_TABLE and head_dim <= 128:
         return Tile(rows, keys, warps=4, stages=2, ahead=True, held_splits=_HELD_SPLITS, held_keys=_SPLIT // 2)
-    if work < _FEW_SEQUENCES or head_dim <= 128:  # a third stage fits beside two more programs
-        return Tile(rows, keys, warps=4, stages=3, ahead=True)
-    return Tile(rows, keys, warps=4, stages=2, ahead=False)
+    return Tile(rows, keys, warps=4, stages=3, ahead=True)
 
 
 def launch_decode(
@@ -362,12 +368,14 @@ def launch_decode(
         precision(q), tile.stages, tile.ahead, held_splits, tile.held_keys, splits_last, mixture is not None,
         sinks is not None, v_scale is not None,
     )  # fmt: skip
-    _decode_kernel[grid](
+    kernel = _decode_kernel if tile.registers is None else hopper.decode_hopper_kernel
+    registers = {} if tile.registers is None else {"maxnreg": tile.registers}
+    kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, q if sinks is None else sinks,
         q if v_scale is None else v_scale, out, partial, partial_lse, counts,
         scale * LOG2_E.value, num_rows, num_seqs, max_splits, double_from,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
-        FIXED=fixed, num_warps=tile.warps, **early_launch(q.device),
+        FIXED=fixed, num_warps=tile.warps, **registers, **early_launch(q.device),
     )  # fmt: skip
     if merges:
         merge_kernel[(num_heads * query_len, decodes)](
