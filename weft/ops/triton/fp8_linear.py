@@ -33,9 +33,6 @@ if GLUON_IS_KNOWN:
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
-_MIN_PARTS_TOKENS, _NARROW = 9, 1024
-"""Fewest rows whose splits are left to the norm that follows, if they are wide: of 8 in E the last program adds them
-faster. Most columns of rows that are not."""
 _TABLE_PATH = Path(__file__).with_name("fp8_linear_h200.json")
 
 
@@ -263,8 +260,7 @@ def fp8_linear_parts_triton(
 ) -> Tensor:
     """``fp8_linear_parts`` of ``weft/ops/fp8.py``."""
     config = choose_config(weight, x.shape[0], False, block)
-    leaves = x.shape[0] >= _MIN_PARTS_TOKENS or weight.shape[0] <= _NARROW
-    if not isinstance(config, FewRows) or config.splits == 1 or not leaves:
+    if not isinstance(config, FewRows) or config.splits == 1:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
     parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     few_rows_product(x, input_scale, weight, weight_scale, None, parts, config, block=block, silu_mul=False)
