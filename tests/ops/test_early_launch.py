@@ -101,7 +101,7 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
     "weight", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
-    "counts",
+    "counts", "slots",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
@@ -114,7 +114,7 @@ EARLY_LOADS = (
 
 LEAVES_EARLY = {
     "_step_kernel", "_gdn_decode_kernel", "_kda_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
-    "_scan_step_kernel",
+    "_scan_step_kernel", "_decode_states_kernel",
 }  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
@@ -122,6 +122,7 @@ LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
     "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
     "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
+    "gdn_decode_gluon.py",
 ]  # fmt: skip
 
 PASSED_ON = {"fp8_moe_pairs_hopper.py": {"ids"}}

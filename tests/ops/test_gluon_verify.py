@@ -66,7 +66,8 @@ def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     want = conv.clone(), state.clone()
     expected = gdn_verify(projected, *weights, *want, working, slots, geometry, backend=Backend.TORCH)
     monkeypatch.setattr(gdn_decode_gluon, "is_hopper", lambda device: True)  # few rows are the other kernel's
-    assert gdn_decode_gluon.takes(state, torch.bfloat16) and not gdn_decode_gluon.takes(state.float(), torch.bfloat16)
+    assert gdn_decode_gluon.takes(state, torch.bfloat16, 4)
+    assert not gdn_decode_gluon.takes(state.float(), torch.bfloat16, 4)
     launched: list[str] = []
     emulator = Emulator()
 
@@ -133,12 +134,14 @@ def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_which_launch_takes_states_through_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 32 heads: one token of up to 4 rows by the kernel for few sequences, of more by that of decode steps."""
+    """With 32 heads: one token of up to 4 rows by the kernel for few sequences, of more by that of decode steps, but
+    for 9 to 16, which fill the device once."""
     for gluon in (gdn_decode_gluon, gdn_verify_gluon):
         monkeypatch.setattr(gluon, "is_hopper", lambda device: True)
     half, full = (torch.empty(1, 32, 128, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     few, many = gdn_verify_gluon.launch_verify_states, gdn_decode_gluon.launch_decode_states
-    wanted = [(half, 4, 1, few), (half, 5, 1, many), (half, 300, 1, many), (half, 8, 3, few), (half, 9, 3, None),
+    wanted = [(half, 4, 1, few), (half, 5, 1, many), (half, 8, 1, many), (half, 9, 1, None), (half, 16, 1, None),
+              (half, 17, 1, many), (half, 300, 1, many), (half, 8, 3, few), (half, 9, 3, None),
               (full, 2, 1, few), (full, 3, 1, None)]  # fmt: skip
     for state, num_seqs, num_tokens, want in wanted:
         assert gdn_verify_kernels._launch_of_states(state, torch.bfloat16, num_seqs, num_tokens) is want

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper, pack
+from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _DIM = gl.constexpr(128)
 _PAIRS = gl.constexpr(64)
@@ -138,10 +139,12 @@ def _decode_states_kernel(
         gl.store(out + (row * HV + head) * _PAIRS + o_pair, normed)
 
 
-def takes(state: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether the kernel exists for these states ``[slots, HV, K, V]`` and outputs."""
+def takes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool:
+    """Whether the kernel exists for these states ``[slots, HV, K, V]`` and outputs, and serves so many rows faster: not
+    where its programs fill an H200 just once, four to a multiprocessor."""
     is_known = state.dtype == out_dtype == torch.bfloat16 and tuple(state.shape[2:]) == (_DIM.value, _DIM.value)
-    return is_known and is_hopper(state.device)
+    fills_once = 2 * MULTIPROCESSORS < num_rows * state.shape[1] <= 4 * MULTIPROCESSORS
+    return is_known and is_hopper(state.device) and not fills_once
 
 
 def launch_decode_states(

@@ -202,7 +202,7 @@ def _launch_of_states(
         return None
     if gdn_verify_gluon.takes(state, num_seqs if num_tokens > 1 else 2 * num_seqs):
         return gdn_verify_gluon.launch_verify_states
-    is_taken = num_tokens == 1 and gdn_decode_gluon.takes(state, out_dtype)
+    is_taken = num_tokens == 1 and gdn_decode_gluon.takes(state, out_dtype, num_seqs)
     return gdn_decode_gluon.launch_decode_states if is_taken else None
 
 
