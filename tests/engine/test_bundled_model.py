@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.ranks import fork_ranks
 from weft import LLM, SamplingParams
 from weft.assets import EVAL_PATH, MODEL_DIR, extract_answer
 from weft.outputs import RequestOutput
@@ -96,7 +97,8 @@ def test_texts_do_not_depend_on_how_they_are_computed(
     params = SamplingParams(temperature=0.0, max_tokens=24)
     messages = [p["messages"] for p in problems[::5]]
     expected = [o.outputs[0].text for o in float32.chat(messages, params, use_tqdm=False)]
-    with LLM(device="cpu", dtype="float32", **({"max_num_seqs": 4, "max_num_batched_tokens": 300} | settings)) as llm:
+    small = {"max_num_seqs": 4, "max_num_batched_tokens": 300}
+    with fork_ranks(), LLM(device="cpu", dtype="float32", **(small | settings)) as llm:
         for _ in range(2):
             outputs = llm.chat(messages, params, use_tqdm=False)
             assert [o.outputs[0].text for o in outputs] == expected
