@@ -22,7 +22,7 @@ CAREFUL = {
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
-    "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel",
+    "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "decode_hopper_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {"_gated_hopper_kernel": "_produce"}
@@ -69,13 +69,22 @@ def test_a_kernel_waits_first(file: str, kernel: ast.FunctionDef) -> None:
 
 @cache
 def launches() -> dict[str, list[ast.Call]]:
-    """By name of the kernel."""
+    """By name of the kernel, or of both that a variable may stand for."""
     found: dict[str, list[ast.Call]] = {}
     for path in FOLDER.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        either = {
+            ast.unparse(node.targets[0]): [
+                ast.unparse(kernel).split(".")[-1] for kernel in (choice.body, choice.orelse)
+            ]
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(choice := node.value, ast.IfExp)
+        }
+        for node in nodes:
             kernel = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) else None
             if isinstance(kernel, ast.Name):
-                found.setdefault(kernel.id, []).append(node)
+                for name in either.get(kernel.id, [kernel.id]):
+                    found.setdefault(name, []).append(node)
     return found
 
 
