@@ -32,6 +32,11 @@ def test_torch_is_imported_over_libraries_that_are_loaded() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
 
 
+def test_the_end_of_a_process_waits_for_what_was_begun() -> None:
+    program = "import time; from weft.preload import _meanwhile; _meanwhile(lambda: (time.sleep(0.2), print('done')))"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"done\n"
+
+
 def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "find_spec", lambda name: None)
     preload._load_torch_libraries()

@@ -8,6 +8,7 @@ What goes wrong here goes wrong again, with a message, where torch does the same
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import threading
@@ -50,7 +51,12 @@ def look_up_triton_key() -> threading.Thread:
     """Begin to look up what Triton finds compiled kernels by, which the first start on a machine computes."""
     from weft.triton_key import remember_triton_key
 
-    return _meanwhile(remember_triton_key)
+
+    def look_up() -> None:
+        with suppress(Exception):  # of a Triton that is not there, or is another one
+            remember_triton_key()
+
+    return _meanwhile(look_up)
 
 
 def import_torch() -> None:
@@ -92,9 +98,13 @@ def has_bytecode() -> bool:
 
 
 def wait() -> None:
-    """Until all that was begun is done."""
+    """Until all that was begun is done. The end of the process waits too: a thread that comes back from an operation of
+    torch while Python ends would abort the process, and with it its exit status."""
     for thread in _begun:
         thread.join()
+
+
+atexit.register(wait)
 
 
 def _meanwhile(work: Callable[[], None]) -> threading.Thread:

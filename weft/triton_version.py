@@ -27,6 +27,6 @@ def kernel_choice(version: str | None) -> str:
     if is_known(version):
         return f"Triton {version}: all kernels, launched by Weft itself"
     return (
-        f"Triton {version} is not {KNOWN}x: long prompts take the attention kernel without Gluon, launches go through "
-        "Triton, and every start hashes Triton's files; slower, with the same results"
+        f"Triton {version} is not {KNOWN}x: kernels in Gluon give way to others in Triton or of the matrix library, "
+        "launches go through Triton, and every start hashes Triton's files; slower, with the same results"
     )

@@ -1,5 +1,4 @@
-"""Bugs to plant in what was taken apart and put together last: rows and batches, drafters, images, the builders of
-responses, connections, several processes that answer."""
+"""Bugs to plant in rows and batches, drafters, images, responses, connections and API processes."""
 
 from __future__ import annotations
 

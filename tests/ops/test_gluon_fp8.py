@@ -117,6 +117,16 @@ def test_the_rule_keeps_to_what_the_kernel_can(inner: int) -> None:
         assert inner % (128 * config.warps) == 0 and config.rows * inner <= 8192 * config.warps
 
 
+@pytest.mark.parametrize(("hidden", "width", "taken"), [(2048, 512, True), (6144, 1536, False), (2048, 9216, False),
+                                                        (8192, 512, False), (2048, 256, False)])  # fmt: skip
+def test_experts_are_taken_pair_by_pair_where_registers_hold_their_weights(
+    hidden: int, width: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_moe_pairs_hopper, "is_hopper", lambda device: True)
+    down = torch.empty(1, hidden, width, dtype=E4M3, device="meta")
+    assert fp8_moe_pairs_hopper.takes_pairs(torch.empty(1, 2 * width, hidden, dtype=E4M3, device="meta"), down) == taken
+
+
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of five rows takes what one of eight does, as the start compiles sizes by powers of two."""
     weight = torch.empty(11264, 2048, dtype=E4M3, device="meta")

@@ -315,13 +315,17 @@ class InputProcessor:
             )
         return number
 
+    def _is_token(self, token: int) -> bool:
+        """There is a logit of it. Checkpoints also name ids, and tokenizers have tokens, beyond those."""
+        return token < self._vocab_size
+
     def _ends(self, params: SamplingParams) -> set[int]:
         """Token ids that end the generation."""
         return set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._eos)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
         """Each bad word as token ids, as it stands at the start of a text and after a space; suppressed tokens too."""
-        suppressed = [[token] for token in self._generation.suppress_tokens if token < self._vocab_size]
+        suppressed = [[token] for token in self._generation.suppress_tokens if self._is_token(token)]
         if not params.bad_words:
             return suppressed or None
         if self._tokenizer is None:
@@ -331,7 +335,7 @@ class InputProcessor:
             )
         forms = [form for word in params.bad_words for form in (word, f" {word.strip()}")]
         encoded = [tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms]
-        return suppressed + [list(ids) for ids in dict.fromkeys(encoded) if ids]
+        return suppressed + [list(ids) for ids in dict.fromkeys(encoded) if ids and all(map(self._is_token, ids))]
 
     def _grammar(self, params: SamplingParams) -> str | None:
         if params.structured_outputs is None:

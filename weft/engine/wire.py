@@ -107,7 +107,8 @@ FAILED_STATUS = 70
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine is about to exit. ``user_error``: the settings are to blame, and ``message`` says what to do."""
+    """The engine is about to exit. ``user_error``: the settings or the checkpoint are to blame, and
+    ``message`` says what to do."""
 
     message: str
     user_error: bool = False

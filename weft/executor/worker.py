@@ -71,7 +71,7 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: ``stage`` (``text``: name; ``seconds``), ``ready``, or ``failed`` (``text``: why; ``user_error``: the
-            settings are to blame).
+            settings or the checkpoint are to blame).
     """
 
     kind: str

@@ -34,7 +34,7 @@ class Recorder(Protocol[T_co]):
     """How the function of a set is run and captured for a size, from static memory."""
 
     def warm_up(self, size: int) -> object:
-        """Run the work of a replay once: that may tune kernels and allocate workspaces."""
+        """Run the work of a replay once: that may tune kernels and allocate workspaces, which a capture cannot."""
         ...
 
     def record(self, size: int) -> tuple[Graph, T_co]:

@@ -192,5 +192,6 @@ def _block_(logits: Tensor, blocked: BlockedTokens) -> None:
 
 
 def _add_(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """``index_put_`` would sort the pairs, by kernels that take a tenth of a second to load."""
+    """``logits[rows, tokens] += values``, in place, of contiguous logits and tokens below V: no row is checked for its
+    end. ``index_put_`` would sort the pairs, by kernels that take a tenth of a second to load."""
     logits.view(-1).index_add_(0, rows * logits.shape[1] + tokens, values)

@@ -13,5 +13,5 @@ def split_qkv(
     sizes = [q_size, q_size, kv_size, kv_size] if gated else [q_size, kv_size, kv_size]
     parts = list(qkv.split(sizes, dim=-1))
     gate = parts.pop(1) if gated else None
-    q, k, v = (part.view(*part.shape[:-1], -1, head_dim) for part in parts)
+    q, k, v = (part.view(*part.shape[:-1], part.shape[-1] // head_dim, head_dim) for part in parts)
     return q, k, v, gate

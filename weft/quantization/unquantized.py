@@ -40,7 +40,7 @@ class UnquantizedLinear(LinearMethod):
         return linear(x, layer.weight, bias, backend=self._context.backend)
 
     def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
-        return linear_parts(x, layer.get_parameter("weight"), backend=self._context.backend)
+        return linear_parts(x, layer.weight, backend=self._context.backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_silu_mul(x, layer.weight, bias, backend=self._context.backend)

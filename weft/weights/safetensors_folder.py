@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.errors import WeightsError
+from weft.errors import WeftError, WeightsError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -111,7 +111,9 @@ class SafetensorsFolder:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except (SafetensorError, OSError) as error:
+        except OSError as error:  # of the machine, perhaps for a while
+            raise WeftError(f"{path} cannot be read: {error}; see to its folder, and start again") from None
+        except SafetensorError as error:
             raise WeightsError(
                 f"{path} is truncated or not a safetensors file ({error}); copy or download it again"
             ) from None

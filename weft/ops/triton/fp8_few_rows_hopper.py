@@ -3,7 +3,7 @@
 Job: the products of ``fp8_few_rows.py`` for up to 8 rows whose inner size the warps of a program can share evenly.
 Owns: the kernel, and the parts of it that experts use (``fp8_moe_pairs_hopper.py``). Does not know: layers, tables.
 
-A program computes some outputs. Each of its warps takes every so-manieth group of 128 of the inner dimension: it loads
+A program computes some outputs. Of the groups of 128 of the inner dimension warp w takes w, w + warps, ...: it loads
 the group's weights into registers before the kernel before this one has ended, then the inputs, quantises them and
 multiplies; the warps' sums are added up at the end, in order. So no input is quantised twice in a program, no program
 waits for another one, and a tensor core's shape is no reason to repeat a weight in several warps.
@@ -302,10 +302,14 @@ def hopper_config(rows: int, inner: int, tokens: int) -> HopperRows | None:
     if tokens > MAX_HOPPER_TOKENS or tokens * rows * inner > _MOST_PRODUCTS:
         return None
     for held, warps in _SHAPES:
-        steps = inner // (128 * warps)
-        if inner % (128 * warps) == 0 and held * steps <= _MOST_HELD:
-            return HopperRows(held, warps, 80 if tokens <= 4 and held * steps <= _MOST_HELD // 2 else None)
+        if registers_hold(held, warps, inner):
+            return HopperRows(held, warps, 80 if tokens <= 4 and held * inner <= 64 * _MOST_HELD * warps else None)
     return None
+
+
+def registers_hold(rows: int, warps: int, inner: int) -> bool:
+    """Whether the warps share the inner dimension evenly, and a thread's registers hold its part of the weights."""
+    return inner % (128 * warps) == 0 and rows * inner <= 128 * _MOST_HELD * warps
 
 
 def few_rows_hopper_product(

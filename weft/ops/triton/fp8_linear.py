@@ -260,7 +260,7 @@ def fp8_linear_parts_triton(
 ) -> Tensor:
     """``fp8_linear_parts`` of ``weft/ops/fp8.py``."""
     config = choose_config(weight, x.shape[0], False, block)
-    if not isinstance(config, FewRows) or config.splits == 1:
+    if not x.shape[0] or not isinstance(config, FewRows) or config.splits == 1:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
     parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     few_rows_product(x, input_scale, weight, weight_scale, None, parts, config, block=block, silu_mul=False)

@@ -10,8 +10,6 @@ which a kernel of this step has found. They do because the up product lets them 
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -24,6 +22,7 @@ from weft.ops.triton.fp8_few_rows_hopper import (
     load_scales,
     load_weights,
     quantized_product,
+    registers_hold,
     store_outputs,
 )
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
@@ -35,7 +34,7 @@ UP = HopperRows(16, 8, None)
 DOWN = HopperRows(32, 4, None)
 
 
-@functools.partial(GluonKernel)
+@GluonKernel
 def _fp8_pairs_hopper_kernel(
     inputs, input_scale, weight, weight_scale, out, ids, stride_inputs,
     FIXED: gl.constexpr, SHARED_BY: gl.constexpr, WIDTH: gl.constexpr, EARLY: gl.constexpr,
@@ -67,7 +66,9 @@ def _fp8_pairs_hopper_kernel(
 
 def takes_pairs(gate_up: Tensor, down: Tensor) -> bool:
     """Whether the kernel exists for ``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``."""
-    return is_hopper(down.device) and down.shape[1] % (128 * UP.warps) == 0 and down.shape[2] % (128 * DOWN.warps) == 0
+    _num_experts, hidden_size, width = down.shape
+    held = registers_hold(UP.rows, UP.warps, hidden_size) and registers_hold(DOWN.rows, DOWN.warps, width)
+    return held and is_hopper(down.device)
 
 
 def pairs_hopper_product(

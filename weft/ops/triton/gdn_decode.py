@@ -1,7 +1,7 @@
 """The decode step of Gated DeltaNet as one kernel.
 
-Job: ``gdn_decode`` on the GPU, one launch; few rows, and states in bfloat16 on Hopper, are verifications of one token
-(``gdn_verify.py``), two launches.
+Job: ``gdn_decode`` on the GPU, one launch; few rows, and on Hopper states in bfloat16 but for row counts whose programs
+fill the device once (9 to 16), are verifications of one token (``gdn_verify.py``), two launches.
 Owns: who reads and writes which convolution channels. Does not know: layers.
 
 A program serves one row and one *key* head with all value heads of its group. It alone reads and shifts the convolution
