@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +21,23 @@ from weft.server.sse import PING, StreamResponse
 HEAD = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def serve(max_connections: int, body: Callable[[int], Awaitable[None]]) -> None:
-    """Run ``body`` with the port of a server that answers everything."""
+def serve(
+    max_connections: int, body: Callable[[int], Awaitable[None]], reads_bodies: bool = False, keep_alive_s: int = 5
+) -> list[str]:
+    """Run ``body`` with the port of a server that answers everything. Returns the paths that were asked for."""
+    paths: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await PlainTextResponse("ok")(scope, receive, send)
+        paths.append(scope["path"])
+        while reads_bodies and (await receive()).get("more_body"):
+            pass
+        headers = {"Connection": "close"} if scope["path"] == "/close" else {}
+        await PlainTextResponse("ok", headers=headers)(scope, receive, send)
 
     async def main() -> None:
+        protocol = protocol_class(max_connections, ["/health"])
         config = uvicorn.Config(
-            app, port=0, lifespan="off", log_config=None, http=protocol_class(max_connections, ["/health"]), ws="none"
+            app, port=0, lifespan="off", log_config=None, http=protocol, ws="none", timeout_keep_alive=keep_alive_s
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve())
@@ -41,6 +50,7 @@ def serve(max_connections: int, body: Callable[[int], Awaitable[None]]) -> None:
             await serving
 
     asyncio.run(main())
+    return paths
 
 
 async def talk(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
@@ -69,6 +79,46 @@ def test_heads_have_a_limit(count: int) -> None:
         assert (await talk(port, fine)).endswith(b"ok")
 
     serve(1000, body)
+
+
+@pytest.mark.parametrize("second", [b"GET /second HTTP/1.1\r\n\r\n", b"GET /second", b"\0"])
+def test_nothing_behind_a_refused_head_is_run(
+    second: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connections, "LINGER_S", 0.3)
+
+    async def body(port: int) -> None:
+        answer = await talk(port, HEAD + b"X: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n" + second, pause_s=0.5)
+        assert answer.startswith(b"HTTP/1.1 431 ") and answer.count(b"HTTP/1.1") == 1
+
+    assert serve(1000, body) == []
+    level = logging.ERROR if second == b"\0" else logging.WARNING  # uvicorn warns of what is not HTTP
+    assert not [record for record in caplog.records if record.levelno >= level]
+
+
+def test_an_answer_does_not_limit_the_body_of_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.1)
+    post = b"POST /second HTTP/1.1\r\nConnection: close\r\nContent-Length: 4\r\n\r\n"
+
+    async def body(port: int) -> None:
+        assert (await talk(port, HEAD + b"\r\n" + post, b"body", pause_s=0.4)).count(b"ok") == 2
+        assert (await talk(port, b"GET /close HTTP/1.1\r\n\r\n" + post)).count(b"ok") == 1
+
+    assert serve(1000, body, reads_bodies=True) == ["/x", "/second", "/close"]
+
+
+@pytest.mark.parametrize("behind", [b"", HEAD])
+def test_a_connection_is_kept_alive_behind_a_dropped_body(behind: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.2)
+    head = b"POST" + HEAD[3:] + b"Content-Length: 4\r\n\r\n"
+
+    async def body(port: int) -> None:
+        answer = await asyncio.wait_for(talk(port, head, b"body" + behind, pause_s=0.1), 5)
+        assert answer.count(b"ok") == 1
+        assert (b"HTTP/1.1 408 " in answer) == bool(behind)
+
+    serve(1000, body, keep_alive_s=1)
 
 
 def test_a_body_that_nobody_wants_costs_no_answer() -> None:

@@ -173,7 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _close(self) -> None:
         """Nothing more is said; the other end is heard until it closes too, or ``LINGER_S`` have passed."""
-        if not self._is_in_body or self.transport.is_closing():
+        if not self._is_dropping or self.transport.is_closing():
             self.transport.close()
             return
         self._is_refused = True
@@ -190,18 +190,38 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._timer is not None:  # the head is on its way
             self._raw_bytes += len(data)
+        was_dropping = self._is_dropping
         super().data_received(data)
         if self._timer is not None and self._raw_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
-        elif self._is_idle:
-            self._arm()  # bytes that are no request yet
+        elif self._timer is None and self._is_idle:
+            if was_dropping:
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+            else:
+                self._arm()  # bytes that are no request yet
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the last request whose head was read has its answer, and with it all before."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_dropping(self) -> bool:
+        return self._is_in_body and self._is_answered
 
     @property
     def _is_idle(self) -> bool:
-        is_answered = self.cycle is None or self.cycle.response_complete
-        return is_answered and not self._is_in_body and not self.transport.is_closing()
+        return self._is_answered and not self._is_in_body and not self.transport.is_closing()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._is_refused:
+            super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
+        if self._is_refused:
+            return
         self._field_bytes = 0
         self._arm()
         super().on_message_begin()
@@ -216,6 +236,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_refused:  # a request behind one that was refused
+            return
         self._disarm()
         self._raw_bytes, self._is_in_body = 0, True
         if self._field_bytes > MAX_HEAD_BYTES:
@@ -242,7 +264,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_in_body and not self.transport.is_closing():
+        if self._is_dropping and not self.transport.is_closing():
             self._linger()
 
     def _refuse_head(self) -> None:
@@ -257,7 +279,7 @@ class LimitedProtocol(HttpToolsProtocol):
         body = msgspec.json.encode(error_body(ApiError(status, message, type=kind)))
         head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         retry = "Retry-After: 1\r\n" if status == 503 else ""
-        if self.cycle is None or self.cycle.response_complete:
+        if self._is_answered:
             self.transport.write(f"{head}{retry}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             if status == 431:
                 self._close()
