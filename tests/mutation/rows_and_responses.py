@@ -93,7 +93,7 @@ ROWS_AND_RESPONSES = (
     ),
     mutant(
         "body-behind-an-answer-is-a-head", "what still comes of an answered request is no head of another",
-        "weft/server/connections.py", "return is_answered and not self._is_in_body and", "return is_answered and",
+        "weft/server/connections.py", "return self._is_in_body and self._is_answered", "return False",
         "tests/server/test_connections.py::test_a_body_that_nobody_wants_costs_no_answer",
     ),
     mutant(
