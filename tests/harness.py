@@ -54,7 +54,7 @@ def poison(model: torch.nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, MergedReplicatedLinear):
                 for parameter in module.parameters():
-                    parameter[module.num_outputs :].zero_()
+                    parameter[module.shard.num_filled :].zero_()
 
 
 def leave_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:

@@ -51,7 +51,7 @@ def remove(folder: Path, *names: str) -> None:
 def padding_elements(model: CausalLM) -> int:
     """Elements of rows that pad a router's matrix, and its bias, up to aligned rows."""
     routers = [m for m in model.modules() if isinstance(m, MergedReplicatedLinear)]
-    return sum(p[m.num_outputs :].numel() for m in routers for p in m.parameters())
+    return sum(p[m.shard.num_filled :].numel() for m in routers for p in m.parameters())
 
 
 def parameters(model: CausalLM) -> dict[str, Tensor]:

@@ -141,7 +141,7 @@ def test_decode_of_sharded_gated_delta_net(arch: str, tmp_path: Path) -> None:
         heads = cache["recurrent"].shape[1]
         conv_dim = cache["conv"].shape[1]
         full = torch.randn(4, *cache["recurrent"].shape[2:], generator=generator)
-        first = 0 if heads == 4 else heads * layer._tp.rank
+        first = 0 if heads == 4 else heads * layer.in_proj._tp.rank
         cache["recurrent"][sequence.slot] = full[first : first + heads]
         cache["conv"][sequence.slot] = torch.ones(conv_dim, cache["conv"].shape[2])
         sequence.num_computed = 9

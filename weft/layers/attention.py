@@ -19,7 +19,7 @@ from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import QKVParallelLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm, SpanningRMSNorm
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter, whole
+from weft.layers.weight import Layout, WeightModule, empty_parameter, split_rows, whole
 from weft.ops.activation import sigmoid_mul
 from weft.ops.attention import paged_attention
 from weft.ops.e4m3 import E4M3
@@ -87,8 +87,7 @@ class Attention(PagedAttention):
         self.sinks: nn.Parameter | None = None
         if geometry.sinks:
             self.sinks = empty_parameter(self.qkv_proj.num_heads, dtype=context.dtype, device=context.device)
-        local_heads = self.qkv_proj.num_heads
-        self._sink_rows = RowMap(geometry.num_heads, (RowRun(context.tp.rank * local_heads, 0, local_heads),))
+        self._sink_rows = split_rows([geometry.num_heads], context.tp, "num_attention_heads")
         self.k_scale: nn.Parameter | None = None
         self.v_scale: nn.Parameter | None = None
         if config.quantization is not None and config.quantization.kv_cache:

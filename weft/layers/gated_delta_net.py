@@ -8,7 +8,6 @@ forward context.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from enum import StrEnum
 
@@ -23,9 +22,19 @@ from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
-from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
+from weft.layers.short_conv import DepthwiseConv
+from weft.layers.weight import (
+    RECURRENCE_RANGES,
+    Layout,
+    RowMap,
+    RowRun,
+    WeightModule,
+    empty_parameter,
+    split_rows,
+    stacked,
+)
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule, gdn_gates
 from weft.ops.gdn_decode import gdn_decode
@@ -56,107 +65,36 @@ def one_rank(geometry: GatedDeltaNetConfig, tp: TensorParallel) -> GatedDeltaNet
     )
 
 
-def _qkv_rows(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> RowMap:
-    """Rows of ``q | k | v`` (each sorted by head) of one rank."""
-    key, value = local.key_dim, local.value_dim
-    runs = (
-        RowRun(rank * key, 0, key),
-        RowRun(whole.key_dim + rank * key, key, key),
-        RowRun(2 * whole.key_dim + rank * value, 2 * key, value),
-    )
-    return RowMap(whole.conv_dim, runs)
+def _projection_parts(whole: GatedDeltaNetConfig, layout: InProjLayout, tp: TensorParallel) -> dict[str, RowMap]:
+    """Where a checkpoint's tensors go in ``q | k | v | z | b | a``."""
+
+    def split(*sizes: int) -> RowMap:
+        return split_rows(sizes, tp, "linear value heads * head_dim")
+
+    key, value, heads = whole.key_dim, whole.value_dim, whole.num_v_heads
+    match layout:
+        case InProjLayout.GROUPED:
+            served = heads // whole.num_k_heads
+            k_dim, v_dim = whole.head_k_dim, served * whole.head_v_dim
+            qkvz = _grouped_rows(whole.num_k_heads, [k_dim, k_dim, v_dim, v_dim], tp)
+            return stacked(qkvz, _grouped_rows(whole.num_k_heads, [served, served], tp))
+        case InProjLayout.SEPARATE:
+            return stacked(split(key, key, value), split(value), split(heads), split(heads))
+        case InProjLayout.SINGLE:
+            return stacked(*(split(size) for size in (key, key, value, value, heads, heads)))
 
 
-def _grouped_rows(heads: range, total_heads: int, widths: list[int], starts: list[int]) -> RowMap:
-    """Rows of a tensor grouped by key head.
-
-    Args:
-        heads: this rank's key heads, of ``total_heads``.
-        widths: rows of each part within one head's group, in order.
-        starts: row of the merged projection at which each part begins.
-    """
-    group = sum(widths)
+def _grouped_rows(num_heads: int, widths: list[int], tp: TensorParallel) -> RowMap:
+    """Rows of a tensor grouped by key head, with ``widths`` rows of each part in a group; in the matrix each part's
+    rows stand together."""
+    group, local = sum(widths), divide(num_heads, tp.size, "linear_num_key_heads")
     runs = []
-    for local, head in enumerate(heads):
-        source = head * group
-        for width, start in zip(widths, starts, strict=True):
-            runs.append(RowRun(source, start + local * width, width))
-            source += width
-    return RowMap(total_heads * group, tuple(runs))
-
-
-class GatedDeltaNetProjection(ColumnParallelLinear):
-    """``[T, hidden_size] -> [T, q | k | v | z | b | a]`` for the rank's heads, in one product."""
-
-    def __init__(
-        self, hidden_size: int, geometry: GatedDeltaNetConfig, layout: InProjLayout, context: ModelContext
-    ) -> None:
-        local = one_rank(geometry, context.tp)
-        rows = local.conv_dim + local.value_dim + 2 * local.num_v_heads
-        parts = _PARTS[layout](geometry, local, context.tp.rank)
-        self._build(hidden_size, rows, parts, False, context)
-
-
-def _grouped_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> dict[str, RowMap]:
-    heads = range(rank * local.num_k_heads, (rank + 1) * local.num_k_heads)
-    served = whole.num_v_heads // whole.num_k_heads
-    k_dim, v_dim = whole.head_k_dim, served * whole.head_v_dim
-    q, k, v, z = 0, local.key_dim, 2 * local.key_dim, local.conv_dim
-    b = z + local.value_dim
-    a = b + local.num_v_heads
-    return {
-        "0.": _grouped_rows(heads, whole.num_k_heads, [k_dim, k_dim, v_dim, v_dim], [q, k, v, z]),
-        "1.": _grouped_rows(heads, whole.num_k_heads, [served, served], [b, a]),
-    }
-
-
-def _separate_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> dict[str, RowMap]:
-    z = local.conv_dim
-    b = z + local.value_dim
-    a = b + local.num_v_heads
-    heads = local.num_v_heads
-    return {
-        "0.": _qkv_rows(whole, local, rank),
-        "1.": RowMap(whole.value_dim, (RowRun(rank * local.value_dim, z, local.value_dim),)),
-        "2.": RowMap(whole.num_v_heads, (RowRun(rank * heads, b, heads),)),
-        "3.": RowMap(whole.num_v_heads, (RowRun(rank * heads, a, heads),)),
-    }
-
-
-def _single_parts(whole: GatedDeltaNetConfig, local: GatedDeltaNetConfig, rank: int) -> dict[str, RowMap]:
-    key, value, heads = local.key_dim, local.value_dim, local.num_v_heads
-    parts, target = {}, 0
-    for index, rows in enumerate((key, key, value, value, heads, heads)):
-        total = rows * (whole.num_v_heads // heads)
-        parts[f"{index}."] = RowMap(total, (RowRun(rank * rows, target, rows),))
-        target += rows
-    return parts
-
-
-_PARTS = {
-    InProjLayout.GROUPED: _grouped_parts,
-    InProjLayout.SEPARATE: _separate_parts,
-    InProjLayout.SINGLE: _single_parts,
-}
-
-
-class ShortConvolution(WeightModule):
-    """Weight of the depthwise causal convolution, ``[conv_dim / tp, kernel]`` (``[conv_dim, 1, kernel]`` in files, or
-    three such tensors)."""
-
-    def __init__(self, geometry: GatedDeltaNetConfig, context: ModelContext) -> None:
-        super().__init__()
-        local = one_rank(geometry, context.tp)
-        parts = _single_parts(geometry, local, context.tp.rank)
-        self._parts = ({"": _qkv_rows(geometry, local, context.tp.rank)}, {i: parts[i] for i in ("0.", "1.", "2.")})
-        self.weight = empty_parameter(local.conv_dim, geometry.conv_kernel, dtype=context.dtype, device=context.device)
-
-    def layouts(self) -> tuple[Layout, ...]:
-        pieces = (
-            {f"{part}weight": rows.piece(self.weight, middle=(1,)) for part, rows in parts.items()}
-            for parts in self._parts
-        )
-        return tuple(pieces)
+    for head in range(local):
+        source, start = (tp.rank * local + head) * group, 0
+        for width in widths:
+            runs.append(RowRun(source, start + head * width, width))
+            source, start = source + width, start + local * width
+    return RowMap(num_heads * group, tuple(runs))
 
 
 class GatedDeltaNet(WeightModule):
@@ -171,18 +109,23 @@ class GatedDeltaNet(WeightModule):
         self, geometry: GatedDeltaNetConfig, config: ModelConfig, context: ModelContext, name: str, layout: InProjLayout
     ) -> None:
         super().__init__()
-        self.name, self._backend, self._tp = name, context.backend, context.tp
+        self.name, self._backend = name, context.backend
         self._eps = config.rms_norm_eps if geometry.norm_eps is None else geometry.norm_eps
         self.local = local = one_rank(geometry, context.tp)
-        self.in_proj = GatedDeltaNetProjection(config.hidden_size, geometry, layout, context)
+        self._head_rows = split_rows([geometry.num_v_heads], context.tp, "linear_num_value_heads")
+        parts = _projection_parts(geometry, layout, context.tp)
+        self.in_proj = PackedLinear(config.hidden_size, parts, bias=False, context=context)
         self._split_sizes = [local.conv_dim, local.value_dim, local.num_v_heads, local.num_v_heads]
-        self.conv1d = ShortConvolution(geometry, context)
+        what, sizes = "linear value heads * head_dim", (geometry.key_dim, geometry.key_dim, geometry.value_dim)
+        three_tensors = stacked(*(split_rows([size], context.tp, what) for size in sizes))
+        one_tensor = {"": split_rows(sizes, context.tp, what)}
+        self.conv1d = DepthwiseConv(one_tensor, three_tensors, kernel=geometry.conv_kernel, bias=False, context=context)
         # The decay is an exponential of an exponential: both its parameters stay in float32 whatever the model's dtype.
         self.A_log = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
         self.dt_bias = empty_parameter(local.num_v_heads, dtype=torch.float32, device=context.device)
         self.norm = GatedRMSNorm(geometry.head_v_dim, self._eps, context)
         self.out_proj = RowParallelLinear(
-            geometry.value_dim, config.hidden_size, bias=False, context=context, what="linear value heads * head_dim"
+            geometry.value_dim, config.hidden_size, bias=False, context=context, what=what
         )
         context.layers.register(name, self)
 
@@ -250,10 +193,7 @@ class GatedDeltaNet(WeightModule):
         return q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, (local.num_v_heads, local.head_v_dim))
 
     def layouts(self) -> tuple[Layout, ...]:
-        heads = self.local.num_v_heads
-        rows = RowMap(heads * self._tp.size, (RowRun(self._tp.rank * heads, 0, heads),))
-        return ({"A_log": rows.piece(self.A_log), "dt_bias": rows.piece(self.dt_bias)},)
+        return ({name: self._head_rows.piece(self.get_parameter(name)) for name in ("A_log", "dt_bias")},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
-        """Random decays as in training: A in [1, 16], time steps in [0.001, 0.1] (through softplus, near its log)."""
-        return (0.0, math.log(16.0)) if name == "A_log" else (math.log(1e-3), math.log(1e-1))
+        return RECURRENCE_RANGES[name]

@@ -8,7 +8,6 @@ rank. Does not know: how states are allocated or forked; it finds them by its ow
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -22,9 +21,19 @@ from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
-from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.norm import GatedRMSNorm
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter
+from weft.layers.short_conv import DepthwiseConv
+from weft.layers.weight import (
+    RECURRENCE_RANGES,
+    Layout,
+    WeightModule,
+    WeightPiece,
+    empty_parameter,
+    split_rows,
+    stacked,
+    whole_rows,
+)
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.gated_delta_rule import chunk_gated_delta_rule
 from weft.ops.kda import kda_decode, kda_gates
@@ -35,40 +44,6 @@ from weft.parallel.tensor_parallel import TensorParallel
 def one_rank(geometry: KimiDeltaConfig, tp: TensorParallel) -> KimiDeltaConfig:
     """One rank's geometry: heads are split."""
     return replace(geometry, num_heads=divide(geometry.num_heads, tp.size, "linear_attn_config.num_heads"))
-
-
-class KimiDeltaProjection(ColumnParallelLinear):
-    """``[T, hidden_size] -> [T, q | k | v | b | f | g]``."""
-
-    def __init__(self, hidden_size: int, geometry: KimiDeltaConfig, context: ModelContext) -> None:
-        local, rank, low = one_rank(geometry, context.tp), context.tp.rank, geometry.head_dim
-        parts, target = {}, 0
-        for index, (rows, total) in enumerate(
-            [(local.width, geometry.width)] * 3 + [(local.num_heads, geometry.num_heads)] + [(low, low)] * 2
-        ):
-            first = rank * rows if rows != total else 0
-            parts[f"{index}."] = RowMap(total, (RowRun(first, target, rows),))
-            target += rows
-        self._build(hidden_size, target, parts, False, context)
-
-
-class KimiShortConvolution(WeightModule):
-    """Weight of the depthwise causal convolution, ``[3 * width / tp, kernel]``; in files three tensors, or one."""
-
-    def __init__(self, geometry: KimiDeltaConfig, context: ModelContext) -> None:
-        super().__init__()
-        local, rank, total = one_rank(geometry, context.tp).width, context.tp.rank, geometry.width
-        self._split = {f"{i}.": RowMap(total, (RowRun(rank * local, i * local, local),)) for i in range(3)}
-        runs = tuple(RowRun(i * total + rank * local, i * local, local) for i in range(3))
-        self._merged = {"": RowMap(3 * total, runs)}
-        self.weight = empty_parameter(3 * local, geometry.conv_kernel, dtype=context.dtype, device=context.device)
-
-    def layouts(self) -> tuple[Layout, ...]:
-        pieces = (
-            {f"{part}weight": rows.piece(self.weight, middle=(1,)) for part, rows in parts.items()}
-            for parts in (self._split, self._merged)
-        )
-        return tuple(pieces)
 
 
 class KimiDelta(WeightModule):
@@ -83,13 +58,19 @@ class KimiDelta(WeightModule):
         self.name, self._backend, self._tp = name, context.backend, context.tp
         self._eps, self._whole = config.rms_norm_eps, geometry
         self.local = local = one_rank(geometry, context.tp)
-        self.in_proj = KimiDeltaProjection(config.hidden_size, geometry, context)
         what = "linear_attn_config.num_heads"
+        self._channels = split_rows([geometry.width], context.tp, what)
+        low, three = whole_rows(geometry.head_dim), [self._channels] * 3
+        parts = stacked(*three, split_rows([geometry.num_heads], context.tp, what), low, low)
+        self.in_proj = PackedLinear(config.hidden_size, parts, bias=False, context=context)
         self.f_b_proj, self.g_b_proj = (
             ColumnParallelLinear(geometry.head_dim, geometry.width, bias=False, context=context, what=what)
             for _ in range(2)
         )
-        self.conv1d = KimiShortConvolution(geometry, context)
+        one_tensor = {"": split_rows([geometry.width] * 3, context.tp, what)}
+        self.conv1d = DepthwiseConv(
+            stacked(*three), one_tensor, kernel=geometry.conv_kernel, bias=False, context=context
+        )
         # The decay is an exponential of an exponential: both its parameters stay in float32 whatever the model's dtype.
         self.A_log = empty_parameter(local.num_heads, dtype=torch.float32, device=context.device)
         self.dt_bias = empty_parameter(local.width, dtype=torch.float32, device=context.device)
@@ -143,16 +124,13 @@ class KimiDelta(WeightModule):
         return clear_padding(normed, batch.num_tokens)
 
     def layouts(self) -> tuple[Layout, ...]:
-        heads, width = self.local.num_heads, self.local.width
+        heads, every = self.local.num_heads, slice(None)
         first = self._tp.rank * heads
-        every = slice(None)
         decay = WeightPiece(
             (1, 1, self._whole.num_heads, 1),
             (((every, every, slice(first, first + heads)), self.A_log.view(1, 1, heads, 1)),),
         )
-        bias = RowMap(self._whole.width, (RowRun(self._tp.rank * width, 0, width),))
-        return ({"A_log": decay, "dt_bias": bias.piece(self.dt_bias)},)
+        return ({"A_log": decay, "dt_bias": self._channels.piece(self.dt_bias)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
-        """Random decays as in training: A in [1, 16], time steps in [0.001, 0.1] (through softplus, near its log)."""
-        return (0.0, math.log(16.0)) if name == "A_log" else (math.log(1e-3), math.log(1e-1))
+        return RECURRENCE_RANGES[name]

@@ -15,29 +15,13 @@ from weft.config.sharding import divide
 from weft.forward_context import get_forward_context
 from weft.layers.attention import PagedAttention
 from weft.layers.context import ModelContext
-from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.norm import RMSNorm
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter
+from weft.layers.weight import Layout, WeightModule, WeightPiece, empty_parameter, split_rows, stacked, whole_rows
 from weft.ops.latent_attention import latent_attention, store_latents
 
 _EPS = 1e-6
 """Of the latents' norms, whatever the model's is."""
-
-
-class QueryAndLatentProjection(ColumnParallelLinear):
-    """``[T, hidden_size] -> [T, queries of the rank's heads | latent]``; with ``shared``, queries are whole too."""
-
-    def __init__(
-        self, hidden_size: int, queries: int, entry: int, context: ModelContext, *, shared: bool
-    ) -> None:  # fmt: skip
-        local = queries if shared else divide(queries, context.tp.size, "num_attention_heads")
-        first = 0 if shared else context.tp.rank * local
-        parts = {
-            "0.": RowMap(queries, (RowRun(first, 0, local),)),
-            "1.": RowMap(entry, (RowRun(0, local, entry),)),
-        }
-        self._build(hidden_size, local + entry, parts, False, context)
-        self.split_sizes = [local, entry]
 
 
 class LatentExpansion(WeightModule):
@@ -76,16 +60,16 @@ class LatentAttention(PagedAttention):
         self._heads = divide(geometry.num_heads, context.tp.size, "num_attention_heads")
         self._scale = (geometry.key_dim + geometry.shared_dim) ** -0.5
         self.output_width = self._heads * geometry.value_dim
-        queries, entry = (
-            geometry.num_heads * (geometry.key_dim + geometry.shared_dim),
-            geometry.rank + geometry.shared_dim,
-        )
-        hidden_size = config.hidden_size
+        queries = geometry.num_heads * (geometry.key_dim + geometry.shared_dim)
+        entry, hidden_size = whole_rows(geometry.rank + geometry.shared_dim), config.hidden_size
         self.q_b_proj: ColumnParallelLinear | None = None
         if geometry.query_rank is None:
-            self.q_kv_proj = QueryAndLatentProjection(hidden_size, queries, entry, context, shared=False)
+            rows = split_rows([queries], context.tp, "num_attention_heads")
+            self.q_kv_proj = PackedLinear(hidden_size, stacked(rows, entry), bias=False, context=context)
         else:
-            self.q_a_kv_proj = QueryAndLatentProjection(hidden_size, geometry.query_rank, entry, context, shared=True)
+            self._low_ranks = [geometry.query_rank, entry.count]
+            rows = whole_rows(geometry.query_rank)
+            self.q_a_kv_proj = PackedLinear(hidden_size, stacked(rows, entry), bias=False, context=context)
             self.q_a_layernorm = RMSNorm(geometry.query_rank, _EPS, context, zero_centered=False)
             self.q_b_proj = ColumnParallelLinear(
                 geometry.query_rank, queries, bias=False, context=context, what="num_attention_heads"
@@ -108,7 +92,7 @@ class LatentAttention(PagedAttention):
         if self.q_b_proj is None:
             projected = self.q_kv_proj(hidden_states)
         else:
-            q_a, entry = self.q_a_kv_proj(hidden_states).split(self.q_a_kv_proj.split_sizes, dim=-1)
+            q_a, entry = self.q_a_kv_proj(hidden_states).split(self._low_ranks, dim=-1)
             projected = torch.cat([self.q_b_proj(self.q_a_layernorm(q_a)), entry], dim=-1)
         return self.o_proj(self.attend(projected))
 

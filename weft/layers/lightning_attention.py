@@ -19,29 +19,25 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
-from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
+from weft.layers.linear import PackedLinear, RowParallelLinear
 from weft.layers.norm import SpanningRMSNorm
-from weft.layers.weight import RowMap, RowRun
+from weft.layers.weight import RowMap, RowRun, split_rows, stacked
 from weft.ops.activation import sigmoid_mul
 from weft.ops.lightning_attention import lightning_attention_step
 from weft.ops.linear_attention import chunk_linear_attention
 from weft.ops.padding import clear_padding
+from weft.parallel.tensor_parallel import TensorParallel
 
 
-class LightningProjection(ColumnParallelLinear):
-    """``[T, hidden_size] -> [T, q | k | v | gate]``; the checkpoint has each head's q, k, v in a row, and the gate."""
-
-    def __init__(self, hidden_size: int, geometry: LightningAttentionConfig, context: ModelContext) -> None:
-        width, total, tp = geometry.head_dim, geometry.inner_size, context.tp
-        heads = divide(geometry.num_heads, tp.size, "num_attention_heads")
-        size = heads * width
-        runs = tuple(
-            RowRun((3 * (tp.rank * heads + head) + part) * width, part * size + head * width, width)
-            for head in range(heads)
-            for part in range(3)
-        )
-        gate = RowMap(total, (RowRun(tp.rank * size, 3 * size, size),))
-        self._build(hidden_size, 4 * size, {"0.": RowMap(3 * total, runs), "1.": gate}, False, context)
+def _qkv_rows(geometry: LightningAttentionConfig, tp: TensorParallel) -> RowMap:
+    """Rows of ``q | k | v``, each sorted by head; the checkpoint has each head's q, k, v in a row."""
+    heads, width = divide(geometry.num_heads, tp.size, "num_attention_heads"), geometry.head_dim
+    runs = tuple(
+        RowRun((3 * (tp.rank * heads + head) + part) * width, (part * heads + head) * width, width)
+        for head in range(heads)
+        for part in range(3)
+    )
+    return RowMap(3 * geometry.inner_size, runs)
 
 
 class LightningAttention(nn.Module):
@@ -61,8 +57,10 @@ class LightningAttention(nn.Module):
         self.inner_size = heads * geometry.head_dim
         rates = geometry.slopes(int(name.split(".")[2]))[tp.rank * heads : (tp.rank + 1) * heads]
         self._log_decay = -torch.tensor(rates, dtype=torch.float32, device=context.device)
-        self.in_proj = LightningProjection(config.hidden_size, geometry, context)
-        rows = RowMap(geometry.inner_size, (RowRun(tp.rank * self.inner_size, 0, self.inner_size),))
+        rows = split_rows([geometry.inner_size], tp, "num_attention_heads * head_dim")
+        self.in_proj = PackedLinear(
+            config.hidden_size, stacked(_qkv_rows(geometry, tp), rows), bias=False, context=context
+        )
         self.norm = SpanningRMSNorm(rows, NORM_EPS, context, zero_centered=False)
         self.out_proj = RowParallelLinear(
             geometry.inner_size, config.hidden_size, bias=False, context=context, what="num_attention_heads * head_dim"

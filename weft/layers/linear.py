@@ -18,7 +18,18 @@ from weft.config.sharding import divide, head_range
 from weft.forward_context import has_named_calls
 from weft.layers.context import ModelContext
 from weft.layers.quant_method import LinearMethod
-from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightModule, WeightPiece, empty_parameter
+from weft.layers.weight import (
+    Layout,
+    MatrixShard,
+    RowMap,
+    RowRun,
+    WeightModule,
+    WeightPiece,
+    empty_parameter,
+    split_rows,
+    stacked,
+    whole_rows,
+)
 
 
 class LinearBase(WeightModule):
@@ -56,25 +67,34 @@ class LinearBase(WeightModule):
         return super().initial_range(name) if name == "bias" else self.quant_method.initial_range(self, name)
 
 
-class ColumnParallelLinear(LinearBase):
-    """Outputs split over ranks: ``[..., in_features] -> [..., out_features / tp]``. Subclasses merge several parts."""
+class PackedLinear(LinearBase):
+    """Projections of one input in one matrix, of whose outputs a rank has some: ``[..., in_features] -> [..., rows]``.
+
+    Args:
+        parts: the prefix of each part's tensors -> where its rows go.
+        rows: of this rank, if there are more than the parts fill.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str = "out_features"
+        self, in_features: int, parts: dict[str, RowMap], *, bias: bool, context: ModelContext, rows: int | None = None
     ) -> None:
-        local = divide(out_features, context.tp.size, what)
-        rows = RowMap(out_features, (RowRun(context.tp.rank * local, 0, local),))
-        self._build(in_features, local, {"": rows}, bias, context)
-
-    def _build(self, in_features: int, rows: int, parts: dict[str, RowMap], bias: bool, context: ModelContext) -> None:
-        """``rows`` local rows; ``parts`` maps the prefix of each part's tensors to its rows."""
-        super().__init__(MatrixShard(rows, in_features, parts, 0, in_features), bias, context)
+        filled = sum(part.count for part in parts.values())
+        super().__init__(MatrixShard(rows or filled, in_features, parts, 0, in_features), bias, context)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.quant_method.apply(self, x, self.bias)
 
 
-class MergedColumnParallelLinear(ColumnParallelLinear):
+class ColumnParallelLinear(PackedLinear):
+    """Outputs split over ranks: ``[..., in_features] -> [..., out_features / tp]``."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str = "out_features"
+    ) -> None:
+        super().__init__(in_features, {"": split_rows([out_features], context.tp, what)}, bias=bias, context=context)
+
+
+class MergedColumnParallelLinear(PackedLinear):
     """Several column-parallel projections of one input in one matrix; the outputs stand side by side.
 
     Args:
@@ -84,19 +104,15 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(
         self, in_features: int, out_features: Sequence[int], *, bias: bool, context: ModelContext, what: str
     ) -> None:
-        parts, target = {}, 0
-        for i, total in enumerate(out_features):
-            local = divide(total, context.tp.size, what)
-            parts[f"{i}."] = RowMap(total, (RowRun(context.tp.rank * local, target, local),))
-            target += local
-        self._build(in_features, target, parts, bias, context)
+        parts = stacked(*(split_rows([total], context.tp, what) for total in out_features))
+        super().__init__(in_features, parts, bias=bias, context=context)
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """``silu`` of the first of two parts, times the second: ``[..., in_features] -> [..., out_features / tp]``."""
         return self.quant_method.apply_silu_mul(self, x, self.bias)
 
 
-class QKVParallelLinear(ColumnParallelLinear):
+class QKVParallelLinear(PackedLinear):
     """Queries, keys and values (and the output gate, if any) of the rank's heads from one matrix.
 
     The output is ``[..., q | gate | k | v]``. In the checkpoint a gated ``q_proj`` holds each head's query rows
@@ -125,23 +141,15 @@ class QKVParallelLinear(ColumnParallelLinear):
         heads = range(tp.rank * share, (tp.rank + 1) * share)
         kv_heads = head_range(num_kv_heads, tp.rank, tp.size, "num_key_value_heads")
         width, kv_width = len(heads) * head_dim, len(kv_heads) * head_dim
-        sizes = [width, width, kv_width, kv_width] if gate else [width, kv_width, kv_width]
-        parts = {
-            "0.": _query_rows(heads, num_heads, head_dim, gate),
-            "1.": RowMap(num_kv_heads * head_dim, (RowRun(kv_heads.start * head_dim, sum(sizes[:-2]), kv_width),)),
-            "2.": RowMap(num_kv_heads * head_dim, (RowRun(kv_heads.start * head_dim, sum(sizes[:-1]), kv_width),)),
-        }
-        self._build(hidden_size, sum(sizes), parts, bias, context)
-        self.num_heads, self.num_kv_heads, self.split_sizes = len(heads), len(kv_heads), sizes
-        self.head_rows = (
-            RowMap(num_heads * head_dim, (RowRun(heads.start * head_dim, 0, width),)),
-            RowMap(num_kv_heads * head_dim, (RowRun(kv_heads.start * head_dim, 0, kv_width),)),
-        )
+        queries = RowMap(num_heads * head_dim, (RowRun(heads.start * head_dim, 0, width),))
+        keys = RowMap(num_kv_heads * head_dim, (RowRun(kv_heads.start * head_dim, 0, kv_width),))
+        with_gate = _gated_query_rows(heads, num_heads, head_dim) if gate else queries
+        super().__init__(hidden_size, stacked(with_gate, keys, keys), bias=bias, context=context)
+        self.num_heads, self.num_kv_heads, self.head_rows = len(heads), len(kv_heads), (queries, keys)
+        self.split_sizes = [width, width, kv_width, kv_width] if gate else [width, kv_width, kv_width]
 
 
-def _query_rows(heads: range, num_heads: int, head_dim: int, gate: bool) -> RowMap:
-    if not gate:
-        return RowMap(num_heads * head_dim, (RowRun(heads.start * head_dim, 0, len(heads) * head_dim),))
+def _gated_query_rows(heads: range, num_heads: int, head_dim: int) -> RowMap:
     runs = []
     for local, head in enumerate(heads):
         source, target = 2 * head * head_dim, local * head_dim
@@ -163,7 +171,7 @@ class RowParallelLinear(LinearBase):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str) -> None:
         local = divide(in_features, context.tp.size, what)
-        parts = {"": RowMap(out_features, (RowRun(0, 0, out_features),))}
+        parts = {"": whole_rows(out_features)}
         shard = MatrixShard(out_features, local, parts, context.tp.rank * local, in_features)
         super().__init__(shard, bias and context.tp.rank == 0, context)
         self._bias_elsewhere = bias and context.tp.rank > 0
@@ -181,7 +189,7 @@ class RowParallelLinear(LinearBase):
         return {"bias": WeightPiece((self.shard.rows,), ())} if self._bias_elsewhere else super()._bias_layout()
 
 
-class MergedReplicatedLinear(ColumnParallelLinear):
+class MergedReplicatedLinear(PackedLinear):
     """Several small projections of one input in one matrix that every rank holds whole (routers).
 
     The output has zero columns at its end up to a multiple of 8: for rows that are not aligned to 16 bytes the matrix
@@ -194,10 +202,6 @@ class MergedReplicatedLinear(ColumnParallelLinear):
     def __init__(
         self, in_features: int, out_features: Sequence[int], *, bias: bool = False, context: ModelContext
     ) -> None:
-        parts, target = {}, 0
-        for i, total in enumerate(out_features):
-            parts[f"{i}."] = RowMap(total, (RowRun(0, target, total),))
-            target += total
-        padded = -(-target // self.ALIGNMENT) * self.ALIGNMENT
-        self._build(in_features, padded, parts, bias, context)
-        self.num_outputs = target
+        parts = stacked(*(whole_rows(total) for total in out_features))
+        padded = -(-sum(out_features) // self.ALIGNMENT) * self.ALIGNMENT
+        super().__init__(in_features, parts, bias=bias, context=context, rows=padded)

@@ -8,8 +8,6 @@ know: how states are allocated or forked; it finds them by its own name in the f
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -17,16 +15,14 @@ from weft.config.chunks import CHUNK_SIZE
 from weft.config.mamba import MambaConfig
 from weft.config.model import ModelConfig
 from weft.config.sharding import divide
-from weft.config.short_conv import ShortConvConfig
 from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.decodes_first import decode_slots
-from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
-from weft.layers.mamba2 import part_rows
+from weft.layers.linear import ColumnParallelLinear, PackedLinear, RowParallelLinear
 from weft.layers.short_conv import DepthwiseConv
-from weft.layers.weight import Layout, WeightModule, WeightPiece, empty_parameter
+from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, WeightPiece, empty_parameter, split_rows
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.conv_update import causal_conv1d_update
 from weft.ops.selective_scan import selective_scan, selective_scan_step
@@ -61,14 +57,6 @@ class PartNorms(WeightModule):
         return 0.9, 1.1
 
 
-class MambaProjection(ColumnParallelLinear):
-    """``[T, hidden_size] -> [T, x | z]`` for the rank's channels; the checkpoint has one tensor."""
-
-    def __init__(self, hidden_size: int, geometry: MambaConfig, context: ModelContext) -> None:
-        rows = part_rows((geometry.num_channels,) * 2, context.tp)
-        self._build(hidden_size, 2 * geometry.num_channels // context.tp.size, {"": rows}, geometry.bias, context)
-
-
 class Mamba(WeightModule):
     """``hidden_states [T, hidden_size] -> [T, hidden_size]``, this rank's part of the sum.
 
@@ -82,9 +70,12 @@ class Mamba(WeightModule):
         hidden_size, channels, what = config.hidden_size, geometry.num_channels, "mamba channels"
         self.num_channels = divide(channels, context.tp.size, what)
         inner = geometry.dt_rank + 2 * geometry.state_size
-        self.in_proj = MambaProjection(hidden_size, geometry, context)
-        conv = ShortConvConfig(channels, geometry.conv_kernel, geometry.conv_bias)
-        self.conv1d = DepthwiseConv(conv, context)
+        self._channels = split_rows([channels], context.tp, what)
+        x_and_z = {"": split_rows([channels] * 2, context.tp, what)}
+        self.in_proj = PackedLinear(hidden_size, x_and_z, bias=geometry.bias, context=context)
+        self.conv1d = DepthwiseConv(
+            {"": self._channels}, kernel=geometry.conv_kernel, bias=geometry.conv_bias, context=context
+        )
         self.x_proj = RowParallelLinear(channels, inner, bias=False, context=context, what=what)
         self._sums = (AllReduce.inside_a_layer(inner, context),) if context.tp.size > 1 else ()
         self.part_norms = PartNorms(geometry, context)
@@ -93,7 +84,6 @@ class Mamba(WeightModule):
         shape, device = (geometry.state_size, self.num_channels), context.device
         self.A_log = empty_parameter(*shape, dtype=torch.float32, device=device)
         self.D = empty_parameter(self.num_channels, dtype=torch.float32, device=device)
-        self._channels = part_rows((channels,), context.tp)
         self.out_proj = RowParallelLinear(channels, hidden_size, bias=geometry.bias, context=context, what=what)
         context.layers.register(name, self)
 
@@ -145,5 +135,4 @@ class Mamba(WeightModule):
         return ({"A_log": self._channels.piece(self.A_log.t()), "D": self._channels.piece(self.D)},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
-        """Random decays as in training: A in [1, 16]."""
-        return (0.0, math.log(16.0)) if name == "A_log" else (0.9, 1.1)
+        return RECURRENCE_RANGES[name]

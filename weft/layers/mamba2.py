@@ -8,11 +8,9 @@ and group. Does not know: how states are allocated or forked; it finds them by i
 from __future__ import annotations
 
 import dataclasses
-import math
-from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.mamba2 import Mamba2Config
@@ -22,8 +20,9 @@ from weft.forward_context import Batch, LayerCache, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
-from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
+from weft.layers.linear import PackedLinear, RowParallelLinear
+from weft.layers.short_conv import DepthwiseConv
+from weft.layers.weight import RECURRENCE_RANGES, Layout, WeightModule, empty_parameter, split_rows
 from weft.ops.causal_conv1d import causal_conv1d
 from weft.ops.group_norm import gated_group_norm
 from weft.ops.linear_attention import chunk_linear_attention
@@ -41,51 +40,13 @@ def one_rank(geometry: Mamba2Config, tp: TensorParallel) -> Mamba2Config:
     )
 
 
-def part_rows(sizes: tuple[int, ...], tp: TensorParallel) -> RowMap:
-    """Rows of parts that stand one after the other, each of them split over the ranks."""
-    sizes = sizes if tp.size > 1 else (sum(sizes),)
-    starts = accumulate((0, *sizes))
-    runs, target = [], 0
-    for start, size in zip(starts, sizes, strict=False):
-        local = size // tp.size
-        runs.append(RowRun(start + tp.rank * local, target, local))
-        target += local
-    return RowMap(sum(sizes), tuple(runs))
-
-
-class Mamba2Projection(ColumnParallelLinear):
-    """``[T, hidden_size] -> [T, z | x | B | C | dt]`` for the rank's heads; the checkpoint has one tensor."""
-
-    def __init__(self, hidden_size: int, geometry: Mamba2Config, context: ModelContext) -> None:
-        rows = part_rows(geometry.part_sizes, context.tp)
-        local = sum(geometry.part_sizes) // context.tp.size
-        self._build(hidden_size, local, {"": rows}, geometry.in_bias, context)
-
-
-class Mamba2Conv(WeightModule):
-    """Weight ``[conv_dim / tp, W]`` (``[conv_dim, 1, W]`` in files) and bias of the convolution over x, B and C."""
-
-    def __init__(self, geometry: Mamba2Config, context: ModelContext) -> None:
-        super().__init__()
-        self._rows = part_rows(geometry.part_sizes[1:4], context.tp)
-        local, dtype, device = geometry.conv_dim // context.tp.size, context.dtype, context.device
-        self.weight = empty_parameter(local, geometry.conv_kernel, dtype=dtype, device=device)
-        self.bias: nn.Parameter | None = None
-        if geometry.conv_bias:
-            self.bias = empty_parameter(local, dtype=dtype, device=device)
-
-    def layouts(self) -> tuple[Layout, ...]:
-        layout = {"weight": self._rows.piece(self.weight, middle=(1,))}
-        return (layout if self.bias is None else layout | {"bias": self._rows.piece(self.bias)},)
-
-
 class ShardedNormWeight(WeightModule):
     """The weight ``[C / tp]`` of a norm over groups of channels, each on one rank."""
 
     def __init__(self, num_channels: int, context: ModelContext) -> None:
         super().__init__()
-        self._rows = part_rows((num_channels,), context.tp)
-        self.weight = empty_parameter(num_channels // context.tp.size, dtype=context.dtype, device=context.device)
+        self._rows = split_rows([num_channels], context.tp, "mamba channels")
+        self.weight = empty_parameter(self._rows.count, dtype=context.dtype, device=context.device)
 
     def layouts(self) -> tuple[Layout, ...]:
         return ({"weight": self._rows.piece(self.weight)},)
@@ -103,11 +64,14 @@ class Mamba2(WeightModule):
 
     def __init__(self, geometry: Mamba2Config, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
-        self.name, self._backend, self._tp = name, context.backend, context.tp
+        self.name, self._backend = name, context.backend
         self._eps, self._geometry = config.rms_norm_eps, geometry
         self.local = local = one_rank(geometry, context.tp)
-        self.in_proj = Mamba2Projection(config.hidden_size, geometry, context)
-        self.conv1d = Mamba2Conv(geometry, context)
+        self._head_rows = split_rows([geometry.num_heads], context.tp, "mamba heads")
+        rows = {"": split_rows(geometry.part_sizes, context.tp, "mamba channels")}
+        self.in_proj = PackedLinear(config.hidden_size, rows, bias=geometry.in_bias, context=context)
+        rows = {"": split_rows(geometry.part_sizes[1:4], context.tp, "mamba channels")}
+        self.conv1d = DepthwiseConv(rows, kernel=geometry.conv_kernel, bias=geometry.conv_bias, context=context)
         # The decay is an exponential of an exponential: its parameters stay in float32 whatever the model's dtype.
         for parameter in ("A_log", "dt_bias", "D"):
             self.register_parameter(
@@ -174,10 +138,7 @@ class Mamba2(WeightModule):
         return clear_padding(normed, batch.num_tokens)
 
     def layouts(self) -> tuple[Layout, ...]:
-        rows = part_rows((self._geometry.num_heads,), self._tp)
-        return ({name: rows.piece(self.get_parameter(name)) for name in ("A_log", "dt_bias", "D")},)
+        return ({name: self._head_rows.piece(self.get_parameter(name)) for name in ("A_log", "dt_bias", "D")},)
 
     def initial_range(self, name: str) -> tuple[float, float]:
-        """Random decays as in training: A in [1, 16], time steps in [0.001, 0.1] (through softplus, near its log)."""
-        ranges = {"A_log": (0.0, math.log(16.0)), "dt_bias": (math.log(1e-3), math.log(1e-1)), "D": (0.9, 1.1)}
-        return ranges[name]
+        return RECURRENCE_RANGES[name]

@@ -100,7 +100,7 @@ class SpanningRMSNorm(RMSNorm):
     """
 
     def __init__(self, rows: RowMap, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
-        super().__init__(sum(run.count for run in rows.runs), eps, context, zero_centered=zero_centered)
+        super().__init__(rows.count, eps, context, zero_centered=zero_centered)
         self._rows, self._num_ranks = rows, context.tp.size
         self._sums = (AllReduce.inside_a_layer(1, context),) if context.tp.size > 1 else ()
 

@@ -17,36 +17,34 @@ from weft.forward_context import get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.decodes_first import mix_rows
-from weft.layers.linear import ColumnParallelLinear, RowParallelLinear
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, empty_parameter
+from weft.layers.linear import PackedLinear, RowParallelLinear
+from weft.layers.weight import Layout, RowMap, WeightModule, empty_parameter, split_rows
 from weft.ops.short_conv import short_conv, short_conv_decode
 
 
-class ShortConvProjection(ColumnParallelLinear):
-    """``[T, hidden_size] -> [T, b | c | x]`` for the rank's channels; the checkpoint has one tensor of three parts."""
-
-    def __init__(self, hidden_size: int, geometry: ShortConvConfig, context: ModelContext) -> None:
-        total, rank = geometry.num_channels, context.tp.rank
-        local = divide(total, context.tp.size, "hidden_size")
-        runs = tuple(RowRun(part * total + rank * local, part * local, local) for part in range(3))
-        self._build(hidden_size, 3 * local, {"": RowMap(3 * total, runs)}, geometry.bias, context)
-
-
 class DepthwiseConv(WeightModule):
-    """Weight ``[C, kernel]`` (``[C, 1, kernel]`` in files) and bias ``[C]`` of a depthwise convolution."""
+    """Weight ``[C, kernel]`` (``[C, 1, kernel]`` in files) and bias ``[C]`` of a depthwise convolution.
 
-    def __init__(self, geometry: ShortConvConfig, context: ModelContext) -> None:
+    Args:
+        forms: the divisions into tensors that checkpoints may have: the prefix of each -> where its channels go.
+    """
+
+    def __init__(self, *forms: dict[str, RowMap], kernel: int, bias: bool, context: ModelContext) -> None:
         super().__init__()
-        local = divide(geometry.num_channels, context.tp.size, "hidden_size")
-        self._rows = RowMap(geometry.num_channels, (RowRun(context.tp.rank * local, 0, local),))
-        self.weight = empty_parameter(local, geometry.kernel, dtype=context.dtype, device=context.device)
+        self._forms, local = forms, sum(rows.count for rows in forms[0].values())
+        self.weight = empty_parameter(local, kernel, dtype=context.dtype, device=context.device)
         self.bias: nn.Parameter | None = None
-        if geometry.bias:
+        if bias:
             self.bias = empty_parameter(local, dtype=context.dtype, device=context.device)
 
     def layouts(self) -> tuple[Layout, ...]:
-        layout = {"weight": self._rows.piece(self.weight, middle=(1,))}
-        return (layout if self.bias is None else layout | {"bias": self._rows.piece(self.bias)},)
+        return tuple(self._layout(form) for form in self._forms)
+
+    def _layout(self, form: dict[str, RowMap]) -> Layout:
+        layout = {f"{part}weight": rows.piece(self.weight, middle=(1,)) for part, rows in form.items()}
+        if self.bias is not None:
+            layout |= {f"{part}bias": rows.piece(self.bias) for part, rows in form.items()}
+        return layout
 
 
 class ShortConv(nn.Module):
@@ -59,12 +57,13 @@ class ShortConv(nn.Module):
     def __init__(self, geometry: ShortConvConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
         self.name, self._backend = name, context.backend
-        self.num_channels = divide(geometry.num_channels, context.tp.size, "hidden_size")
-        self.in_proj = ShortConvProjection(config.hidden_size, geometry, context)
-        self.conv = DepthwiseConv(geometry, context)
-        self.out_proj = RowParallelLinear(
-            geometry.num_channels, config.hidden_size, bias=geometry.bias, context=context, what="hidden_size"
-        )
+        channels, what = geometry.num_channels, "hidden_size"
+        self.num_channels = divide(channels, context.tp.size, what)
+        rows = {"": split_rows([channels] * 3, context.tp, what)}
+        self.in_proj = PackedLinear(config.hidden_size, rows, bias=geometry.bias, context=context)
+        rows = {"": split_rows([channels], context.tp, what)}
+        self.conv = DepthwiseConv(rows, kernel=geometry.kernel, bias=geometry.bias, context=context)
+        self.out_proj = RowParallelLinear(channels, config.hidden_size, bias=geometry.bias, context=context, what=what)
         context.layers.register(name, self)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

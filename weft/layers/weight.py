@@ -21,6 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from weft.config.sharding import divide
+from weft.parallel.tensor_parallel import TensorParallel
+
 Slices = tuple[slice, ...]
 
 
@@ -73,6 +76,14 @@ class RowRun:
     target: int
     count: int
 
+    @property
+    def source_rows(self) -> slice:
+        return slice(self.source, self.source + self.count)
+
+    @property
+    def target_rows(self) -> slice:
+        return slice(self.target, self.target + self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class RowMap:
@@ -80,6 +91,15 @@ class RowMap:
 
     total: int
     runs: tuple[RowRun, ...]
+
+    @property
+    def count(self) -> int:
+        """Rows of this rank."""
+        return sum(run.count for run in self.runs)
+
+    def moved(self, rows: int) -> RowMap:
+        """To places so many rows further in the parameter."""
+        return RowMap(self.total, tuple(RowRun(run.source, run.target + rows, run.count) for run in self.runs))
 
     def piece(self, parameter: Tensor, middle: tuple[int, ...] = ()) -> WeightPiece:
         """The piece that fills ``parameter`` row by row.
@@ -90,13 +110,43 @@ class RowMap:
         """
         rest = tuple(parameter.shape[1:])
         copies = tuple(
-            (
-                (slice(run.source, run.source + run.count),),
-                parameter[run.target : run.target + run.count].view(run.count, *middle, *rest),
-            )
-            for run in self.runs
+            ((run.source_rows,), parameter[run.target_rows].view(run.count, *middle, *rest)) for run in self.runs
         )
         return WeightPiece((self.total, *middle, *rest), copies)
+
+
+def whole_rows(total: int) -> RowMap:
+    """All rows, on every rank."""
+    return RowMap(total, (RowRun(0, 0, total),))
+
+
+def split_rows(sizes: Sequence[int], tp: TensorParallel, what: str) -> RowMap:
+    """Rows of parts that stand one after the other, each of them split over the ranks.
+
+    Args:
+        what: named in the error.
+
+    Raises:
+        ConfigError: a size is not divisible by the number of ranks.
+    """
+    if tp.size == 1:
+        return whole_rows(sum(sizes))
+    runs, source, target = [], 0, 0
+    for size in sizes:
+        local = divide(size, tp.size, what)
+        runs.append(RowRun(source + tp.rank * local, target, local))
+        source, target = source + size, target + local
+    return RowMap(source, tuple(runs))
+
+
+def stacked(*parts: RowMap) -> dict[str, RowMap]:
+    """The parts of a merged matrix, ``"0."``, ``"1."``, …: the rows of each, given from row 0 on, below those of the
+    one before."""
+    placed, rows = {}, 0
+    for i, part in enumerate(parts):
+        placed[f"{i}."] = part.moved(rows)
+        rows += part.count
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +168,16 @@ class MatrixShard:
     @property
     def num_filled(self) -> int:
         """Rows that some part fills."""
-        return sum(run.count for rows in self.parts.values() for run in rows.runs)
+        return sum(rows.count for rows in self.parts.values())
+
+    @property
+    def source_columns(self) -> slice:
+        return slice(self.first_column, self.first_column + self.columns)
 
     def piece(self, rows: RowMap, parameter: Tensor, *, fp8: bool = False) -> WeightPiece:
         """The piece that fills the rows of one part of ``parameter [rows, columns]``."""
-        columns = slice(self.first_column, self.first_column + self.columns)
-        copies = tuple(
-            ((slice(run.source, run.source + run.count), columns), parameter[run.target : run.target + run.count])
-            for run in rows.runs
-        )
+        columns = self.source_columns
+        copies = tuple(((run.source_rows, columns), parameter[run.target_rows]) for run in rows.runs)
         return WeightPiece((rows.total, self.total_columns), copies, fp8)
 
 
@@ -151,6 +202,12 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device, place
     memory = torch.empty(shape, dtype=dtype, device=device) if place is None else place
     assert memory.shape == shape and memory.dtype == dtype
     return nn.Parameter(memory, requires_grad=False)
+
+
+RECURRENCE_RANGES = {
+    "A_log": (0.0, math.log(16.0)), "dt_bias": (math.log(1e-3), math.log(1e-1)), "D": (0.9, 1.1),
+}  # fmt: skip
+"""Bounds of random decays as in training: A in [1, 16], time steps in [0.001, 0.1] (through softplus, near its log)."""
 
 
 def uniform_range(fan_in: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase
 from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod
-from weft.layers.weight import Layout, MatrixShard, RowMap, RowRun, WeightPiece, empty_parameter, uniform_range
+from weft.layers.weight import Layout, MatrixShard, WeightPiece, empty_parameter, uniform_range
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
 from weft.ops.fp8_moe import fp8_fused_moe
@@ -57,8 +57,7 @@ class Fp8Linear(LinearMethod):
         for part, rows in shard.parts.items():
             if part in self._plain:
                 plain_weight = layer.get_parameter("plain_weight")
-                moved = tuple(RowRun(run.source, run.target - weight.shape[0], run.count) for run in rows.runs)
-                layout[f"{part}weight"] = shard.piece(RowMap(rows.total, moved), plain_weight)
+                layout[f"{part}weight"] = shard.piece(rows.moved(-weight.shape[0]), plain_weight)
                 continue
             found = self._storage.layout(shard, rows, weight, scale, _optional(layer, "input_scale"), self._names[part])
             layout |= {f"{part}{tensor}": piece for tensor, piece in found.items()}

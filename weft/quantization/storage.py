@@ -101,7 +101,7 @@ class ChannelStorage(Storage):
         layout = {"weight": shard.piece(rows, weight, fp8=True)}
         if self._per_tensor:
             everything: Slices = ()
-            copies = tuple((everything, scale[run.target : run.target + run.count]) for run in rows.runs)
+            copies = tuple((everything, scale[run.target_rows]) for run in rows.runs)
             layout["weight_scale"] = WeightPiece((1,), copies)
         else:
             layout["weight_scale"] = rows.piece(scale)
@@ -121,10 +121,7 @@ class OnlineStorage(ChannelStorage):
     ) -> Layout:
         piece = shard.piece(rows, weight)
         copies = tuple(
-            (
-                source,
-                QuantizedRows(weight[run.target : run.target + run.count], scale[run.target : run.target + run.count]),
-            )
+            (source, QuantizedRows(weight[run.target_rows], scale[run.target_rows]))
             for run, (source, _) in zip(rows.runs, piece.copies, strict=True)
         )
         return {"weight": WeightPiece(piece.shape, copies)}

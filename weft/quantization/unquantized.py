@@ -126,13 +126,13 @@ def fused_layout(layer: Experts, gate_up: IndexableTarget, down: IndexableTarget
         ("gate_up_proj", layer.gate_up_shard, gate_up),
         ("down_proj", layer.down_shard, down),
     ):
-        columns = slice(shard.first_column, shard.first_column + shard.columns)
+        columns = shard.source_columns
         copies: list[tuple[Slices, CopyTarget]] = []
         total = 0
         for rows in shard.parts.values():
             for run in rows.runs:
                 source = slice(total + run.source, total + run.source + run.count)
-                copies.append(((experts, source, columns), parameter[:, run.target : run.target + run.count]))
+                copies.append(((experts, source, columns), parameter[:, run.target_rows]))
             total += rows.total
         layout[name] = WeightPiece((layer.num_experts, total, shard.total_columns), tuple(copies), transposable=True)
     return layout
