@@ -36,6 +36,8 @@ LENGTHS = [1, 63, 64, 65, 129, 210, 1000]
 PAGE_SIZE = 4
 BUDGET = 512
 """Tokens per step: the longest prompt runs in two chunks."""
+CASE_PAGES = 320
+"""More than a case uses: its longest prompt, another one that shares two thirds of it, and companions."""
 NUM_TOKENS = 5
 COMPANION_TOKENS = 10
 
@@ -115,6 +117,7 @@ class Poisoned:
         while self.llm._core.has_work:
             self.llm._core.step()
         self.give_memory_back()
+        self.make_room()
         self.steps.clear()
         self.num_cases += 1
         rng = random.Random(self.num_cases)
@@ -151,6 +154,11 @@ class Poisoned:
         request = self.add(prompt, count, salt)
         self.finish()
         return request
+
+    def make_room(self) -> None:
+        """Evict enough of what other cases left for a case to keep what it primes, whatever ran before it."""
+        manager = self.llm._core.manager
+        assert manager.evictor.make_room(min(CASE_PAGES, manager.pages.num_free + manager.pages.num_evictable))
 
     def take_free_memory(self) -> None:
         """Empty the cache and hold every page that no request uses."""
