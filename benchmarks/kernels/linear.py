@@ -166,7 +166,7 @@ def _compile(job: tuple[Size, int, Config]) -> None:
     sums, count = (torch.float32, torch.int32) if config.splits > 1 else (DTYPE, DTYPE)
     try:
         skinny._skinny_linear_kernel.warmup(
-            DTYPE, DTYPE, DTYPE, DTYPE, sums, count, tokens, width, size.inner, width, grid=(1,), **options
+            DTYPE, DTYPE, DTYPE, DTYPE, sums, count, tokens, width, size.inner, width, 0, grid=(1,), **options
         )
     except Exception as problem:
         print(f"{size.name} {tokens} {tuple(config)}: {type(problem).__name__} {str(problem)[:80]}")
