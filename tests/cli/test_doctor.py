@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main
-from weft.cli.doctor import _numbers, _package, examine
+from weft.cli.doctor import Finding, _numbers, _package, examine
 
 
 def test_a_machine_that_runs_these_tests_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for what in ("Python", "torch", "GPU", "C compiler", "memory", "disk", "open files", "weft-mini"):
+    for what in ("Python", "torch", "GPU", "C compiler", "memory", "disk", "kernel cache", "open files", "weft-mini"):
         assert f" {what}" in out
     assert all(line.split()[0] in ("ok", "note") for line in out.splitlines())
 
@@ -36,6 +36,19 @@ def test_a_machine_with_little_room(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     found = {finding.what: finding for finding in examine()}
     assert found["C compiler"].verdict == "note" and "gcc" in found["C compiler"].remedy
     assert found["disk"].verdict == "note" and str(tmp_path) in found["disk"].found
+
+
+def test_a_kernel_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found() -> Finding:
+        return next(finding for finding in examine() if finding.what == "kernel cache")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "there"))
+    assert found().verdict == "ok" and str(tmp_path) in found().found
+    monkeypatch.setattr("weft.cli.doctor._MIN_FREE_CACHE_GIB", 1e9)
+    assert found().verdict == "note" and "make room" in found().remedy
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    assert found().verdict == "note" and "cannot be written" in found().found and "TRITON_CACHE_DIR" in found().remedy
 
 
 def test_modules_that_every_start_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:

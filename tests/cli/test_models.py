@@ -29,6 +29,6 @@ def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_one_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "Qwen2VLForConditionalGeneration"]) == 2
-    assert "the nearest that is: Qwen3VLForConditionalGeneration" in capsys.readouterr().err
+    assert "the nearest that is: Qwen3VLForConditionalGeneration; `weft models` lists all" in capsys.readouterr().err
     assert nearest("MixtralForCausalLM") == "MistralForCausalLM"
     assert nearest("Olmo3ForCausalLM").startswith("Olmo")

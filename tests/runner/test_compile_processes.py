@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 import triton
 
+from weft.errors import ConfigError
 from weft.runner import compile_processes
 from weft.runner.compile_processes import kernel_lock, wait_for_lock
 
@@ -119,6 +122,26 @@ def test_processes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
     run = _run(tmp_path, "asleep")
     assert (run["given_away"], run["compiled_here"], run["left"]) == (2, 2, 0)
     assert "given up" in run["said"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever compiles or loads, in the thread that submits or another."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton, "compile", refuse)
+    said = f"No space left on device; kernels are kept in {tmp_path}"
+    with compile_processes.CompileProcesses(1, refuse, builds_launchers=False) as processes:
+        source = SimpleNamespace()
+        for attempt in (
+            lambda: processes.compile(source),
+            processes._threads.submit(processes.compile, source).result,
+            lambda: processes._loaded(SimpleNamespace()),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                attempt()
 
 
 def _run(folder: Path, what: str) -> dict[str, Any]:

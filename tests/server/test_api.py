@@ -311,8 +311,11 @@ def test_other_refusals(server: RunningServer, client: OpenAI) -> None:
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
     with pytest.raises(BadRequestError, match="temperature"):
         say(client, "x", temperature=1000)
-    assert server.client.get("/nothing").status_code == 404
-    assert server.client.get("/v1/completions").status_code == 405
+    nothing = server.client.get("/nothing")
+    assert nothing.status_code == 404 and "/openapi.json" in nothing.json()["error"]["message"]
+    wrong = server.client.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["message"] == "GET is not allowed here; allowed: POST"
     assert server.client.post("/v1/completions", content=b"x" * (9 << 20)).status_code == 413
     assert server.client.get("/health", headers={"Host": "evil.example"}).status_code == 403
     too_many = server.client.post("/v1/completions", json={"prompt": ["x"] * 10, "n": 5})

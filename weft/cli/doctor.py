@@ -27,6 +27,7 @@ Verdict = Literal["ok", "note", "missing"]
 _MIN_FILES = 4096
 _MIN_FREE_GIB = 1.0
 _MIN_FREE_DISK_GIB = 5.0
+_MIN_FREE_CACHE_GIB = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def examine() -> Iterator[Finding]:
     yield _bytecode()
     yield _memory()
     yield _disk()
+    yield _kernel_cache()
     yield _open_files()
     yield _bundled_model()
 
@@ -145,15 +147,32 @@ def _bytecode() -> Finding:
 
 
 def _disk() -> Finding:
-    """Where checkpoints from the hub and compiled kernels are kept."""
-    place = Path(os.environ.get("HF_HOME") or Path.home())
-    while not place.exists():
-        place = place.parent
+    """Where checkpoints from the hub are kept."""
+    place = _nearest_existing(Path(os.environ.get("HF_HOME") or Path.home()))
     free = shutil.disk_usage(place).free / 2**30
     found = f"{free:.1f} GiB free under {place}"
     if free < _MIN_FREE_DISK_GIB:
         return Finding("disk", "note", found, "make room, or set HF_HOME to a larger disk for checkpoints")
     return Finding("disk", "ok", found)
+
+
+def _kernel_cache() -> Finding:
+    """Where Triton keeps what it compiled; a start cannot do without, unless the folder holds every kernel already."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    place = _nearest_existing(folder)
+    remedy = "or set TRITON_CACHE_DIR to another folder: kernels on a GPU are compiled into it"
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return Finding("kernel cache", "note", f"{folder} cannot be written to", f"give it to this user, {remedy}")
+    free = shutil.disk_usage(place).free / 2**30
+    if free < _MIN_FREE_CACHE_GIB:
+        return Finding("kernel cache", "note", f"{free:.1f} GiB free in {folder}", f"make room, {remedy}")
+    return Finding("kernel cache", "ok", f"{folder} can be written to")
+
+
+def _nearest_existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def _memory() -> Finding:

@@ -28,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     args.names = [OTHER_NAMES.get(name, name) for name in args.names]
     for name in args.names:
         if name not in VERIFIED:
-            raise UnsupportedModelError(f"architecture {name!r} is not supported; the nearest that is: {nearest(name)}")
+            raise UnsupportedModelError(
+                f"architecture {name!r} is not supported; the nearest that is: {nearest(name)}; `weft models` lists all"
+            )
     names = sorted(args.names or VERIFIED)
     rows = [_COLUMNS, *(_row(name, VERIFIED[name]) for name in names)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]

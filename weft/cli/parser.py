@@ -30,10 +30,18 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         if not word.startswith("-"):
-            self.error(f"unexpected argument {word!r}; give all prompts or names together, before or after the flags")
+            self.error(f"unexpected argument {word!r}; {self._places()}")
         flag = word.split("=", maxsplit=1)[0]
         close = difflib.get_close_matches(flag, self._option_string_actions, n=3)
         self.error(f"unknown flag {flag}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+
+    def _places(self) -> str:
+        """What a word without a flag may be, and where it stands."""
+        for taken in self._get_positional_actions():
+            which = f"one {taken.metavar}" if taken.nargs == "?" else f"every {taken.metavar} in one place"
+            return f"give {which}, before or after the flags"
+        has_model = "--model" in self._option_string_actions
+        return f"{self.prog} takes flags only" + ("; a model is given by --model" if has_model else "")
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}\n(`{self.prog} --help` lists the flags)", file=sys.stderr)

@@ -43,6 +43,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITCallable, JITFunction
 
 from weft import preload
+from weft.errors import ConfigError
 from weft.lifeline import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -91,12 +92,15 @@ class CompileProcesses:
 
         Raises:
             _MissingError: it is not there.
+            ConfigError: it cannot be written into the cache.
         """
         if threading.get_ident() != self._submitter:
-            return triton.compile(src, **options)
+            with _cache_in_use():
+                return triton.compile(src, **options)
         src.make_ir = _raise_missing  # what Triton calls first if it has to compile
         try:
-            return triton.compile(src, **options)
+            with _cache_in_use():
+                return triton.compile(src, **options)
         except _MissingError as missing:
             missing.src, missing.options = src, options
             raise
@@ -151,7 +155,8 @@ class CompileProcesses:
             child.kill()
 
     def _loaded(self, kernel: CompiledKernel) -> CompiledKernel:
-        self._load(kernel)
+        with _cache_in_use():  # the launcher is compiled into it
+            self._load(kernel)
         return kernel
 
     def __enter__(self) -> CompileProcesses:
@@ -173,6 +178,18 @@ class _MissingError(Exception):
 
 def _raise_missing(*args: Any, **options: Any) -> NoReturn:
     raise _MissingError
+
+
+@contextmanager
+def _cache_in_use() -> Iterator[None]:
+    """Raises ConfigError where the body meets an error of the machine: no permission, no room."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"a kernel cannot be compiled: {error}; kernels are kept in {knobs.cache.dir}, which must be writable and "
+            "have room: give the folder to this user and make room, or set TRITON_CACHE_DIR to another one"
+        ) from error
 
 
 # -- in a process ------------------------------------------------------------------------------------------------------

@@ -245,8 +245,15 @@ def _failure(error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
-    return error_response(ApiError(error.status_code, message.get(error.status_code, error.detail)))
+    allowed = (error.headers or {}).get("Allow", "")
+    message = {
+        404: f"there is nothing at {request.url.path[:200]}; /openapi.json lists what there is",
+        405: f"{request.method} is not allowed here; allowed: {allowed}",
+    }
+    response = error_response(ApiError(error.status_code, message.get(error.status_code, error.detail)))
+    if allowed:
+        response.headers["Allow"] = allowed
+    return response
 
 
 async def _any_error(request: Request, error: Exception) -> Response:
