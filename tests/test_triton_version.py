@@ -19,7 +19,7 @@ def test_the_installed_version_is_the_one_that_is_imported() -> None:
     ("version", "said"),
     [
         ("3.6.0", "Triton 3.6.0: all kernels"),
-        ("3.7.1", "Triton 3.7.1 is not 3.6.x: kernels in Gluon give way .*, launches go through Triton"),
+        ("3.7.1", r"Triton 3.7.1 is not 3\.6\.x: kernels in Gluon give way .*, launches go through Triton"),
         (None, "not installed"),
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib import metadata
 
-KNOWN = "3.6."
-"""Beginning of the versions whose internals Weft uses: Gluon, the C launcher, what goes into a kernel's key."""
+KNOWN: tuple[str, ...] = ("3.6.",)
+"""Beginnings of the versions whose internals Weft uses: Gluon, the C launcher, what goes into a kernel's key, how
+kernels are compiled in other processes, what names a kernel on disk."""
 
 
 def triton_version() -> str | None:
@@ -26,7 +27,8 @@ def kernel_choice(version: str | None) -> str:
         return "Triton is not installed"
     if is_known(version):
         return f"Triton {version}: all kernels, launched by Weft itself"
+    known = " or ".join(f"{beginning}x" for beginning in KNOWN)
     return (
-        f"Triton {version} is not {KNOWN}x: kernels in Gluon give way to others in Triton or of the matrix library, "
-        "launches go through Triton, and every start hashes Triton's files; slower, with the same results"
+        f"Triton {version} is not {known}: kernels in Gluon give way to others in Triton or of the matrix library, "
+        "launches go through Triton, and kernels compile in threads; slower, with the same results"
     )

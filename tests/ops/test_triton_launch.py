@@ -168,7 +168,7 @@ def test_what_the_launcher_needs_more_for_stays_with_triton(
     if missing == "scratch":
         kernel.compiled.run.global_scratch_size = 128
     else:
-        monkeypatch.setattr(launch_module, "_LAUNCHER_IS_KNOWN", False)
+        monkeypatch.setattr(launch_module, "_IS_KNOWN", False)
     for _ in range(3):
         kernel[GRID](X, X, 5, 0.5, **OPTIONS)
     assert len(kernel.by_triton) == 3 and not kernel.direct

@@ -150,11 +150,20 @@ def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
         assert any(kernel in name for name in of_bf16) and not any(kernel in name for name in of_fp8)
 
 
-def kernels_at_start(cache: Path, *arguments: str) -> list[str]:
+def test_a_start_needs_nothing_private_of_a_triton_that_is_not_known(tmp_path: Path) -> None:
+    """All that compiles then is in Triton, and compiled at start like the rest."""
+    folder = make_checkpoint("Qwen3NextForCausalLM", tmp_path / "model", max_position_embeddings=1024)
+    names = kernels_at_start(tmp_path / "triton", str(folder), program="unknown_triton")
+    for kernel in ("_prefill_kernel", "_decode_kernel", "_gdn_decode_kernel", "_scan_kernel"):
+        assert any(kernel in name for name in names)
+    assert not any("hopper" in name or "gluon" in name for name in names)
+
+
+def kernels_at_start(cache: Path, *arguments: str, program: str = "compile_only") -> list[str]:
     """What a start compiles, in a process of its own; nothing may be missing later."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", "tests.runner.compile_only", *arguments]
+    command = [sys.executable, "-m", f"tests.runner.{program}", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])

@@ -27,6 +27,7 @@ from torch import nn
 from weft import preload
 from weft.messages import NewRequest, RowSampling, ScheduledRequest, SchedulerOutput
 from weft.models.decoder import Decoder, DecoderLayer
+from weft.triton_version import is_known
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -171,9 +172,6 @@ def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterat
     """
     import triton
 
-    from weft.ops.triton.launch import compiled_by
-    from weft.runner.compile_processes import CompileProcesses
-
     on_gpu = device.type == "cuda"
     current = torch.cuda.current_device() if on_gpu else 0
 
@@ -185,25 +183,59 @@ def compiled_meanwhile(walk: Callable[[], None], device: torch.device) -> Iterat
 
     prepare_triton(device).result()
     count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    with CompileProcesses(count, load, builds_launchers=on_gpu) as processes, compiled_by(processes.compile):
-        with triton.AsyncCompileMode(processes):
-            with _no_launches():
-                walk()
-            yield
+    with _compilers(count, load, builds_launchers=on_gpu) as compilers, triton.AsyncCompileMode(compilers):
+        with _no_launches():
+            walk()
+        yield
+
+
+@contextmanager
+def _compilers(count: int, load: Callable[[Any], None], *, builds_launchers: bool) -> Iterator[Any]:
+    """What ``triton.AsyncCompileMode`` submits to: processes, or threads under a Triton that is not known.
+
+    Args:
+        load: puts a kernel on the device.
+    """
+    import triton
+
+    if not is_known(triton.__version__):
+        with ThreadPoolExecutor(count) as threads:
+            yield _LoadingThreads(threads, load)
+        return
+    from weft.ops.triton.launch import compiled_by
+    from weft.runner.compile_processes import CompileProcesses
+
+    with CompileProcesses(count, load, builds_launchers=builds_launchers) as processes, compiled_by(processes.compile):
+        yield processes
+
+
+class _LoadingThreads:
+    """Threads that compile kernels and put them on the device."""
+
+    def __init__(self, threads: ThreadPoolExecutor, load: Callable[[Any], None]) -> None:
+        self._threads, self._load = threads, load
+
+    def submit(self, compile_function: Callable[[], Any]) -> Future[Any]:
+        return self._threads.submit(self._loaded, compile_function)
+
+    def _loaded(self, compile_function: Callable[[], Any]) -> Any:
+        kernel = compile_function()
+        self._load(kernel)
+        return kernel
 
 
 @contextmanager
 def _no_launches() -> Iterator[None]:
-    """Launches compile only, as Triton's own ``JITFunction.warmup`` does, each kind of launch once."""
+    """Launches compile only, each kind of launch once if kinds can be told."""
     from weft.ops.triton.launch import Kernel, launches_handled
 
     met: set[tuple[Any, ...]] = set()
 
     def compile_only(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        key = (id(kernel), *kernel.key(args, options))
-        if key not in met:
-            met.add(key)
-            kernel.run(*args, grid=grid, warmup=True, **options)
+        kind = id(kernel), kernel.key(args, options)
+        if kind[1] is None or kind not in met:
+            met.add(kind)
+            kernel.warmup(*args, grid=grid, **options)
 
     with launches_handled(compile_only):
         yield

@@ -11,8 +11,8 @@ specialisation of every argument (16-byte alignment, the value 1 and multiples o
 the compile-time arguments and options.
 
 Left to Triton: interpreted kernels, launches while hooks are set, kernels that need scratch memory, and every launch
-under a version of Triton whose launcher is not known here. One check of Triton's is left out: that the global constants
-a kernel was compiled with are still the same.
+under a version of Triton that is not known here: then no more is used than ``kernel[grid](...)`` and ``warmup``. One
+check of Triton's is left out: that the global constants a kernel was compiled with are still the same.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.backends.compiler import BaseBackend
+from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 from weft.triton_version import is_known
 
-_LAUNCHER_IS_KNOWN = is_known(triton.__version__)
-if _LAUNCHER_IS_KNOWN:
+_IS_KNOWN = is_known(triton.__version__)
+if _IS_KNOWN:
     from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
     from triton.backends.nvidia.driver import CudaLauncher
-_ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    from triton.runtime.driver import driver
+
+    _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -58,6 +58,8 @@ class Kernel(JITFunction):
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
+        if not _IS_KNOWN:
+            return
         at_run_time = [p for p in self.params if not p.is_constexpr]
         assert at_run_time == self.params[: len(at_run_time)], "run-time arguments come first"
         assert not any(p.annotation for p in at_run_time), "a type given in the source would have to be in the key"
@@ -68,26 +70,30 @@ class Kernel(JITFunction):
 
     def create_binder(self) -> Any:
         binder = super().create_binder()
-        self.compile = compile_source
+        if _IS_KNOWN:
+            self.compile = compile_source
         return binder
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self.launch, grid)
 
-    def key(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What a kernel is compiled for, beside the device."""
+    def key(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """What a kernel is compiled for, beside the device; None under a Triton that is not known."""
+        return self._key(args, options) if _IS_KNOWN else None
+
+    def _key(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
         assert len(args) == len(self._specialized), "compile-time arguments are given by name"
         rules = repeat(BaseBackend), args, repeat(False), self._specialized, self._aligned
         return (*map(native_specialize_impl, *rules), *options, *options.values())
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Queue the kernel on the current stream of the current device."""
-        if not _LAUNCHER_IS_KNOWN or _has_hooks() or self.pre_run_hooks:
-            self.run(*args, grid=grid, warmup=False, **options)
+        if not _IS_KNOWN or _has_hooks() or self.pre_run_hooks:
+            super().__getitem__(grid)(*args, **options)
             return
         active = driver.active
         device = active.get_current_device()
-        key = (device, *self.key(args, options))
+        key = (device, *self._key(args, options))
         found = self._launchers.get(key)
         if found is None:
             self._remember(key, self.run(*args, grid=grid, warmup=False, **options))
@@ -125,7 +131,7 @@ _compiler: Compiler = triton.compile
 
 
 def compile_source(src: Any, **options: Any) -> CompiledKernel:
-    """What kernels are compiled by: ``triton.compile``, or what ``compiled_by`` names."""
+    """What kernels are compiled by under a Triton that is known: ``triton.compile``, or what ``compiled_by`` names."""
     return _compiler(src, **options)
 
 
@@ -150,7 +156,8 @@ _HANDLED: list[Handler] = []
 @contextmanager
 def launches_handled(handle: Handler) -> Iterator[None]:
     """In the body, ``kernel[grid](*args, **options)`` calls ``handle(kernel, grid, args, options)`` and does no more.
-    ``kernel.run(*args, grid=grid, warmup=warmup, **options)`` is Triton's own launch, or compiles only."""
+    ``kernel.run(*args, grid=grid, warmup=False, **options)`` is Triton's own launch then, and
+    ``kernel.warmup(*args, grid=grid, **options)`` compiles only."""
     before = Kernel.launch
 
     def instead(self: Kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
