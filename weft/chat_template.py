@@ -103,7 +103,9 @@ class ChatTemplate:
     ) -> None:
         if not self.exists:
             raise RequestError(
-                "this checkpoint has no chat template; render the conversation yourself and use generate()", "messages"
+                "this checkpoint has no chat template, which messages need; give a prompt instead (generate() or "
+                "/v1/completions), or add a chat_template.jinja to a copy of its folder",
+                "messages",
             )
         if not messages:
             raise RequestError("messages is empty; a chat needs at least one message", "messages")

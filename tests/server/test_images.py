@@ -25,6 +25,7 @@ from weft import LLM, SamplingParams
 from weft.config import resolve
 from weft.engine.conversation import template_messages
 from weft.engine.inputs import InputProcessor
+from weft.errors import ConfigError
 from weft.multimodal.processor import load_processor
 from weft.tokenizer import Tokenizer
 
@@ -285,6 +286,12 @@ def test_the_flags_allow(folder: Path, tmp_path: Path) -> None:
     assert inputs.text_only is None
     _, media = template_messages(question({"type": "image_url", "image_url": f"file://{tmp_path}/x.png"}), None)
     assert processor.process(media, 500, "messages")[0].grid == (1, 10, 12)
+
+
+def test_a_media_folder_that_does_not_exist_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", folder / "config.json"):
+        with pytest.raises(ConfigError, match=r"allowed_local_media_path=.* is not a folder"):
+            load_processor(resolve(model=str(folder), allowed_local_media_path=path))
 
 
 DROP = """

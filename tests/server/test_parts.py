@@ -177,7 +177,8 @@ def test_trace_id() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"host": "0.0.0.0"}, "no API key"), ({"host": "some.name"}, "no API key"), ({"port": 70000}, "port"),
-     ({"api_keys": ("",)}, "key"), ({"request_timeout_s": 0}, "request_timeout_s"), ({"max_n": 0}, "max_n")],
+     ({"api_keys": ("",)}, "key"), ({"request_timeout_s": 0}, "^request_timeout=0 is out of range; allowed: above 0"),
+     ({"max_n": 0}, "^max_n=0 is out of range; allowed: 1 or more")],
 )  # fmt: skip
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -62,7 +62,7 @@ class EngineConfig:
     # model
     model: str = _option("text", None, "folder or hub id of the checkpoint; default: the bundled weft-mini")
     tokenizer: str = _option("text", None, "folder or hub id of the tokenizer; default: the model's")
-    served_model_name: str = _option("text", None, "name of the model in answers; default: the hub id or folder name")
+    served_model_name: str = _option("text", None, "name of the model in answers; default: --model as it was given")
     load_format: str = _option(
         "text",
         "auto",

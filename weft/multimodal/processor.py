@@ -65,6 +65,9 @@ def load_processor(config: EngineConfig) -> MediaProcessor | None:
     if not model.runs_vision:
         return None
     assert model.vision is not None and config.max_num_encoder_input_tokens is not None
+    if (folder := config.allowed_local_media_path) is not None and not folder.is_dir():
+        given = f"allowed_local_media_path={str(folder)!r}"
+        raise ConfigError(f"{given} is not a folder; give one that exists, or leave it out")
     limits = ReadLimits(config.allowed_local_media_path, config.allowed_media_domains or ())
     cache_bytes = int(config.mm_processor_cache_gb * (1 << 30))
     return MediaProcessor(

@@ -86,10 +86,11 @@ class ServerSettings:
             )
         for name in ("request_timeout_s", "drain_timeout_s", "template_timeout_s"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+                flag = name.removesuffix("_s")
+                raise ConfigError(f"{flag}={getattr(self, name):g} is out of range; allowed: above 0")
         for name in ("max_queue_size", "max_body_bytes", "max_n", "max_prompts", "max_schema_bytes"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range; allowed: 1 or more")
         if any(not key or not key.isascii() for key in (*self.api_keys, self.admin_key or "x")):
             raise ConfigError("an API key is empty or not ASCII; give keys that fit into an HTTP header")
         if not (self.is_loopback or self.api_keys or self.allow_unauthenticated):
