@@ -8,7 +8,8 @@ know: how the engine works, beyond where its pools are.
     python -m tests.fuzz_engine [--seconds 110] [--first 0] [--count N] [--requests N] [--jobs N] [--drafts]
                                 [--json FILE] [--device cpu]
 
-A failure says its seed; ``--first SEED --count 1`` repeats it (with ``--drafts`` if every engine had drafts).
+A failure says its seed; ``--first SEED --count 1`` repeats it (with ``--drafts`` if every engine had drafts). A time
+that ends before half of ``--count`` engines, or of ``--requests``, have run is a failure too.
 ``make fuzz-speculation`` sends 10,000 requests to engines that all have drafts, in ``JOBS`` processes.
 """
 
@@ -33,6 +34,7 @@ from tests.drafters import ByModel, Random, install
 from tests.engine.conftest import assert_idle
 from tests.engine.simulator import penalised
 from tests.fuzz_references import ARCHITECTURES, Reference
+from tests.late_compiler import LateCompiler
 from tests.late_device import LateDevice
 from tests.tiny_tokenizer import EOS_ID, VOCAB_SIZE
 from weft import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, report
@@ -44,6 +46,7 @@ CHOICES = ["one two three", "four", "five six"]
 TOLERANCE = 2e-3
 """Logits closer than this may swap places: sums are rounded in another order than in the reference."""
 MAX_STEPS = 4000
+UNLIMITED = 10**9
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Episode:
         self.settings = self._settings()
         self.corpus = [[rng.randrange(3, VOCAB_SIZE) for _ in range(self.context)]]
         with LLM(str(self.reference.folder), **self.settings) as self.llm:
-            late = None
+            self.compiler, late = LateCompiler(self.llm, random.Random(self.seed)), None
             if self.device == "cpu" and rng.random() < 0.7:
                 late = LateDevice(self.llm, rng if rng.random() < 0.7 else None, self._poison)
             self.method = self.settings.get("speculative_config", {}).get("method", "none")
@@ -173,6 +176,7 @@ class Episode:
                 output = self.llm.abort(name)
                 assert output is not None
                 self._ended(output)
+            self.compiler.run_some()
             for output in self.llm.step():
                 if output.finished:
                     self._ended(output)
@@ -360,6 +364,17 @@ def side_by_side(args: argparse.Namespace, folder: str) -> Iterator[tuple[int, C
         pool.shutdown(cancel_futures=True)
 
 
+def conclude(found: Counter[str], failed: list[int], name: str, wanted: int) -> int:
+    """Say what came, and by how much the time was too short for ``wanted`` of ``name``. Returns an exit status: 1 if a
+    seed failed, or if not even half of a number that was asked for has run."""
+    print(", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in found.items()), f"; failed: {failed}")
+    if wanted == UNLIMITED or found[name] >= wanted:
+        return 1 if failed else 0
+    too_few = found[name] * 2 < wanted
+    print(f"the time ended after {found[name]} of {wanted} {name}" + (", less than half" if too_few else ""))
+    return 1 if failed or too_few else 0
+
+
 def run_for(
     seconds: float,
     description: str,
@@ -372,7 +387,7 @@ def run_for(
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=seconds, help="start no episode after that time")
     parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
-    parser.add_argument("--count", type=int, default=10**9, help="episodes")
+    parser.add_argument("--count", type=int, default=UNLIMITED, help="episodes")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     started, found, failed = time.monotonic(), Counter[str](), []
@@ -389,16 +404,15 @@ def run_for(
             found += episode.figures()
             if time.monotonic() - started > args.seconds:
                 break
-    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()), f"; failed: {failed}")
-    return 1 if failed else 0
+    return conclude(found, failed, "engines", args.count)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="random traffic at whole engines, against transformers")
     parser.add_argument("--seconds", type=float, default=110, help="start no episode after that time")
     parser.add_argument("--first", type=int, default=0, help="seed of the first episode")
-    parser.add_argument("--count", type=int, default=10**9, help="episodes")
-    parser.add_argument("--requests", type=int, default=10**9, help="start no episode after so many requests")
+    parser.add_argument("--count", type=int, default=UNLIMITED, help="episodes")
+    parser.add_argument("--requests", type=int, default=UNLIMITED, help="start no episode after so many requests")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--drafts", action="store_true", help="every engine verifies drafts; otherwise half of them")
     parser.add_argument("--json", type=Path, help="write what came and what became of it there")
@@ -416,12 +430,13 @@ def main(arguments: list[str] | None = None) -> int:
             if time.monotonic() - started > args.seconds or found["requests"] >= args.requests:
                 episodes.close()
                 break
-    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in found.items()), f"; failed: {[*failed]}")
+    name, wanted = ("requests", args.requests) if args.requests < UNLIMITED else ("engines", args.count)
+    status = conclude(found, [*failed], name, wanted)
     if args.json is not None:
         figures = {"seeds": [min(seeds), max(seeds)], "seconds": round(time.monotonic() - started, 1)} | dict(found)
         result = report.provenance(args.device) | {"benchmark": "fuzz-engine", "jobs": args.jobs} | figures
         report.write_json(args.json, result | {"failed": failed})
-    return 1 if failed else 0
+    return status
 
 
 if __name__ == "__main__":

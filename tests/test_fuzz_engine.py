@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests import fuzz_images, fuzz_options
-from tests.fuzz_engine import Episode
+from tests.fuzz_engine import Episode, run_for
 from tests.fuzz_references import ARCHITECTURES, Reference
 
 
@@ -31,12 +33,21 @@ def test_random_options(tmp_path: Path) -> None:
 
 def test_random_images(tmp_path: Path) -> None:
     """With drafts, preemption, overlap, graphs, and images that come again."""
-    references, met = fuzz_images.references(tmp_path, [fuzz_images.VL]), Counter[str]()
-    names = ("num_accepted", "num_preemptions", "num_followed", "num_encoder_hits")
-    for seed in range(11, 16):  # mostly the first has all of it
-        episode = fuzz_images.Episode(seed, references, always_drafts=True)
-        episode.run()
-        met.update({name: getattr(episode, name) for name in names})
-        if all(met[name] for name in names):
-            return
-    raise AssertionError(met)
+    episode = fuzz_images.Episode(11, fuzz_images.references(tmp_path, [fuzz_images.VL]), always_drafts=True)
+    episode.run()
+    assert episode.num_accepted and episode.num_preemptions and episode.num_followed and episode.num_encoder_hits
+
+
+def test_time_that_ends_before_half_of_the_engines_have_run_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    def start(seed: int, references: dict[str, Any]) -> Any:
+        return SimpleNamespace(run=lambda: None, figures=lambda: Counter(engines=1))
+
+    def status(*arguments: str) -> int:
+        return run_for(30, "nothing", lambda folder: {}, start, list(arguments))
+
+    assert status("--count", "4") == 0 and "time" not in capsys.readouterr().out
+    assert status("--count", "2", "--seconds", "0") == 0
+    assert "the time ended after 1 of 2 engines" in capsys.readouterr().out
+    assert status("--count", "3", "--seconds", "0") == 1
+    assert "the time ended after 1 of 3 engines" in capsys.readouterr().out
+    assert status("--seconds", "0") == 0 and "time" not in capsys.readouterr().out
