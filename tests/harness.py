@@ -28,6 +28,7 @@ from weft.layers.table import LayerTable
 from weft.models.decoder import CausalLM
 from weft.models.registry import create_model
 from weft.ops.backend import Backend
+from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.parallel.tensor_parallel import SingleRank, TensorParallel
 from weft.runner.memory import allocate_caches
 from weft.weights import load_weights
@@ -58,8 +59,8 @@ def poison(model: torch.nn.Module) -> None:
 
 
 def leave_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Have every product whose sum may be left to a norm (``linear_parts``) come out in two parts, as of few rows on a
-    GPU. Returns the list of them, which grows."""
+    """Have every product whose sum may be left to a norm (``linear_parts``, ``fp8_linear_parts``) come out in two
+    parts, as of few rows on a GPU. Returns the list of them, which grows."""
     left: list[Tensor] = []
 
     def in_two(x: Tensor, weight: Tensor, *, backend: Backend) -> Tensor:
@@ -67,7 +68,14 @@ def leave_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         left.append(torch.stack([F.linear(part, columns) for part, columns in pairs]))
         return left[-1]
 
+    def fp8_in_two(
+        x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None = None, *, block: int, backend: Backend
+    ) -> Tensor:
+        inputs = dequantize_inputs(*quantize_inputs_reference(x, static, block=block), block=block)
+        return in_two(inputs, dequantize_weight(weight, scale, block=block), backend=backend)
+
     monkeypatch.setattr("weft.quantization.unquantized.linear_parts", in_two)
+    monkeypatch.setattr("weft.quantization.fp8.fp8_linear_parts", fp8_in_two)
     return left
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import Harness, Sequence
+from tests.harness import Harness, Sequence, leave_parts
 from tests.models.mtp_reference import make_mtp_checkpoint
 from tests.models.test_parity import prompt
 from tests.tiny import make_checkpoint
@@ -65,8 +65,12 @@ def test_the_head_is_the_published_function_in_chunks_and_decodes(arch: str, tmp
 
 
 @pytest.mark.parametrize("arch", WITH_HEAD[:2])
-def test_drafts_are_the_greedy_ones_of_the_reference(arch: str, tmp_path: Path) -> None:
-    """Of a batch with two sequences that sample, one of which has had drafts rejected, and one that does not."""
+def test_drafts_are_the_greedy_ones_of_the_reference(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch with two sequences that sample, one of which has had drafts rejected, and one that does not; with sums
+    left to the norms that follow, as on a GPU, in the head too."""
+    left = leave_parts(monkeypatch)
     folder, reference = make_mtp_checkpoint(arch, tmp_path)
     harness = Harness(folder, mtp=True)
     drafter = MtpDrafter(harness.model, 512, Backend.TORCH)
@@ -85,6 +89,7 @@ def test_drafts_are_the_greedy_ones_of_the_reference(arch: str, tmp_path: Path) 
         got = drafter.draft(DraftInputs(hidden, torch.tensor(next_ids), last, sequences, context.batch), 3)
     want = [reference.drafts([*b.tokens, sampled_b], 3), reference.drafts([*a.tokens[:32], sampled_a], 3)]
     assert got.tolist() == want
+    assert left[-1].shape[:2] == (2, 2), "of a draft, for two sequences"
 
 
 def test_drafts_at_the_end_of_the_context_touch_no_other_page(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.fp8_checkpoints import SCHEMES, Reference, make_fp8_checkpoint
-from tests.harness import Harness
+from tests.harness import Harness, leave_parts
 from tests.rounding import sums_in_order
 from weft.layers.moe import Experts
 
@@ -39,9 +39,10 @@ def errors(got: Tensor, want: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("arch", "scheme"), CASES)
-def test_logits(arch: str, scheme: str, tmp_path: Path) -> None:
+def test_logits(arch: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are equal until a value near a border of the rounding falls to the other side; what follows in the sequence
-    then differs a little, and far less than with inputs that are not rounded."""
+    then differs a little, and far less than with inputs that are not rounded. Decodes have their sums left to the norms
+    that follow, as on a GPU."""
     overrides = {"num_key_value_heads": 2} if arch == "LlamaForCausalLM" else {}
     joined = (arch, scheme) not in ALONE
     harness = Harness(make_fp8_checkpoint(arch, scheme, tmp_path, **overrides, **(JOINED if joined else {})))
@@ -56,6 +57,7 @@ def test_logits(arch: str, scheme: str, tmp_path: Path) -> None:
     assert errors(got, want).quantile(EQUAL_ROWS) < 1e-4 and errors(got, want).median() < unrounded / 5
     for sequence in sequences:
         sequence.tokens.append(17)
+    left = leave_parts(monkeypatch)
     steps = torch.cat(harness.run([(s, 1) for s in sequences], pad_tokens=2, pad_seqs=2))
     want = torch.stack([reference.logits(s.tokens)[-1] for s in sequences])
-    assert errors(steps, want).median() < unrounded / 2
+    assert errors(steps, want).median() < unrounded / 2 and left
