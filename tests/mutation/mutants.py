@@ -266,7 +266,7 @@ MUTANTS = (
     _mutant(
         "one-number-for-the-first-rows", "a scale of a whole tensor goes to all its rows",
         "weft/quantization/storage.py",
-        "copies = tuple((everything, scale[run.target : run.target + run.count]) for run in rows.runs)",
+        "copies = tuple((everything, scale[run.target_rows]) for run in rows.runs)",
         "copies = tuple((everything, scale[run.target : run.target + run.count // 2]) for run in rows.runs)",
         "tests/quantization/test_loading.py", "tests/quantization/test_parity.py",
     ),
@@ -290,7 +290,7 @@ MUTANTS = (
     ),
     _mutant(
         "plain-rows-moved", "parts that are not quantised are rows of their own matrix", "weft/quantization/fp8.py",
-        "run.target - weight.shape[0]", "run.target - weight.shape[0] + 1", "tests/quantization/test_loading.py",
+        "rows.moved(-weight.shape[0])", "rows.moved(1 - weight.shape[0])", "tests/quantization/test_loading.py",
         "tests/quantization/test_parity.py",
     ),
     _mutant(
