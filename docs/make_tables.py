@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/performance.md`` from the files of ``benchmarks/results``: ``make docs``.
+"""Writes the tables of the documents from the files of ``benchmarks/results``: ``make docs``.
 
 Job: one function per table, between two markers that name it; above each the files with the day of their measurement.
 Owns: how figures are rounded, what counts as reached. A test fails while a table differs from its files. Rows whose
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"(<!-- table ([\w-]+): begin \(make docs\) -->\n).*?(<!-- table \2: end -->)", re.DOTALL)
 
 LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
@@ -335,7 +335,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 }  # fmt: skip
 
 
-# -- the document ----------------------------------------------------------------------------------------------------
+# -- the documents ---------------------------------------------------------------------------------------------------
 
 
 def rendered(table: Table) -> str:
@@ -396,4 +396,5 @@ def _listed(found: dict[str, list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in DOCUMENTS:
+        path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
