@@ -96,8 +96,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):  # made for every
         draft_token_ids: the last tokens of the step, a guess at what will be sampled. A token is sampled after each of
             them too, and they are accepted as far as they are what was sampled.
         follows: the step verifies drafts, and was scheduled before it was known how many drafts the row's last step
-            rejected: so many tokens earlier it starts, and all its positions are. Its tokens (``draft_token_ids`` only
-            says how many) and the slot that it reads are what that step left on the device.
+            rejected. ``start`` and all positions that follow from it are as if it rejected none; the device subtracts
+            the number of rejected drafts. Its tokens (``draft_token_ids`` only says how many) and the slot that it
+            reads are what that step left on the device.
         media: ``(position, tokens, row)``: these tokens, from this position on, take their embeddings from the encoder
             cache, from this row on. Ascending, within the step.
     """

@@ -88,8 +88,8 @@ BETWEEN_ROOMS = (
         "few-rows-keep-their-batch", "the second half of the last layer runs as the batch of its rows",
         "weft/models/decoder.py",
         ("        with other_batch(rows.batch):\n"
-         "            return self.feed(mixed, rows.of(residual) if residual is not None else None)"),
-        "        return self.feed(mixed, rows.of(residual) if residual is not None else None)",
+         "            return self.feed_forward(mixed, rows.of(residual) if residual is not None else None)"),
+        "        return self.feed_forward(mixed, rows.of(residual) if residual is not None else None)",
         "tests/runner/test_logits_rows.py",
     ),
     mutant(

@@ -10,7 +10,7 @@ import torch
 from weft.layers.sampler import SamplingBatch
 from weft.messages import NewRequest, RowSampling, ScheduledRequest
 from weft.runner.rows import RowTable
-from weft.runner.sampling_inputs import NOTHING, SamplingInputs
+from weft.runner.sampling_inputs import NO_TOKEN, SamplingInputs
 from weft.runner.step_shape import SampleRows
 
 VOCAB = 12
@@ -118,7 +118,7 @@ def test_bad_words_of_any_length_are_blocked_when_their_beginning_stands() -> No
 def test_an_empty_history_matches_no_beginning() -> None:
     rig = Rig()
     rig.fill(0, [5], bad_words=[[5, 6], [2]])
-    assert blocked(rig.build(0)) == {(0, 2)} and NOTHING < 0
+    assert blocked(rig.build(0)) == {(0, 2)} and NO_TOKEN < 0
 
 
 def test_ends_are_blocked_before_min_tokens_only() -> None:

@@ -44,7 +44,7 @@ class Link:
         if isinstance(message, wire.Outputs | wire.Inspected):
             assert self.engine is not None
             message = wire.decode_from_engine(wire.encode(message))
-            self.engine.receive(message) if isinstance(message, wire.Outputs) else self.engine.show(message)
+            self.engine.receive(message) if isinstance(message, wire.Outputs) else self.engine.on_inspected(message)
         else:
             self.inbox += wire.decode_to_engine(wire.encode_to_engine([message]))
 
@@ -360,8 +360,8 @@ def test_a_look_gets_its_own_answer_also_where_another_one_gets_none(inputs: Inp
         assert [(await look).number for look in asked] == numbers and not lost.done()
         lost.cancel()
         await asyncio.wait([lost])
-        assert not engine._looks
-        engine.show(wire.Inspected(0, link.core.snapshot(0)))  # too late
+        assert not engine._inspections
+        engine.on_inspected(wire.Inspected(0, link.core.snapshot(0)))  # too late
         dead = asyncio.create_task(engine.inspect())
         await asyncio.sleep(0)
         engine.die("gone")

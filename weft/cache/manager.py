@@ -47,7 +47,7 @@ from weft.cache.spec import CacheSpec
 from weft.cache.state_plan import CheckpointPolicy, StatePlan
 from weft.stats import CacheStats
 
-NOTHING = Prefix(None, 0)
+EMPTY_PREFIX = Prefix(None, 0)
 
 NO_STATES: list[tuple[int, int]] = []  # of most requests of most steps; never changed
 
@@ -129,7 +129,7 @@ class Manager:
         """
         tokens = as_tokens(token_ids)
         if not (reuse and self.enable_prefix_caching):
-            return Match(tokens, salt, 0, NOTHING, None, self.tree.version, reuse=reuse)
+            return Match(tokens, salt, 0, EMPTY_PREFIX, None, self.tree.version, reuse=reuse)
         prefix = self.tree.match(tokens, salt)
         limit = min(prefix.num_tokens, len(tokens) - 1)
         if not self._needs_state:
@@ -165,7 +165,7 @@ class Manager:
         lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None and not self._leases and match.num_kv_tokens:
             # Alone and still no room: the shared pages are in the way (their copy needs one page more).
-            match = replace(match, num_tokens=0, prefix=NOTHING, checkpoint=None, version=self.tree.version)
+            match = replace(match, num_tokens=0, prefix=EMPTY_PREFIX, checkpoint=None, version=self.tree.version)
             lease = self._try_lease(match, num_tokens, reserve_pages, num_prompt_tokens, boundaries)
         if lease is None:
             return None

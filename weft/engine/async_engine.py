@@ -56,7 +56,7 @@ class AsyncEngine:
         inputs: validates and resolves requests for this model.
         tokenizer: None: token ids only.
         token_times: called with the moments of tokens.
-        numbers: of looks into the engine; None: from 0 on. (One of several processes before an engine has its own.)
+        inspection_numbers: of messages of ``inspect``; None: from 0 on. Each of several API processes has its own.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AsyncEngine:
         inputs: InputProcessor,
         tokenizer: Tokenizer | None,
         token_times: Sequence[TokenTimes] = (),
-        numbers: Iterator[int] | None = None,
+        inspection_numbers: Iterator[int] | None = None,
     ) -> None:
         self.inputs = inputs
         self.tokenizer = tokenizer
@@ -77,8 +77,8 @@ class AsyncEngine:
         self._owners: dict[str, tuple[ResponseStream, int, Request]] = {}
         self._updated: dict[ResponseStream, None] = {}  # got something in this turn of the event loop
         self._death: EngineDeadError | None = None
-        self._numbers = itertools.count() if numbers is None else numbers
-        self._looks: dict[int, asyncio.Future[wire.Inspected]] = {}
+        self._inspection_numbers = itertools.count() if inspection_numbers is None else inspection_numbers
+        self._inspections: dict[int, asyncio.Future[wire.Inspected]] = {}
         self._pending_resets: list[asyncio.Future[bool]] = []
 
     @property
@@ -202,17 +202,17 @@ class AsyncEngine:
         """
         if self._death is not None:
             raise self._death
-        number = next(self._numbers)
-        pending = self._looks[number] = asyncio.get_running_loop().create_future()
+        number = next(self._inspection_numbers)
+        pending = self._inspections[number] = asyncio.get_running_loop().create_future()
         self._link.send(wire.Inspect(number, tokens_per_node, replica))
         try:
             return await pending
         finally:
-            del self._looks[number]
+            del self._inspections[number]
 
-    def show(self, message: wire.Inspected) -> None:
-        """The engine has let itself be looked at; whoever asked may have gone."""
-        pending = self._looks.get(message.number)
+    def on_inspected(self, message: wire.Inspected) -> None:
+        """The engine has answered an inspection; whoever asked may have gone."""
+        pending = self._inspections.get(message.number)
         if pending is not None and not pending.done():
             pending.set_result(message)
 
@@ -236,7 +236,7 @@ class AsyncEngine:
         self._death = EngineDeadError(reason)
         for stream in self._streams.values():
             stream.fail(self._death)
-        waiting: list[asyncio.Future[Any]] = [*self._looks.values(), *self._pending_resets]
+        waiting: list[asyncio.Future[Any]] = [*self._inspections.values(), *self._pending_resets]
         for pending in waiting:
             if not pending.done():
                 pending.set_exception(self._death)

@@ -102,19 +102,19 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor]:
         if rows is None:
-            return self.feed(*self.mix(x, residual))
+            return self.feed_forward(*self.mix(x, residual))
         mixed, residual = self.mix(x, residual, rows) if self._mixers else (rows.of(x, -2), residual)
         with other_batch(rows.batch):
-            return self.feed(mixed, rows.of(residual) if residual is not None else None)
+            return self.feed_forward(mixed, rows.of(residual) if residual is not None else None)
 
     def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
         """The first half: what the mixers give, of ``rows`` alone if there are any, and the residual of all rows."""
         if self._mixers:
             x, residual = self.input_layernorm.add(x, residual)
-            x = self.mixed(x, rows)
+            x = self.mixer_output(x, rows)
         return x, residual
 
-    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The second half, of the rows that it is given."""
         if self._has_mlp:
             x, residual = self.post_attention_layernorm.add(x, residual)
@@ -122,16 +122,16 @@ class DecoderLayer(nn.Module):
         assert residual is not None, "a layer has at least one half, whose norm forms the residual"
         return x, residual
 
-    def mixed(self, hidden_states: Tensor, rows: LogitsRows | None) -> Tensor:
+    def mixer_output(self, hidden_states: Tensor, rows: LogitsRows | None) -> Tensor:
         """The token mixers' sum: ``[T, hidden_size] -> [T, hidden_size]`` or ``[N, hidden_size]``, this rank's part."""
         first, *others = (getattr(self, module) for module in self._mixers)
-        mixed = _mixed(first, hidden_states, rows)
+        mixed = _mixer_output(first, hidden_states, rows)
         for mixer in others:
-            mixed = mixed + _mixed(mixer, hidden_states, rows)
+            mixed = mixed + _mixer_output(mixer, hidden_states, rows)
         return mixed
 
 
-def _mixed(mixer: nn.Module, hidden_states: Tensor, rows: LogitsRows | None) -> Tensor:
+def _mixer_output(mixer: nn.Module, hidden_states: Tensor, rows: LogitsRows | None) -> Tensor:
     if rows is None:
         return mixer(hidden_states)
     if isinstance(mixer, Attention):
@@ -151,9 +151,9 @@ class PostNormLayer(DecoderLayer):
 
     def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
         residual = self._input(x, residual)
-        return self.mixed(residual, rows), residual
+        return self.mixer_output(residual, rows), residual
 
-    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         residual = residual + self.post_attention_layernorm(x)
         return self.post_feedforward_layernorm(self.mlp(residual)), residual
 
@@ -169,7 +169,7 @@ class SandwichNormLayer(DecoderLayer):
         self.pre_feedforward_layernorm = residual_norm(config, context, partial=False)
         self.post_feedforward_layernorm = output_norm(config, context)
 
-    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self.post_attention_layernorm(x)
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
@@ -184,9 +184,9 @@ class StreamNormLayer(DecoderLayer):
 
     def mix(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor | None]:
         x, _ = self.input_layernorm.add(x, residual)
-        return self.mixed(x, rows) * self._weights.mixer_output, x * self._weights.mixer_input
+        return self.mixer_output(x, rows) * self._weights.mixer_output, x * self._weights.mixer_input
 
-    def feed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         x, _ = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x) * self._weights.mlp_output, x * self._weights.mlp_input
 

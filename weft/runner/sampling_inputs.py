@@ -21,7 +21,7 @@ from weft.runner.buffers import to_device
 from weft.runner.rows import RowTable
 from weft.runner.step_shape import SampleRows
 
-NOTHING = -1
+NO_TOKEN = -1
 """Stands in a token history where there is no token, and in a bad word's prefix where any token will do."""
 
 
@@ -38,7 +38,7 @@ class BadWords:
     """Bad words of one row, right-aligned.
 
     Attributes:
-        prefixes: ``[B, L]`` int64, all but the last token of each; ``NOTHING`` on the left where a word is shorter.
+        prefixes: ``[B, L]`` int64, all but the last token of each; ``NO_TOKEN`` on the left where a word is shorter.
         last: ``[B]`` int64, the last tokens: blocked while the row's latest tokens equal the prefix.
         recent: ``[L]`` int64, the row's latest generated tokens.
     """
@@ -53,7 +53,7 @@ class BadWords:
 
     def blocked(self) -> Tensor:
         """``[B]`` bool: which of ``last`` must not come next."""
-        return ((self.prefixes == self.recent) | (self.prefixes == NOTHING)).all(-1)
+        return ((self.prefixes == self.recent) | (self.prefixes == NO_TOKEN)).all(-1)
 
 
 class SamplingInputs:
@@ -118,9 +118,9 @@ class SamplingInputs:
 
     def _start_bad_words(self, words: list[list[int]], output: list[int]) -> BadWords:
         width = max(1, max(len(w) for w in words) - 1)
-        prefixes = [[NOTHING] * (width - len(w) + 1) + w[:-1] for w in words]
-        recent = ([NOTHING] * width + output)[-width:]
-        # A history's NOTHING must not equal a token of a prefix; a prefix's NOTHING equals everything.
+        prefixes = [[NO_TOKEN] * (width - len(w) + 1) + w[:-1] for w in words]
+        recent = ([NO_TOKEN] * width + output)[-width:]
+        # A history's NO_TOKEN must not equal a token of a prefix; a prefix's NO_TOKEN equals everything.
         return BadWords(
             to_device(torch.tensor(prefixes), self._device),
             self._ints([w[-1] for w in words]),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from weft.cache.manager import Manager
 from weft.messages import ModelOutput
-from weft.scheduler.running import NOTHING, Launched, Planned, Running
+from weft.scheduler.running import EMPTY, Launched, Planned, Running
 from weft.speculation.planner import DraftPlanner, Drafts
 
 ON_DEVICE = -1
@@ -32,7 +32,7 @@ def add_drafts(planner: DraftPlanner, planned: list[Planned], budget: int) -> tu
     if not drafts:
         return planned, budget
     found = {plan.running.row: entry for plan, entry in zip(decoding, drafts, strict=True)}
-    nothing = Drafts(NOTHING, 0)
+    nothing = Drafts(EMPTY, 0)
     with_drafts = []
     for plan in planned:
         token_ids, num_proposed = found.get(plan.running.row, nothing)

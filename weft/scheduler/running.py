@@ -33,8 +33,8 @@ class Running:
         return np.concatenate([leased, as_tokens(generated)]) if generated else leased
 
 
-NOTHING: list[Any] = []
-"""An empty list of every request of every step; never changed."""
+EMPTY: list[Any] = []
+"""The empty list of every request of every step: shared, never changed."""
 
 
 class Planned(msgspec.Struct, gc=False):  # made for every request of every step
@@ -43,7 +43,7 @@ class Planned(msgspec.Struct, gc=False):  # made for every request of every step
 
     running: Running
     num_tokens: int
-    drafts: list[int] = NOTHING
+    drafts: list[int] = EMPTY
     num_proposed: int = 0
     follows: bool = False
 

@@ -37,7 +37,7 @@ from weft.scheduler.draft_steps import add_drafts, following_step, must_wait, se
 from weft.scheduler.encoder_cache import EncoderCache
 from weft.scheduler.lookups import PrefixLookups
 from weft.scheduler.queue import SchedulePolicy, WaitingQueue, sort_key
-from weft.scheduler.running import NOTHING, Launched, Planned, Running
+from weft.scheduler.running import EMPTY, Launched, Planned, Running
 from weft.scheduler.stalls import StallDetector
 from weft.speculation.planner import DraftPlanner, refusal
 from weft.stats import SchedulerStats
@@ -147,14 +147,14 @@ class Scheduler:
             if self.drafts is not None:
                 planned, budget = add_drafts(self.drafts, planned, budget)
             self._plan_waiting(planned, budget)
-        return self._launch(planned) if planned else None
+        return self._make_scheduler_output(planned) if planned else None
 
     def _follow(self, planner: DraftPlanner) -> SchedulerOutput | None:
         """The step after one whose accepted drafts are not known yet; None if that one has to be waited for."""
         if self._waiting and self._free_rows:
             return None
         planned = following_step(planner, self.manager, self._running, self._launched, self.max_num_batched_tokens)
-        return self._launch(planned) if planned else None
+        return self._make_scheduler_output(planned) if planned else None
 
     def _plan_running(self) -> tuple[list[Planned], int]:
         """Tokens for each running request; decodes and prefill chunks alike. Returns the plan and the budget left."""
@@ -261,11 +261,11 @@ class Scheduler:
         self._running.sort(key=lambda r: sort_key(self.policy, r.request))
         return running
 
-    def _launch(self, planned: list[Planned]) -> SchedulerOutput:
-        """Turn the plan into a scheduler output and count its tokens as fed."""
+    def _make_scheduler_output(self, planned: list[Planned]) -> SchedulerOutput:
+        """The scheduler output of a plan, which counts as launched from now on."""
         self._step += 1
         starting = [plan.running for plan in planned if not plan.running.announced]
-        scheduled = [(plan, self._schedule(plan)) for plan in planned]
+        scheduled = [(plan, self._make_scheduled_request(plan)) for plan in planned]
         scheduled.sort(key=lambda pair: -pair[1].start if pair[1].is_decode else 0)
         self._launched[self._step] = [
             Launched(p.running, e.samples, e.start + e.num_tokens, len(p.drafts), p.num_proposed) for p, e in scheduled
@@ -287,14 +287,14 @@ class Scheduler:
         runs = [run for item in request.media for run in item.runs()]
         return NewRequest(running.row, request.known_token_ids, request.num_prompt_tokens, request.sampling, runs)
 
-    def _schedule(self, plan: Planned) -> ScheduledRequest:
+    def _make_scheduled_request(self, plan: Planned) -> ScheduledRequest:
         running, num_tokens, drafts = plan.running, plan.num_tokens, plan.drafts
         request, lease = running.request, running.lease
         start = request.num_computed_tokens
         num_drafts = len(drafts)
         known_end = start + num_tokens - num_drafts
         samples = known_end == request.num_tokens
-        new_pages = NOTHING
+        new_pages = EMPTY
         if running.num_pages_sent < len(lease.pages):
             new_pages = lease.pages[running.num_pages_sent :]
             running.num_pages_sent = len(lease.pages)
@@ -311,7 +311,7 @@ class Scheduler:
         else:
             checkpoints = self.manager.allocate_checkpoints(lease, start, num_tokens, num_drafts)
         self.manager.commit(lease, request.num_computed_tokens)
-        media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else NOTHING
+        media = self.encoder.sources(request.media, start, num_tokens) if self.encoder and request.media else EMPTY
         return ScheduledRequest(
             running.row, start, num_tokens, new_pages, state_slot, samples, checkpoints, lease.write_start, drafts,
             media, plan.follows,

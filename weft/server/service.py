@@ -201,7 +201,7 @@ class Service:
                 self.history.engine_reported(message.stats)
             case wire.Inspected():
                 assert self._engine is not None
-                self._engine.show(message)
+                self._engine.on_inspected(message)
             case wire.Configured():
                 self._config = message.config
                 self.keeps_states = message.config.keeps_states
