@@ -239,8 +239,8 @@ BETWEEN_ROOMS = (
         "x.dtype == torch.bfloat16 and ", "", "tests/ops/test_gluon_delta_scan.py",
     ),
     mutant(
-        "scan-of-decodes-keeps-rows", "decodes' rows are zero unless the caller gave the memory",
-        "weft/ops/triton/gated_delta_rule.py", "    zero_decodes = out is None\n", "    zero_decodes = False\n",
+        "scan-of-decodes-keeps-rows", "the rows of decodes are zero",
+        "weft/ops/triton/chunk_scan.py", "begin = tl.load(chunk_start)", "begin = 0",
         "tests/ops/test_triton_gdn.py",
     ),
     mutant(

@@ -91,7 +91,7 @@ def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
     q, keys = v if per_channel else v[:, :16], torch.zeros(9, 32, 3, 64, 128, dtype=torch.bfloat16)
     launch_delta_scan(
         q, q, v, v, torch.zeros(9, 32, 128, 128), square, square, torch.zeros(9, 32, 4 if per_channel else 8, 64),
-        chunked_batch(num_seqs), zero_decodes=True, keys=keys if per_channel else None,
+        chunked_batch(num_seqs), keys=keys if per_channel else None,
     )  # fmt: skip
 
 

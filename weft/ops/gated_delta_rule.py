@@ -103,15 +103,12 @@ def chunk_gated_delta_rule_reference(
     beta: Tensor,
     state: Tensor,
     batch: Batch,
-    *,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Torch reference of ``chunk_gated_delta_rule``."""
-    out = v.new_zeros(v.shape) if out is None else out
+    out = v.new_zeros(v.shape)
     if batch.mixture is not None:
         device_work("chunk_gated_delta_rule", batch, (q, k, v, g, beta), (out, state), chunk_size=CHUNK_SIZE)
         return out
-    out[batch.num_tokens :].zero_()
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, CHUNK_SIZE, state)
@@ -131,7 +128,7 @@ def chunk_gated_delta_rule_reference(
 def _chunk_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     q, k, v, g, beta = inputs
     out, state = outputs
-    chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out.zero_())
+    out.copy_(chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch))
 
 
 def _intra_chunk(
@@ -194,7 +191,6 @@ def chunk_gated_delta_rule(
     batch: Batch,
     *,
     backend: Backend,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Run the sequences from ``batch.num_decodes`` on through the rule, cut as ``batch.chunks`` says.
 
@@ -206,18 +202,16 @@ def chunk_gated_delta_rule(
         state: ``[num_slots, HV, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
             starts here); the final state is written back there, and the state after every chunk with a
             ``checkpoint_slot`` into that slot, in the same pass.
-        out: ``[T, HV, V]`` to write to, optional.
 
     Returns:
-        ``[T, HV, V]`` in v's dtype. Padding rows (``num_tokens`` on) are zero. The rows of decoding sequences are left
-        as they are in a given ``out``, and zero otherwise.
+        ``[T, HV, V]`` in v's dtype; rows outside those sequences are zero.
     """
     if backend is Backend.TORCH:
-        return chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch, out=out)
+        return chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch)
     if g.dim() == 3:
         from weft.ops.triton.kda import chunk_kda_triton
 
-        return chunk_kda_triton(q, k, v, g, beta, state, batch, out=out)
+        return chunk_kda_triton(q, k, v, g, beta, state, batch)
     from weft.ops.triton.gated_delta_rule import chunk_gated_delta_rule_triton
 
-    return chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch, out=out)
+    return chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch)

@@ -76,7 +76,6 @@ def chunk_linear_attention(
     batch: Batch,
     *,
     backend: Backend,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Run the sequences from ``batch.num_decodes`` on through the recurrence, cut as ``batch.chunks`` says.
 
@@ -89,18 +88,15 @@ def chunk_linear_attention(
         state: ``[num_slots, H, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
             starts here); the final state is written back there, and the state after every chunk with a
             ``checkpoint_slot`` into that slot, in the same pass.
-        out: ``[T, H, V]`` to write to, optional.
 
     Returns:
-        ``[T, H, V]`` in v's dtype. Padding rows (``num_tokens`` on) are zero. The rows of decoding sequences are left
-        as they are in a given ``out``, and zero otherwise.
+        ``[T, H, V]`` in v's dtype; rows outside those sequences are zero.
     """
-    out = v.new_zeros(v.shape) if out is None else out
+    out = v.new_zeros(v.shape)
     if batch.mixture is not None:
         inputs = [x for x in (q, k, v, g, beta, skip) if x is not None]
         device_work(_NAMES[beta is None, skip is None], batch, inputs, (out, state), chunk_size=CHUNK_SIZE)
         return out
-    out[batch.num_tokens :].zero_()
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, CHUNK_SIZE, state)
@@ -132,7 +128,7 @@ def _register(no_beta: bool, no_skip: bool) -> None:
         beta = None if no_beta else more[0]
         skip = None if no_skip else more[-1]
         out, state = outputs
-        chunk_linear_attention_reference(q, k, v, g, beta, skip, state, batch, out=out.zero_())
+        out.copy_(chunk_linear_attention_reference(q, k, v, g, beta, skip, state, batch))
 
 
 for _key in _NAMES:

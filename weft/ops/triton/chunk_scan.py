@@ -48,20 +48,19 @@ def _zero_rows(out, begin, end, i_head, o_v, v_mask, HV: tl.constexpr, V: tl.con
 @triton.jit
 def find_chunks(
     out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
-    H: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, ZERO_DECODES: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The ``i_prefill``-th sequence that has chunks, its first chunk and the one behind its last; both are zero where
-    there are not so many. The first of these programs zeroes the rows of ``out [num_rows, H, V]`` that are padding, and
-    with ``ZERO_DECODES`` those before the first such sequence."""
+    there are not so many. The first of these programs zeroes the rows of ``out [num_rows, H, V]`` before the first
+    such sequence, and those that are padding."""
     num_chunks = tl.load(first_chunk + num_seqs)
     if i_prefill == 0:
         num_tokens = tl.load(cu_seqlens_q + num_seqs)
         _zero_rows(out, num_tokens, num_rows, i_head, o_v, v_mask, H, V, CHUNK)
-        if ZERO_DECODES:
-            begin = num_tokens
-            if num_chunks > 0:
-                begin = tl.load(chunk_start)
-            _zero_rows(out, 0, begin, i_head, o_v, v_mask, H, V, CHUNK)
+        begin = num_tokens
+        if num_chunks > 0:
+            begin = tl.load(chunk_start)
+        _zero_rows(out, 0, begin, i_head, o_v, v_mask, H, V, CHUNK)
     i_seq = tl.load(chunk_seq, mask=num_chunks > 0, other=0) + i_prefill  # decodes stand before the first one
     is_there = (num_chunks > 0) & (i_seq < num_seqs)
     first = tl.load(first_chunk + i_seq, mask=is_there, other=0)

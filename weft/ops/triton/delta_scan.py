@@ -34,7 +34,6 @@ class Fixed(NamedTuple):
     Attributes:
         num_k_heads, num_v_heads, head_k_dim, head_v_dim: of the layer, as in ``GatedDeltaNetConfig``.
         block_k, block_v: of a slice of the state.
-        zero_decodes: write zeros to the rows before the first sequence that has chunks.
         precision: of products of float32 operands.
         stages: of the pipeline.
     """
@@ -45,7 +44,6 @@ class Fixed(NamedTuple):
     head_v_dim: int
     block_k: int
     block_v: int
-    zero_decodes: bool
     precision: str
     stages: int
 
@@ -73,7 +71,7 @@ def _scan_kernel(
     k_mask, v_mask = o_k < K, o_v < V
     i_seq, first, last = find_chunks(
         out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
-        HV, V, CHUNK, FIXED.zero_decodes,
+        HV, V, CHUNK,
     )  # fmt: skip
     if first == last:
         return
@@ -174,7 +172,6 @@ def scan_chunks(
     vectors: Tensor,
     batch: Batch,
     *,
-    zero_decodes: bool,
     keys: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
@@ -190,15 +187,12 @@ def scan_chunks(
             strength, effect of a token on itself, two of no meaning. Else ``[chunks, HV, 64 + 64 + K]``: write
             strength, effect of a token on itself, and the decay of the whole chunk for each channel.
         keys: ``[chunks, HV, 3, 64, K]``: keys with their decays from the chunk's start, queries, keys to its end.
-        zero_decodes: write zeros to the rows before the first sequence that has chunks.
         tile: overrides the choice of kernel and tile (tests and measurements).
     """
     chunks, (num_rows, num_heads, head_v_dim) = batch.chunks[CHUNK_SIZE], v.shape
     if tile is None and GLUON_IS_KNOWN and hopper.takes(q, k, v):
         lines = vectors.view(*vectors.shape[:2], -1, CHUNK_SIZE)
-        hopper.launch_delta_scan(
-            q, k, v, out, state, solve, attention, lines, batch, zero_decodes=zero_decodes, keys=keys
-        )
+        hopper.launch_delta_scan(q, k, v, out, state, solve, attention, lines, batch, keys=keys)
         return
     if tile is None:
         # A captured graph does not know how many sequences there will be; short latency is for the case of one.
@@ -208,7 +202,7 @@ def scan_chunks(
             tile = tile._replace(stages=min(tile.stages, 2))
     block_v = max(16, tile.block_v)
     fixed = Fixed(
-        k.shape[1], num_heads, k.shape[2], head_v_dim, max(16, next_power_of_2(k.shape[2])), block_v, zero_decodes,
+        k.shape[1], num_heads, k.shape[2], head_v_dim, max(16, next_power_of_2(k.shape[2])), block_v,
         precision(q), tile.stages,
     )  # fmt: skip
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](

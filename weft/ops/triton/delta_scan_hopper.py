@@ -60,7 +60,6 @@ class Fixed(NamedTuple):
         lines: vectors of 64 numbers per chunk and head. consumers: of a program. stages: of the ring.
         per_channel: keys and queries come with their decays, which differ by channel; else they come as they are, and
             vectors scale their rows.
-        zero_decodes: write zeros to the rows before the first sequence that has chunks.
     """
 
     num_k_heads: int
@@ -70,7 +69,6 @@ class Fixed(NamedTuple):
     consumers: int
     stages: int
     per_channel: bool
-    zero_decodes: bool
 
 
 @gluon.jit
@@ -272,10 +270,9 @@ def _place(
     if i_prefill == 0:
         begin = gl.load(cu_seqlens_q + num_seqs)
         end = num_rows
-        if FIXED.zero_decodes:
-            before = begin
-            if num_chunks > 0:
-                before = gl.load(chunk_start)
+        before = begin
+        if num_chunks > 0:
+            before = gl.load(chunk_start)
     i_seq = gl.load(chunk_seq, mask=num_chunks > 0, other=0) + i_prefill  # decodes stand before the first one
     is_there = (num_chunks > 0) & (i_seq < num_seqs)
     first = gl.load(first_chunk + i_seq, mask=is_there, other=0)
@@ -355,12 +352,12 @@ def takes(*inputs: Tensor) -> bool:
 
 def launch_delta_scan(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Tensor, solve: Tensor, attention: Tensor, vectors: Tensor,
-    batch: Batch, *, zero_decodes: bool, keys: Tensor | None = None, consumers: int | None = None,
+    batch: Batch, *, keys: Tensor | None = None, consumers: int | None = None,
 ) -> None:  # fmt: skip
     """Outputs and states from what the first kernels have left, for values that the kernel ``takes``.
 
     Args:
-        q, k, v, out, state, solve, attention, batch, zero_decodes, keys: as of ``scan_chunks``, K and V being 128.
+        q, k, v, out, state, solve, attention, batch, keys: as of ``scan_chunks``, K and V being 128.
         vectors: as there, ``[chunks, HV, 8, 64]``, or with ``keys`` ``[chunks, HV, 4, 64]``.
         consumers: 1 or 2, overrides the choice (tests and measurements).
     """
@@ -380,10 +377,8 @@ def launch_delta_scan(
     q_desc, k_desc = rows_of(q), rows_of(k)
     if keys is not None:
         q_desc = k_desc = TensorDescriptor(keys, [num_squares * 3 * CHUNK_SIZE, 128], [128, 1], [64, 64], BOX.value)
-    fixed = Fixed(
-        k.shape[1], num_heads, head_v_dim, num_lines, consumers, 3 if keys is None else 2, keys is not None,
-        zero_decodes,
-    )  # fmt: skip
+    stages = 3 if keys is None else 2
+    fixed = Fixed(k.shape[1], num_heads, head_v_dim, num_lines, consumers, stages, keys is not None)
     _scan_hopper_kernel[(head_v_dim // (_COLUMNS.value * consumers), num_heads, chunks.max_seqs)](
         q_desc, k_desc, rows_of(v), squares(solve), squares(attention), lines, vectors, out, state,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1,

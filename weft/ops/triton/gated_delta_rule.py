@@ -122,7 +122,6 @@ def chunk_gated_delta_rule_triton(
     state: Tensor,
     batch: Batch,
     *,
-    out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """Triton kernels of ``chunk_gated_delta_rule``; float32 inputs are multiplied with float32's accuracy.
@@ -133,11 +132,8 @@ def chunk_gated_delta_rule_triton(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous()
-    zero_decodes = out is None
-    out = v.new_empty(v.shape) if out is None else out
-    assert out.is_contiguous(), "out must be contiguous"
-    prepared = _prepare(q, k, g, beta, chunks)
-    scan_chunks(q, k, v, out, state, *prepared, batch, zero_decodes=zero_decodes, tile=tile)
+    out, prepared = v.new_empty(v.shape), _prepare(q, k, g, beta, chunks)
+    scan_chunks(q, k, v, out, state, *prepared, batch, tile=tile)
     return out
 
 

@@ -225,7 +225,6 @@ def chunk_kda_triton(
     state: Tensor,
     batch: Batch,
     *,
-    out: Tensor | None = None,
     tile: Tile | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
@@ -237,10 +236,9 @@ def chunk_kda_triton(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.is_contiguous() and beta.is_contiguous() and state.is_contiguous() and k.shape[1] == v.shape[1]
-    zero_decodes, out = out is None, v.new_empty(v.shape) if out is None else out
-    assert out.is_contiguous(), "out must be contiguous"
+    out = v.new_empty(v.shape)
     keys, solve, attention, vectors = _prepare(q, k, g, beta, chunks, shape or _choose_shape(q.dtype))
-    scan_chunks(q, k, v, out, state, solve, attention, vectors, batch, zero_decodes=zero_decodes, keys=keys, tile=tile)
+    scan_chunks(q, k, v, out, state, solve, attention, vectors, batch, keys=keys, tile=tile)
     return out
 
 

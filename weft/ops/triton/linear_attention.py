@@ -50,7 +50,6 @@ class Fixed(NamedTuple):
         num_groups, num_heads, head_k_dim, head_v_dim: G, H, K and V.
         block_k, block_v: of a slice of the state.
         has_beta, has_skip: whether there are write strengths and a skip.
-        zero_decodes: write zeros to the rows before the first sequence that has chunks.
         precision: of products of float32 operands.
         stages: of the pipeline.
     """
@@ -63,7 +62,6 @@ class Fixed(NamedTuple):
     block_v: int
     has_beta: bool
     has_skip: bool
-    zero_decodes: bool
     precision: str
     stages: int
 
@@ -136,7 +134,7 @@ def _scan_kernel(
     k_mask, v_mask = o_k < K, o_v < V
     i_seq, first, last = find_chunks(
         out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, i_head, i_prefill, o_v, v_mask,
-        H, V, CHUNK, FIXED.zero_decodes,
+        H, V, CHUNK,
     )  # fmt: skip
     if first == last:
         return
@@ -211,7 +209,6 @@ def chunk_linear_attention_triton(
     state: Tensor,
     batch: Batch,
     *,
-    out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """Triton kernels of ``chunk_linear_attention``; float32 inputs are multiplied with float32's accuracy.
@@ -222,9 +219,7 @@ def chunk_linear_attention_triton(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
     assert g.stride(1) == 1 and state.is_contiguous() and (beta is None or beta.is_contiguous())
-    zero_decodes = out is None
-    out = v.new_empty(v.shape) if out is None else out
-    assert out.is_contiguous(), "out must be contiguous"
+    out = v.new_empty(v.shape)
     (num_rows, num_heads, head_v_dim), (_, num_groups, head_k_dim) = v.shape, k.shape
     # A captured graph does not know how many sequences there will be; short latency is for the case of one.
     num_seqs = 1 if batch.mixture is not None else chunks.max_seqs
@@ -232,7 +227,7 @@ def chunk_linear_attention_triton(
     block_k, block_v = max(16, next_power_of_2(head_k_dim)), max(16, tile.block_v)
     fixed = Fixed(
         num_groups, num_heads, head_k_dim, head_v_dim, block_k, block_v, beta is not None, skip is not None,
-        zero_decodes, precision(q), tile.stages,
+        precision(q), tile.stages,
     )  # fmt: skip
     prepared = _prepare(q, k, g, beta, skip, chunks, fixed)
     _scan_kernel[(cdiv(head_v_dim, block_v), num_heads, chunks.max_seqs)](
@@ -251,7 +246,7 @@ def _prepare(
     attention = q.new_empty(num_chunks, num_heads, CHUNK_SIZE, CHUNK_SIZE)
     vectors = torch.empty(num_chunks, num_heads, _VECTORS.value, CHUNK_SIZE, dtype=torch.float32, device=q.device)
     # What differs between the two kernels' needs must not compile this one twice.
-    shared = fixed._replace(block_v=0, zero_decodes=False, stages=1)
+    shared = fixed._replace(block_v=0, stages=1)
     _prepare_kernel[(num_chunks, num_heads)](
         q, k, g, beta, skip, attention, vectors, chunks.start, chunks.length, q.stride(0), k.stride(0), g.stride(0),
         FIXED=shared, CHUNK=CHUNK_SIZE, num_warps=4, num_stages=1, **early_launch(q.device),
