@@ -29,7 +29,7 @@ from benchmarks.kernels.linear import _compile_offline
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, graph_ms, write_json
 from weft import report
 from weft.ops.activation import silu_and_mul_reference
-from weft.ops.e4m3 import E4M3
+from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
 from weft.ops.triton import early_launch, fp8_linear
 from weft.ops.triton.fp8_few_rows import MAX_HOPPER_TOKENS, MAX_TOKENS, FewRows, HopperRows
@@ -43,6 +43,7 @@ from weft.ops.triton.fp8_linear import (
     outputs,
     quantized_product,
 )
+from weft.ops.triton.fp8_moe import HopperPairs
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import Kernel, launches_handled
@@ -128,7 +129,8 @@ class Product:
     def run(self, x: Tensor, config: Config | None, place: int = 0) -> Tensor:
         size, (weight, scale) = self.size, self.weights[place]
         out = outputs(x.shape[0], size.rows // 2 if size.silu_mul else size.rows, x)
-        fp8_product_triton(x, None, weight, scale, None, out, block=size.block, silu_mul=size.silu_mul, config=config)
+        matrix = Fp8Matrix(weight, scale, None, size.block)
+        fp8_product_triton(x, matrix, None, out, silu_mul=size.silu_mul, config=config)
         return out
 
     def want(self, x: Tensor) -> Tensor:
@@ -220,8 +222,8 @@ def square_call(product: Product, x: Tensor, config: Config) -> Callable[[], Non
     assert isinstance(config, ManyRows | Library)  # no candidate of a large product
     values, scales = quantize_inputs_triton(x, None, block=product.size.block)
     out = torch.empty(SQUARE, SQUARE, dtype=DTYPE, device=DEVICE)
-    weight, scale = product.weights[0]
-    return lambda: quantized_product(values, scales, weight, scale, None, out, config, block=product.size.block)
+    matrix = Fp8Matrix(*product.weights[0], None, product.size.block)
+    return lambda: quantized_product(values, scales, matrix, None, out, config)
 
 
 def _square(name: str, call: Callable[[], Any]) -> dict[str, Any]:
@@ -234,7 +236,7 @@ def _square(name: str, call: Callable[[], Any]) -> dict[str, Any]:
 # --- compiling ahead, in parallel -------------------------------------------------------------------------------------
 
 
-def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles]) -> None:
+def _compile(job: tuple[Size, int, Config] | tuple[int, Tiles | HopperPairs]) -> None:
     """Compile what one candidate launches; what fails fails again, and visibly, when it is launched."""
     early_launch._can_launch_early = lambda device: True
 
@@ -265,8 +267,8 @@ def compile_all(only: str | None) -> None:
                     small = Size("", 512, size.inner, size.block, size.silu_mul)
                     jobs.setdefault((small, min(tokens, 128), config), (small, min(tokens, 128), config))
     for tokens in EXPERT_TOKENS if only in (None, "experts") else ():
-        for tiles in expert_candidates(tokens):
-            jobs.setdefault(tiles, (min(tokens, 16), tiles))
+        for choice in expert_candidates(tokens):
+            jobs.setdefault(choice, (min(tokens, 16), choice))
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _compile_offline) as pool:
         list(pool.map(_compile, jobs.values(), chunksize=1))
     print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)

@@ -12,7 +12,7 @@ from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, ON_GPU, error, 
 from weft.layers.moe import MOST_ROUTED_ROWS
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.fp8 import dequantize_inputs, dequantize_weight, quantize_inputs_reference
-from weft.ops.triton.fp8_moe import SINGLE, choose_tiles, fp8_fused_moe_triton, fp8_moe_tiles
+from weft.ops.triton.fp8_moe import SINGLE, HopperPairs, choose_config, fp8_fused_moe_triton, fp8_moe_tiles
 from weft.ops.triton.moe_blocks import Tile, Tiles
 
 MOE_LIMIT = 2e-2
@@ -24,11 +24,13 @@ if not ON_GPU:
     EXPERTS, EXPERT_TOKENS = (4, 2, 128, 128), [1, 4]
 
 
-def expert_candidates(tokens: int) -> list[Tiles]:
+def expert_candidates(tokens: int) -> list[Tiles | HopperPairs]:
     num_experts, top_k, *_ = EXPERTS
-    found = [fp8_moe_tiles(tokens * top_k, num_experts)]
+    found: list[Tiles | HopperPairs] = [fp8_moe_tiles(tokens * top_k, num_experts)]
     if not ON_GPU:
         return [*found, SINGLE]
+    if tokens <= 16:
+        found.append(HopperPairs())
     single = [  # pairs are not grouped
         ((1, 8, 128, 1, 8), (1, 16, 128, 1, 4)),
         ((1, 8, 128, 2, 8), (1, 16, 128, 2, 4)),
@@ -98,8 +100,8 @@ class Experts:
         (gate_up, gate_up_scale), (down, down_scale) = self.gate_up, self.down
         return gate_up[:count], gate_up_scale[:count], down[:count], down_scale[:count]
 
-    def run(self, x: Tensor, routing: tuple[Tensor, Tensor], tiles: Tiles | None) -> Tensor:
-        return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, block=128, tiles=tiles)
+    def run(self, x: Tensor, routing: tuple[Tensor, Tensor], config: Tiles | HopperPairs | None) -> Tensor:
+        return fp8_fused_moe_triton(x, *self.matrices(x.shape[0]), *routing, block=128, config=config)
 
     def want(self, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
         """Of the first tokens."""
@@ -116,8 +118,10 @@ class Experts:
         weight = dequantize_weight(matrix[0][expert], matrix[1][expert], block=128)
         return inputs.double() @ weight.double().T
 
-    def microseconds(self, x: Tensor, routings: list[tuple[Tensor, Tensor]], tiles: Tiles | None) -> float:
-        calls = [lambda r=r: self.run(x, r, tiles) for r in (routings * 2 if x.shape[0] <= 1024 else routings[:2])]
+    def microseconds(
+        self, x: Tensor, routings: list[tuple[Tensor, Tensor]], config: Tiles | HopperPairs | None
+    ) -> float:
+        calls = [lambda r=r: self.run(x, r, config) for r in (routings * 2 if x.shape[0] <= 1024 else routings[:2])]
         return graph_ms(calls, repeats=5) * 1e3
 
     def floor_us(self, tokens: int) -> float:
@@ -137,27 +141,25 @@ def measure_experts(tune: bool) -> tuple[list[dict[str, Any]], list[dict[str, An
         x, routings = experts.inputs(tokens)
         down, few = experts.matrices(tokens)[2], min(tokens, 4)
         want = experts.want(x[:few], (routings[0][0][:few], routings[0][1][:few]))
-        chosen = choose_tiles(down, tokens, routings[0][1].shape[1], 128)
+        chosen = choose_config(down, tokens, routings[0][1].shape[1], 128)
         tried = []
-        for tiles in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
+        for config in dict.fromkeys([chosen, *(expert_candidates(tokens) if tune else ())]):
             try:
                 with poisoned():
-                    wrong = error(experts.run(x, routings[0], tiles)[:few], want)
-                us = experts.microseconds(x, routings, tiles) if wrong < MOE_LIMIT else float("inf")
-                tried.append((us, wrong, tiles))
+                    wrong = error(experts.run(x, routings[0], config)[:few], want)
+                us = experts.microseconds(x, routings, config) if wrong < MOE_LIMIT else float("inf")
+                tried.append((us, wrong, config))
             except Exception as problem:
-                print(f"experts {tokens} {tiles}: {type(problem).__name__} {str(problem)[:100]}", flush=True)
+                print(f"experts {tokens} {config}: {type(problem).__name__} {str(problem)[:100]}", flush=True)
         if not tried:
             continue
-        us, wrong, tiles = min(tried, key=lambda entry: entry[0])
+        us, wrong, config = min(tried, key=lambda entry: entry[0])
+        tiles = SINGLE if isinstance(config, HopperPairs) else config  # which that kernel takes over
         row = {"experts": down.shape[0], "hidden": hidden, "width": width, "block": 128, "tokens": tokens}
         floor = round(experts.floor_us(tokens), 2)
         rows.append(row | {"us": round(us, 2), "floor_us": floor, "error": wrong, "tried": listed(tried)})
         table.append(row | {"up": list(tiles.up), "down": list(tiles.down)})
-        print(
-            f"experts {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {tuple(map(tuple, tiles))}",
-            flush=True,
-        )
+        print(f"experts {tokens:5} {us:8.2f} us floor {floor:8.2f} error {wrong:.1e} {config}", flush=True)
         for other, wrong, config in sorted(tried, key=lambda entry: entry[0])[1:]:
             print(f"    {other:8.2f} error {wrong:.1e} {tuple(map(tuple, config))}", flush=True)
     return rows, table

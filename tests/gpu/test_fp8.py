@@ -15,6 +15,7 @@ from tests.models.test_parity import prompt
 from tests.ops.test_triton_fp8 import assert_near, fp8_matrix, inputs, product
 from tests.ops.test_triton_fp8_moe import check_moe
 from weft.ops.backend import Backend
+from weft.ops.e4m3 import Fp8Matrix
 from weft.ops.triton import fp8_linear, fp8_moe
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton
 
@@ -34,7 +35,8 @@ def test_every_configuration_of_the_linear_table(key: tuple[int, int, bool, int]
         width = rows // 2 if silu_mul else rows
         out = fp8_linear.outputs(tokens, width, x).fill_(float("nan"))
         config = fp8_linear.load_table()[key][limit]
-        fp8_linear.fp8_product_triton(x, None, weight, scale, None, out, block=block, silu_mul=silu_mul, config=config)
+        matrix = Fp8Matrix(weight, scale, None, block)
+        fp8_linear.fp8_product_triton(x, matrix, None, out, silu_mul=silu_mul, config=config)
         want = product(values, scales, weight, scale, block)
         if silu_mul:
             gate, up = want.chunk(2, dim=-1)

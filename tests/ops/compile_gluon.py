@@ -23,7 +23,7 @@ from tests.runner.compile_only import AbsentGpu
 from weft.config.chunks import CHUNK_SIZE
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable, Mixture
-from weft.ops.e4m3 import E4M3
+from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.triton import attention_decode, attention_decode_hopper, early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
@@ -62,7 +62,7 @@ def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         state_slots=numbers[1:],
     )  # fmt: skip
     args = (q, cache, cache, batch, 0.1, torch.zeros_like(q))
-    attention_decode.launch_decode(*args, attention_decode_hopper.TILE)
+    attention_decode.launch_decode(*args, attention_decode_hopper.TILE, on_hopper=True)
 
 
 def chunked_batch(num_seqs: int) -> Batch:
@@ -114,7 +114,7 @@ def launch_fp8_rows() -> None:
     x, weight = torch.zeros(1, 2048).bfloat16(), torch.zeros(12288, 2048, dtype=E4M3)
     out, plain = torch.zeros(1, 12352).bfloat16(), torch.zeros(64, 2048).bfloat16()
     few_rows_hopper_product(
-        x, None, weight, torch.zeros(96, 16), None, out, HopperRows(16, 8, 80), block=128, plain_weight=plain
+        x, Fp8Matrix(weight, torch.zeros(96, 16), None, 128), None, out, HopperRows(16, 8, 80), plain_weight=plain
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def launch_fp8_pairs() -> None:
     """The up product of two experts of Qwen3-Next."""
     weight, ids = torch.zeros(2, 1024, 2048, dtype=E4M3), torch.zeros(1, 11, dtype=torch.int32)
     inputs, out = torch.zeros(1, 2048).bfloat16(), torch.zeros(11, 512).bfloat16()
-    pairs_hopper_product(inputs, weight, torch.zeros(2, 8, 16), None, out, ids, block=128)
+    pairs_hopper_product(inputs, Fp8Matrix(weight, torch.zeros(2, 8, 16), None, 128), out, ids)
 
 
 def usage(kernel: Any) -> dict[str, int]:

@@ -19,13 +19,14 @@ from tests.ops.interpreter import DEVICE
 from tests.ops.test_triton_fp8 import assert_near, block_of, fp8_matrix, inputs, product, quantised
 from tests.ops.test_triton_fp8_moe import check_moe
 from weft.ops.backend import Backend
-from weft.ops.e4m3 import E4M3
+from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.fp8 import fp8_linear
 from weft.ops.triton import fp8_linear as fp8_linear_module
 from weft.ops.triton import fp8_moe_pairs_hopper
 from weft.ops.triton.fp8_few_rows import FewRows, HopperRows
 from weft.ops.triton.fp8_few_rows_hopper import hopper_config
 from weft.ops.triton.fp8_linear import fp8_product_triton
+from weft.ops.triton.fp8_moe import SINGLE
 from weft.ops.triton.launch import launches_handled
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -76,12 +77,12 @@ def test_against_float64(tokens: int, rows: int, inner: int, config: HopperRows,
     weight, scale = fp8_matrix(rows, inner, block)
     bias, wide = torch.randn(rows, device=DEVICE).to(dtype), torch.full((tokens, rows + 8), torch.nan, device=DEVICE)
     wide = wide.to(dtype)
-    fp8_product_triton(x, static, weight, scale, bias, wide[:, :rows], block=block, config=config)
+    fp8_product_triton(x, Fp8Matrix(weight, scale, static, block), bias, wide[:, :rows], config=config)
     want = product(*quantised(x, static, block), weight, scale, block)
     assert_near(wide[:, :rows], want + bias.double())
     assert wide[:, rows:].isnan().all()
     gated = torch.empty(tokens, rows // 2, dtype=dtype, device=DEVICE)
-    fp8_product_triton(x, static, weight, scale, None, gated, block=block, silu_mul=True, config=config)
+    fp8_product_triton(x, Fp8Matrix(weight, scale, static, block), None, gated, silu_mul=True, config=config)
     gate, up = want.chunk(2, dim=-1)
     assert_near(gated, torch.nn.functional.silu(gate) * up)
 
@@ -107,6 +108,13 @@ def test_experts(num_tokens: int, scheme: str, monkeypatch: pytest.MonkeyPatch) 
     check_moe((num_tokens, 3, 2, 1024, 512), scheme, torch.bfloat16 if ON_HOPPER else torch.float32, 1)
 
 
+def test_given_tiles_are_heard_where_the_kernel_for_hopper_would_be_chosen(emulated: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8_moe_pairs_hopper, "is_hopper", lambda device: True)
+        check_moe((1, 2, 1, 1024, 512), "block", torch.float32, 0, SINGLE)
+        assert not emulated, "SINGLE is for the kernel in Triton"
+
+
 @pytest.mark.parametrize("inner", [128, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 28672])
 def test_the_rule_keeps_to_what_the_kernel_can(inner: int) -> None:
     """Warps share the inner dimension evenly, and hold their weights in half of the registers."""
@@ -124,7 +132,7 @@ def test_experts_are_taken_pair_by_pair_where_registers_hold_their_weights(
 ) -> None:
     monkeypatch.setattr(fp8_moe_pairs_hopper, "is_hopper", lambda device: True)
     down = torch.empty(1, hidden, width, dtype=E4M3, device="meta")
-    assert fp8_moe_pairs_hopper.takes_pairs(torch.empty(1, 2 * width, hidden, dtype=E4M3, device="meta"), down) == taken
+    assert fp8_moe_pairs_hopper.takes_pairs(down) == taken
 
 
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.interpreter import DEVICE
 from weft.ops.backend import Backend
-from weft.ops.e4m3 import E4M3
+from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.fp8 import (
     dequantize_inputs,
     dequantize_weight,
@@ -148,7 +148,7 @@ def check_product(
     bias = torch.randn(rows, device=DEVICE).to(dtype)
     values, scales = quantised(x, static, block)
     wide = torch.full((tokens, rows + 8), float("nan"), dtype=dtype, device=DEVICE)
-    fp8_product_triton(x, static, weight, scale, bias, wide[:, :rows], block=block, config=config)
+    fp8_product_triton(x, Fp8Matrix(weight, scale, static, block), bias, wide[:, :rows], config=config)
     assert_near(wide[:, :rows], product(values, scales, weight, scale, block) + bias.double())
     assert wide[:, rows:].isnan().all()
 
@@ -175,7 +175,7 @@ def test_gated_product(config: FewRows, scheme: str) -> None:
     weight, scale = fp8_matrix(512, 384, block)
     values, scales = quantised(x, static, block)
     out = torch.empty(5, 256, device=DEVICE)
-    fp8_product_triton(x, static, weight, scale, None, out, block=block, silu_mul=True, config=config)
+    fp8_product_triton(x, Fp8Matrix(weight, scale, static, block), None, out, silu_mul=True, config=config)
     gate, up = product(values, scales, weight, scale, block).chunk(2, dim=-1)
     assert_near(out, torch.nn.functional.silu(gate) * up)
 
@@ -187,7 +187,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_launch(config: FewRows |
 
     def run(x: Tensor) -> Tensor:
         out = torch.empty(7, 128, device=DEVICE)
-        fp8_product_triton(x, None, weight, scale, None, out, block=128, config=config)
+        fp8_product_triton(x, Fp8Matrix(weight, scale, None, 128), None, out, config=config)
         return out
 
     alone = run(x)
@@ -246,7 +246,7 @@ def test_the_matrix_library_gets_what_it_asks_for(tokens: int, monkeypatch: pyte
     x, _ = inputs(tokens, 384, torch.float32, "block")
     weight, scale = fp8_matrix(256, 384, 128)
     out, bias = outputs(tokens, 300, x), torch.randn(256, device=DEVICE)
-    fp8_product_triton(x, None, weight, scale, bias, out[:, :256], block=128, config=Library())
+    fp8_product_triton(x, Fp8Matrix(weight, scale, None, 128), bias, out[:, :256], config=Library())
     values, scales = quantised(x, None, 128)
     assert_near(out[:, :256], product(values, scales, weight, scale, 128) + bias.double())
 

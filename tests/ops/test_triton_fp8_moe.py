@@ -39,7 +39,7 @@ MOE_SHAPES = [(1, 8, 2, 256, 128), (7, 5, 3, 128, 256), (33, 6, 4, 256, 128)]
 
 
 def check_moe(
-    shape: tuple[int, ...], scheme: str, dtype: torch.dtype, padding: int, tiles: Tiles | None = None
+    shape: tuple[int, ...], scheme: str, dtype: torch.dtype, padding: int, config: Tiles | None = None
 ) -> None:
     num_tokens, num_experts, top_k, hidden, width = shape
     block = block_of(scheme)
@@ -53,7 +53,7 @@ def check_moe(
     scales = {"gate_up_input_scale": static and static[0], "down_input_scale": static and static[1]}
     references = [] if ON_GPU else [fp8_fused_moe(*given, block=block, **scales, backend=Backend.TORCH)]
     x[num_tokens - padding :] = torch.nan
-    for out in (*references, fp8_fused_moe_triton(*given, block=block, tiles=tiles, **scales)):
+    for out in (*references, fp8_fused_moe_triton(*given, block=block, config=config, **scales)):
         assert (out[num_tokens - padding :] == 0).all(), "tokens without experts are zero"
         real = slice(num_tokens - padding)
         error, size = (out[real].double() - want[real]).norm(), want[real].norm()
@@ -170,7 +170,7 @@ def test_experts_quantise_alike_in_both_products() -> None:
             weights,
             ids,
             block=128,
-            tiles=Tiles(Tile(16, columns, 128, 4, 2), Tile(16, 64, 128, 4, 2)),
+            config=Tiles(Tile(16, columns, 128, 4, 2), Tile(16, 64, 128, 4, 2)),
         )
         for columns in (32, 128)
     ]

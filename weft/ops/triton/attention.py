@@ -127,6 +127,8 @@ def _decode(
     num_seqs = batch.seq_lens.shape[0]
     sizes = q.element_size(), k_cache.element_size()
     tile = decode_tile(num_seqs, num_kv_heads, head_dim, rows, *sizes, table_tokens)
-    if GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows):
-        tile = decode_hopper.TILE
-    launch_decode(q, k_cache, v_cache, batch, scale, out, tile, query_len=query_len, sinks=sinks, v_scale=v_scale)
+    on_hopper = GLUON_IS_KNOWN and not tile.held_splits and decode_hopper.takes(q, k_cache, rows)
+    launch_decode(
+        q, k_cache, v_cache, batch, scale, out, decode_hopper.TILE if on_hopper else tile,
+        query_len=query_len, sinks=sinks, v_scale=v_scale, on_hopper=on_hopper,
+    )  # fmt: skip

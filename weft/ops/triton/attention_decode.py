@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.forward_context import Batch
-from weft.ops.triton.attention_merge import merge_kernel, most_splits, split_of
+from weft.ops.triton.attention_merge import decode_programs, merge_kernel, most_splits, split_of
 from weft.ops.triton.attention_tiles import (
     METADATA,
     Tile,
@@ -136,6 +136,17 @@ def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
         at += tokens * FIXED.num_heads + head_ids
         tl.store(partial_lse + at, row_max + tl.log2(row_sum), mask=in_group)
         tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _store_zeros(out_row, kv_head, FIXED: tl.constexpr):
+    ROWS: tl.constexpr = FIXED.rows
+    BLOCK_D: tl.constexpr = FIXED.block_d
+    dims = tl.arange(0, BLOCK_D)
+    heads = tl.arange(0, ROWS)
+    offsets = (kv_head * FIXED.group + heads)[:, None] * FIXED.head_dim + dims[None, :]
+    zeros = tl.zeros([ROWS, BLOCK_D], dtype=out_row.dtype.element_ty)
+    tl.store(out_row + offsets, zeros, mask=(heads < FIXED.group)[:, None] & (dims < FIXED.head_dim)[None, :])
 
 
 @triton.jit
@@ -260,49 +271,13 @@ def _decode_kernel(
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     release(EARLY)
-    kv_head = tl.program_id(0)
     inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks)
     strides = (stride_q, stride_slot, stride_table)
     results = (out, partial, partial_lse, v_scale, max_splits, stride_out)
-    if FIXED.mixture:
-        # The programs are distributed over the sequences that decode; prefills and padding rows are the other kernel's.
-        num_decodes = tl.load(counts + 2)
-        if (num_decodes > 0) | (tl.program_id(0) + tl.program_id(1) == 0):  # one waits for all that have no work
-            wait(EARLY)
-        if num_decodes > 0:
-            step = tl.maximum(1, tl.num_programs(1) // num_decodes)
-            first_split = tl.program_id(1) % step
-            seqs_at_once = tl.num_programs(1) // step
-            first_seq = tl.program_id(1) // step
-            if first_seq < seqs_at_once:
-                seq = first_seq
-                while seq < num_decodes:
-                    _decode_sequence(
-                        inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, False
-                    )  # fmt: skip
-                    seq += seqs_at_once
-    else:
-        if FIXED.splits_last:
-            seq = tl.program_id(1)
-            first_split = tl.program_id(2)
-            step = tl.num_programs(2)
-        else:
-            first_split = tl.program_id(1)
-            seq = tl.program_id(2)
-            step = tl.num_programs(1)
-        if (FIXED.query_len == 1) & (seq >= tl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
-            wait(EARLY)
-            ROWS: tl.constexpr = FIXED.rows
-            BLOCK_D: tl.constexpr = FIXED.block_d
-            dims = tl.arange(0, BLOCK_D)
-            heads = tl.arange(0, ROWS)
-            offsets = (kv_head * FIXED.group + heads)[:, None] * FIXED.head_dim + dims[None, :]
-            zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
-            mask = (heads < FIXED.group)[:, None] & (dims < FIXED.head_dim)[None, :]
-            tl.store(out + seq.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
-        _decode_sequence(
-            inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, EARLY
-        )  # fmt: skip
+    decode_programs(
+        _decode_sequence, _store_zeros, inputs, strides, results, counts, scale_log2, num_rows, num_seqs, double_from,
+        FIXED, EARLY,
+    )  # fmt: skip
 
 
 def most_short_tokens(num_seqs: int, num_kv_heads: int, head_dim: int) -> int:
@@ -333,10 +308,11 @@ def decode_tile(
 def launch_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor, tile: Tile,
     *, sinks: Tensor | None = None, v_scale: Tensor | None = None, query_len: int = 1, split: int = _SPLIT,
-    double_from: int | None = None, aim: int | None = None,
+    double_from: int | None = None, aim: int | None = None, on_hopper: bool = False,
 ) -> None:  # fmt: skip
     """Sequences with ``query_len`` query tokens, with a given tile; if that is 1, padding rows below the number of
-    sequences too. ``split``: tokens of the shortest; ``double_from``: in place of ``most_short_tokens``."""
+    sequences too. ``split``: tokens of the shortest; ``double_from``: in place of ``most_short_tokens``; ``on_hopper``:
+    by the kernel of ``attention_decode_hopper.py``."""
     check_layout(q, k_cache, v_cache, out)
     num_rows, num_heads, head_dim = q.shape
     num_seqs, (_, page_size, num_kv_heads, _) = batch.seq_lens.shape[0], k_cache.shape
@@ -368,14 +344,14 @@ def launch_decode(
         precision(q), tile.stages, tile.ahead, held_splits, tile.held_keys, splits_last, mixture is not None,
         sinks is not None, v_scale is not None,
     )  # fmt: skip
-    kernel = _decode_kernel if tile.registers is None else hopper.decode_hopper_kernel
-    registers = {} if tile.registers is None else {"maxnreg": tile.registers}
+    kernel = hopper.decode_hopper_kernel if on_hopper else _decode_kernel
     kernel[grid](
         q, k_cache, v_cache, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, q if sinks is None else sinks,
         q if v_scale is None else v_scale, out, partial, partial_lse, counts,
         scale * LOG2_E.value, num_rows, num_seqs, max_splits, double_from,
         q.stride(0), out.stride(0), num_kv_heads * head_dim, batch.page_table.stride(0),
-        FIXED=fixed, num_warps=tile.warps, **registers, **early_launch(q.device),
+        FIXED=fixed, num_warps=tile.warps, maxnreg=hopper.MAX_REGISTERS if on_hopper else None,
+        **early_launch(q.device),
     )  # fmt: skip
     if merges:
         merge_kernel[(num_heads * query_len, decodes)](

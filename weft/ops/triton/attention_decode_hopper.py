@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from weft.ops.e4m3 import E4M3
-from weft.ops.triton.attention_merge import split_of
+from weft.ops.triton.attention_merge import decode_programs, split_of
 from weft.ops.triton.attention_tiles import METADATA, Tile
 from weft.ops.triton.decode_tiles_hopper import (
     HEAD_DIM,
@@ -51,9 +51,9 @@ def takes(q: Tensor, k_cache: Tensor, rows: int) -> bool:
     return is_fp8 and fits and is_hopper(q.device)
 
 
-TILE = Tile(ROWS.value, keys=64, warps=2, stages=1, registers=168)
-"""Six programs fit a multiprocessor. With more warps each warp would have fewer keys of a split, and start and end as
-often."""
+TILE, MAX_REGISTERS = Tile(ROWS.value, keys=64, warps=2, stages=1), 168
+"""With so many registers per thread six programs fit a multiprocessor. With more warps each warp would have fewer keys
+of a split, and start and end as often."""
 
 
 @gluon.jit
@@ -224,39 +224,10 @@ def decode_hopper_kernel(
 ):  # fmt: skip
     """The arguments, the grid and the results of ``_decode_kernel`` of ``attention_decode.py``."""
     release(EARLY)
-    kv_head = gl.program_id(0)
     inputs = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks)
     strides = (stride_q, stride_slot, stride_table)
     results = (out, partial, partial_lse, v_scale, max_splits, stride_out)
-    if FIXED.mixture:
-        num_decodes = gl.load(counts + 2)
-        if (num_decodes > 0) | (gl.program_id(0) + gl.program_id(1) == 0):  # one waits for all that have no work
-            wait(EARLY)
-        if num_decodes > 0:
-            step = gl.maximum(1, gl.num_programs(1) // num_decodes)
-            first_split = gl.program_id(1) % step
-            seqs_at_once = gl.num_programs(1) // step
-            first_seq = gl.program_id(1) // step
-            if first_seq < seqs_at_once:
-                seq = first_seq
-                while seq < num_decodes:
-                    _decode_sequence(
-                        inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, False
-                    )  # fmt: skip
-                    seq += seqs_at_once
-    else:
-        if FIXED.splits_last:
-            seq = gl.program_id(1)
-            first_split = gl.program_id(2)
-            step = gl.num_programs(2)
-        else:
-            first_split = gl.program_id(1)
-            seq = gl.program_id(2)
-            step = gl.num_programs(1)
-        if FIXED.query_len == 1:  # noqa: SIM102 (known to the compiler)
-            if (seq >= gl.load(cu_seqlens_q + num_seqs)) & (seq < num_rows) & (first_split == 0):
-                wait(EARLY)
-                _store_zeros(out + seq.to(gl.int64) * stride_out, kv_head, FIXED)
-        _decode_sequence(
-            inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, EARLY
-        )  # fmt: skip
+    decode_programs(
+        _decode_sequence, _store_zeros, inputs, strides, results, counts, scale_log2, num_rows, num_seqs, double_from,
+        FIXED, EARLY,
+    )  # fmt: skip

@@ -21,6 +21,46 @@ def split_of(kv_len, double_from, SPLIT: tl.constexpr):
     return SPLIT * tl.where(kv_len > 8 * double_from, 4, tl.where(kv_len > double_from, 2, 1))
 
 
+@triton.jit
+def decode_programs(
+    DECODE: tl.constexpr, ZERO: tl.constexpr, inputs, strides, results, counts, scale_log2, num_rows, num_seqs,
+    double_from, FIXED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What a program of a decode kernel does: ``DECODE`` every so many splits of its sequences, with its key head, and
+    ``ZERO`` rows of padding. In a mixture, prefills and padding are the other kernel's."""
+    kv_head = tl.program_id(0)
+    if FIXED.mixture:
+        num_decodes = tl.load(counts + 2)
+        if (num_decodes > 0) | (tl.program_id(0) + tl.program_id(1) == 0):  # one waits for all that have no work
+            wait(EARLY)
+        if num_decodes > 0:
+            step = tl.maximum(1, tl.num_programs(1) // num_decodes)
+            first_split = tl.program_id(1) % step
+            seqs_at_once = tl.num_programs(1) // step
+            first_seq = tl.program_id(1) // step
+            if first_seq < seqs_at_once:
+                seq = first_seq
+                while seq < num_decodes:
+                    DECODE(
+                        inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, False
+                    )  # fmt: skip
+                    seq += seqs_at_once
+    else:
+        if FIXED.splits_last:
+            seq = tl.program_id(1)
+            first_split = tl.program_id(2)
+            step = tl.num_programs(2)
+        else:
+            first_split = tl.program_id(1)
+            seq = tl.program_id(2)
+            step = tl.num_programs(1)
+        if FIXED.query_len == 1:  # noqa: SIM102 (known to the compiler)
+            if (seq >= tl.load(inputs[5] + num_seqs)) & (seq < num_rows) & (first_split == 0):  # cu_seqlens_q
+                wait(EARLY)
+                ZERO(results[0] + seq.to(tl.int64) * results[5], kv_head, FIXED)
+        DECODE(inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, EARLY)
+
+
 def most_splits(table_tokens: int, double_from: int, split: int) -> int:
     """Of the longest sequence of each kind that a page table holds."""
     lengths = min(table_tokens, double_from), min(table_tokens, 8 * double_from), table_tokens

@@ -30,8 +30,7 @@ class Tile(NamedTuple):
 
     Of the decode kernel alone: ``ahead``: it loads page ids a step before the keys that need them (shorter waits, more
     registers); ``held_splits``, ``held_keys``: sequences of up to so many splits load so many keys of each before the
-    kernel before it has ended; ``registers``: of a thread of
-    ``attention_decode_hopper.py``, which is another kernel.
+    kernel before it has ended.
     """
 
     rows: int
@@ -41,7 +40,6 @@ class Tile(NamedTuple):
     ahead: bool = True
     held_splits: int = 0
     held_keys: int = 0
-    registers: int | None = None
 
 
 def prefilled(batch: Batch, *, skip_decodes: bool) -> tuple[Tensor, int, int]:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.e4m3 import Fp8Matrix
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
 from weft.ops.triton.fp8_quantize import quantize_inputs_triton, scale_of, to_e4m3
@@ -228,19 +229,11 @@ def few_rows_config(rows: int, inner: int, tokens: int) -> FewRows:
 
 
 def few_rows_product(
-    x: Tensor,
-    input_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    config: FewRows,
-    *,
-    block: int,
-    silu_mul: bool,
+    x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor, config: FewRows, *, silu_mul: bool
 ) -> None:
     """Write the product of ``x [T, K]``, ``1 <= T <= 64``, into ``out [T, N]`` (``[T, N / 2]`` with ``silu_mul``), or
     the sums of each split into ``[splits, T, N]`` float32."""
+    weight, weight_scale, input_scale, block = matrix
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(-1) == 1
     tokens, width = next_power_of_2(num_tokens), rows // 2 if silu_mul else rows

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from weft.ops.e4m3 import E4M3_MAX, SMALLEST_AMAX
+from weft.ops.e4m3 import E4M3_MAX, SMALLEST_AMAX, Fp8Matrix
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.fp8_few_rows import MAX_HOPPER_TOKENS, HopperRows
 from weft.ops.triton.hopper_tiles import GluonKernel
@@ -313,23 +313,15 @@ def registers_hold(rows: int, warps: int, inner: int) -> bool:
 
 
 def few_rows_hopper_product(
-    x: Tensor,
-    input_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    config: HopperRows,
-    *,
-    block: int,
-    silu_mul: bool = False,
-    plain_weight: Tensor | None = None,
-) -> None:
+    x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor, config: HopperRows,
+    *, silu_mul: bool = False, plain_weight: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the product of ``x [T, K]``, ``1 <= T <= 8``, into ``out [T, N]`` (``[T, N / 2]`` with ``silu_mul``).
 
     Args:
         plain_weight: ``[M, K]`` in x's dtype, of two bytes: out is ``[T, N + M]``, and bias ``[N + M]``.
     """
+    weight, weight_scale, input_scale, block = matrix
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(1) == 1
     assert inner % (128 * config.warps) == 0

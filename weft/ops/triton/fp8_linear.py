@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.e4m3 import Fp8Matrix
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.fp8_few_rows import MAX_TOKENS, FewRows, HopperRows, few_rows_config, few_rows_product
@@ -144,17 +145,9 @@ def many_rows_config(tokens: int, rows: int) -> ManyRows:
 
 
 def fp8_product_triton(
-    x: Tensor,
-    input_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    block: int,
-    silu_mul: bool = False,
-    config: Config | None = None,
-) -> None:
+    x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor,
+    *, silu_mul: bool = False, config: Config | None = None,
+) -> None:  # fmt: skip
     """Write the product of ``x [T, K]`` into ``out [T, N]``, which may be a slice of ``outputs`` (``[T, N / 2]`` with
     ``silu_mul``, up to 64 tokens).
 
@@ -162,62 +155,44 @@ def fp8_product_triton(
         config: overrides the choice (tests and measurements).
     """
     if config is None:
-        config = choose_config(weight, x.shape[0], silu_mul, block)
+        config = choose_config(matrix.weight, x.shape[0], silu_mul, matrix.block)
     if isinstance(config, FewRows):
-        few_rows_product(x, input_scale, weight, weight_scale, bias, out, config, block=block, silu_mul=silu_mul)
-        return
-    if isinstance(config, HopperRows):
-        given = (x, input_scale, weight, weight_scale, bias, out, config)
-        hopper.few_rows_hopper_product(*given, block=block, silu_mul=silu_mul)
-        return
-    assert not silu_mul
-    values, scales = quantize_inputs_triton(x, input_scale, block=block)
-    quantized_product(values, scales, weight, weight_scale, bias, out, config, block=block)
+        few_rows_product(x, matrix, bias, out, config, silu_mul=silu_mul)
+    elif isinstance(config, HopperRows):
+        hopper.few_rows_hopper_product(x, matrix, bias, out, config, silu_mul=silu_mul)
+    else:
+        assert not silu_mul
+        values, scales = quantize_inputs_triton(x, matrix.input_scale, block=matrix.block)
+        quantized_product(values, scales, matrix, bias, out, config)
 
 
 def quantized_product(
-    values: Tensor,
-    scales: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    config: ManyRows | Library,
-    *,
-    block: int,
+    values: Tensor, scales: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor, config: ManyRows | Library
 ) -> None:
     """Write the product of what ``quantize_inputs_triton`` returned into ``out [T, N]``, as ``fp8_product_triton``."""
     if isinstance(config, Library):
-        _library_product(values, scales, weight, weight_scale, bias, out, block)
+        _library_product(values, scales, matrix, bias, out)
         return
-    num_tokens, (rows, inner) = values.shape[0], weight.shape
-    assert weight.is_contiguous() and weight_scale.is_contiguous() and out.stride(1) == 1
+    num_tokens, (rows, inner) = values.shape[0], matrix.weight.shape
+    assert matrix.weight.is_contiguous() and matrix.scale.is_contiguous() and out.stride(1) == 1
     _many_rows_kernel[(cdiv(num_tokens, config.rows) * cdiv(rows, config.columns),)](
-        values, scales, weight, weight_scale, out if bias is None else bias, out, num_tokens, rows, scales.stride(-1),
-        out.stride(0),
-        DEPTH=inner, BLOCK=block, STATIC=scales.dim() == 1, BIAS=bias is not None, ROWS=config.rows,
+        values, scales, matrix.weight, matrix.scale, out if bias is None else bias, out, num_tokens, rows,
+        scales.stride(-1), out.stride(0),
+        DEPTH=inner, BLOCK=matrix.block, STATIC=scales.dim() == 1, BIAS=bias is not None, ROWS=config.rows,
         COLUMNS=config.columns, BAND=8, STAGES=config.stages, num_warps=config.warps, **early_launch(values.device),
     )  # fmt: skip
 
 
-def _library_product(
-    values: Tensor,
-    scales: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    block: int,
-) -> None:
+def _library_product(values: Tensor, scales: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor) -> None:
     """By blocks, it takes a multiple of four rows: those beyond are computed from whatever is there, and left alone. It
     adds no bias to float32."""
-    if block:
+    if matrix.block:
         height = padded_rows(values.shape[0])
         values, scales, out = (t.as_strided((height, t.shape[1]), t.stride()) for t in (values, scales, out))
     else:
         scales = scales.expand(values.shape[0], 1).contiguous()
-    given = None if out.dtype == torch.float32 else bias
-    torch._scaled_mm(values, weight.t(), scales, weight_scale.t(), given, out_dtype=out.dtype, out=out)
+    given, weight = None if out.dtype == torch.float32 else bias, matrix.weight.t()
+    torch._scaled_mm(values, weight, scales, matrix.scale.t(), given, out_dtype=out.dtype, out=out)
     if given is None and bias is not None:
         out += bias
 
@@ -242,15 +217,15 @@ def fp8_linear_triton(
     total = rows + (0 if plain_weight is None else plain_weight.shape[0])
     out = outputs(flat.shape[0], total, x)
     if flat.shape[0]:
+        matrix = Fp8Matrix(weight, weight_scale, input_scale, block)
         config = choose_config(weight, flat.shape[0], False, block)
-        given = flat, input_scale, weight, weight_scale
         if plain_weight is None:
-            fp8_product_triton(*given, bias, out, block=block, config=config)
+            fp8_product_triton(flat, matrix, bias, out, config=config)
         elif isinstance(config, HopperRows) and x.element_size() == 2:
-            hopper.few_rows_hopper_product(*given, bias, out, config, block=block, plain_weight=plain_weight)
+            hopper.few_rows_hopper_product(flat, matrix, bias, out, config, plain_weight=plain_weight)
         else:
             first, rest = (None, None) if bias is None else (bias[:rows], bias[rows:])
-            fp8_product_triton(*given, first, out[:, :rows], block=block, config=config)
+            fp8_product_triton(flat, matrix, first, out[:, :rows], config=config)
             linear_into(flat, plain_weight, rest, out[:, rows:])
     return out.view(*x.shape[:-1], total)
 
@@ -263,7 +238,7 @@ def fp8_linear_parts_triton(
     if not x.shape[0] or not isinstance(config, FewRows) or config.splits == 1:
         return fp8_linear_triton(x, weight, weight_scale, None, input_scale, block=block)
     parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
-    few_rows_product(x, input_scale, weight, weight_scale, None, parts, config, block=block, silu_mul=False)
+    few_rows_product(x, Fp8Matrix(weight, weight_scale, input_scale, block), None, parts, config, silu_mul=False)
     return parts
 
 
@@ -282,5 +257,5 @@ def fp8_linear_silu_mul_triton(
         return silu_and_mul_triton(fp8_linear_triton(x, weight, weight_scale, bias, input_scale, block=block))
     out = torch.empty((flat.shape[0], rows // 2), dtype=x.dtype, device=x.device)
     if flat.shape[0]:
-        fp8_product_triton(flat, input_scale, weight, weight_scale, bias, out, block=block, silu_mul=True)
+        fp8_product_triton(flat, Fp8Matrix(weight, weight_scale, input_scale, block), bias, out, silu_mul=True)
     return out.view(*x.shape[:-1], rows // 2)

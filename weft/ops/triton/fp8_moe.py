@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.e4m3 import E4M3
+from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.fp8_moe_pairs import pairs_product
 from weft.ops.triton.fp8_quantize import prepare_pass, scale_of, to_e4m3
@@ -223,8 +223,19 @@ def load_table() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
     return table
 
 
-def choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
-    """The tiles for ``down [E, H, I]``: measured for this size and at least so many tokens, else by rule."""
+class HopperPairs(NamedTuple):
+    """Pair by pair, by ``fp8_moe_pairs_hopper.py``."""
+
+
+def choose_config(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles | HopperPairs:
+    """What computes experts of ``down [E, H, I]``: the tiles that were measured for this size and at least so many
+    tokens, else by rule; where these say pair by pair, the kernel for Hopper if it exists for them."""
+    tiles = _choose_tiles(down, num_tokens, top_k, block)
+    by_pair = tiles.up.rows == 1 and GLUON_IS_KNOWN and hopper.takes_pairs(down)
+    return HopperPairs() if by_pair else tiles
+
+
+def _choose_tiles(down: Tensor, num_tokens: int, top_k: int, block: int) -> Tiles:
     num_experts, hidden, width = down.shape
     if has_table(down.device):
         tuned = load_table().get((num_experts, hidden, width, block))
@@ -264,59 +275,62 @@ def fp8_fused_moe_triton(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     block: int,
-    tiles: Tiles | None = None,
+    config: Tiles | HopperPairs | None = None,
 ) -> Tensor:
-    """``fp8_fused_moe`` of ``weft/ops/fp8_moe.py``. ``tiles``: for tuning; None takes ``choose_tiles``."""
-    tiles = choose_tiles(down, ids.shape[0], ids.shape[1], block) if tiles is None else tiles
-    assert tiles.up.rows == tiles.down.rows and ids.dtype == torch.int32
+    """``fp8_fused_moe`` of ``weft/ops/fp8_moe.py``. ``config``: overrides the choice (tests and measurements)."""
+    config = choose_config(down, ids.shape[0], ids.shape[1], block) if config is None else config
+    assert ids.dtype == torch.int32
     assert all(t.is_contiguous() for t in (gate_up, gate_up_scale, down, down_scale, ids, weights))
-    run = _single_pairs if tiles.up.rows == 1 else _grouped_pairs
-    up, down_product = (gate_up, gate_up_scale, gate_up_input_scale), (down, down_scale, down_input_scale)
-    return sum_experts(run(x, ids, up, down_product, tiles, block), weights, ids, shared, shared_gate)
-
-
-Weights = tuple[Tensor, Tensor, Tensor | None]
-"""Of a product: the matrices, their scales, and the scale of all inputs."""
-
-
-def _single_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Tiles, block: int) -> Tensor:
-    """``[T * top_k, H]``: what each pair's expert makes of its token."""
-    _num_experts, hidden_size, width = down[0].shape
-    hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
-    if GLUON_IS_KNOWN and hopper.takes_pairs(up[0], down[0]):
-        hopper.pairs_hopper_product(x, *up, hidden, ids, block=block)
-        hopper.pairs_hopper_product(hidden, *down, out, ids, block=block)
+    matrices = (
+        Fp8Matrix(gate_up, gate_up_scale, gate_up_input_scale, block),
+        Fp8Matrix(down, down_scale, down_input_scale, block),
+    )
+    if isinstance(config, Tiles) and config.up.rows > 1:
+        partial = _grouped_pairs(x, ids, *matrices, config)
     else:
-        pairs_product(x, *up, hidden, ids, tiles.up, block=block)
-        pairs_product(hidden, *down, out, ids, tiles.down, block=block)
+        partial = _single_pairs(x, ids, *matrices, config)
+    return sum_experts(partial, weights, ids, shared, shared_gate)
+
+
+def _single_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, config: Tiles | HopperPairs) -> Tensor:
+    """``[T * top_k, H]``: what each pair's expert makes of its token."""
+    _num_experts, hidden_size, width = down.weight.shape
+    hidden, out = (torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device) for size in (width, hidden_size))
+    if isinstance(config, HopperPairs):
+        hopper.pairs_hopper_product(x, up, hidden, ids)
+        hopper.pairs_hopper_product(hidden, down, out, ids)
+    else:
+        pairs_product(x, up, hidden, ids, config.up)
+        pairs_product(hidden, down, out, ids, config.down)
     return out
 
 
-def _grouped_pairs(x: Tensor, ids: Tensor, up: Weights, down: Weights, tiles: Tiles, block: int) -> Tensor:
+def _grouped_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, tiles: Tiles) -> Tensor:
     """The same, by blocks of pairs of one expert."""
-    num_experts, hidden_size, width = down[0].shape
-    inputs = prepare_pass(x, up[2], block=block)
+    (num_experts, hidden_size, width), block = down.weight.shape, down.block
+    assert tiles.up.rows == tiles.down.rows
+    inputs = prepare_pass(x, up.input_scale, block=block)
     values, scales = inputs.outputs
     grouping, num_blocks = group_pairs(ids, num_experts, tiles.up.rows, inputs)
     quantize = block > 0 and tiles.up.columns % block == 0
     hidden = torch.empty((ids.numel(), width), dtype=E4M3 if quantize else x.dtype, device=x.device)
-    hidden_scale = scales if down[2] is None else down[2]
+    hidden_scale = scales if down.input_scale is None else down.input_scale
     if quantize:
         hidden_scale = torch.empty((ids.numel(), width // block), dtype=torch.float32, device=x.device)
     out = torch.empty((ids.numel(), hidden_size), dtype=x.dtype, device=x.device)
-    fixed = Fixed(hidden_size, width, ids.shape[1], block, up[2] is not None, quantize)
+    fixed = Fixed(hidden_size, width, ids.shape[1], block, up.input_scale is not None, quantize)
     tile = tiles.up
     assert block % tile.columns == block % tiles.down.columns == 0, "a tile's columns share one scale"
     _fp8_up_kernel[(cdiv(width, tile.columns), num_blocks)](
-        values, scales, *up[:2], hidden, hidden_scale, ids, *grouping, scales.stride(-1),
+        values, scales, up.weight, up.scale, hidden, hidden_scale, ids, *grouping, scales.stride(-1),
         FIXED=fixed, DTYPE=_TYPES[x.dtype], ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
         num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     tile = tiles.down
     _fp8_down_kernel[(cdiv(hidden_size, tile.columns), num_blocks)](
-        hidden, hidden_scale, *down[:2], out, ids, *grouping,
-        FIXED=fixed._replace(static=down[2] is not None), ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
-        num_warps=tile.warps, **early_launch(ids.device),
+        hidden, hidden_scale, down.weight, down.scale, out, ids, *grouping,
+        FIXED=fixed._replace(static=down.input_scale is not None), ROWS=tile.rows, COLUMNS=tile.columns,
+        STAGES=tile.stages, num_warps=tile.warps, **early_launch(ids.device),
     )  # fmt: skip
     return out
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.e4m3 import Fp8Matrix
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.few_rows import rows_of_block
 from weft.ops.triton.fp8_quantize import scale_of, to_e4m3
@@ -87,27 +88,17 @@ def _fp8_pairs_kernel(
         tl.store(out + pair.to(tl.int64) * WIDTH + columns, stored, mask=columns < WIDTH)
 
 
-def pairs_product(
-    inputs: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    input_scale: Tensor | None,
-    out: Tensor,
-    ids: Tensor,
-    tile: Tile,
-    *,
-    block: int,
-) -> None:
+def pairs_product(inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor, tile: Tile) -> None:
     """``out[pair] = weight[ids[pair]] inputs``, of a gated product SiLU and multiply included.
 
     Args:
         inputs: ``[T, K]``, a row for each token, or ``[T * top_k, K]``, one for each pair.
-        weight: ``[E, N, K]``, or ``[E, 2 * N, K]``: gate rows, then up rows.
+        matrices: ``[E, N, K]``, or ``[E, 2 * N, K]``: gate rows, then up rows.
         out: ``[T * top_k, N]``; rows of pairs without an expert (id -1) are left as they are.
         ids: ``[T, top_k]`` int32.
         tile: of which ``columns``, ``warps`` and ``stages`` count.
-        weight_scale, input_scale, block: as for ``fp8_fused_moe``.
     """
+    weight, weight_scale, input_scale, block = matrices
     width, depth = out.shape[1], weight.shape[2]
     gated = weight.shape[1] == 2 * width
     _fp8_pairs_kernel[(cdiv(width, tile.columns), ids.numel())](

@@ -13,7 +13,8 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from weft.ops.triton.early_launch import early_launch, pass_on, release, wait
+from weft.ops.e4m3 import Fp8Matrix
+from weft.ops.triton.early_launch import ALWAYS, early_launch, pass_on, release, wait
 from weft.ops.triton.fp8_few_rows import HopperRows
 from weft.ops.triton.fp8_few_rows_hopper import (
     Fixed,
@@ -28,8 +29,6 @@ from weft.ops.triton.fp8_few_rows_hopper import (
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
 from weft.ops.triton.sizes import cdiv
 
-_ANY = gl.constexpr(1 << 20)
-"""Programs: the next kernel's may start beside the last ones of this, however many there are."""
 UP = HopperRows(16, 8, None)
 DOWN = HopperRows(32, 4, None)
 
@@ -42,9 +41,9 @@ def _fp8_pairs_hopper_kernel(
     """Some outputs of one pair. ``SHARED_BY``: consecutive pairs that have the same inputs."""
     FIRST: gl.constexpr = FIXED.gated
     if FIRST:
-        pass_on(EARLY, _ANY)
+        pass_on(EARLY, ALWAYS)
     else:
-        release(EARLY, _ANY)
+        release(EARLY, ALWAYS)
     block, pair = gl.program_id(0), gl.program_id(1)
     expert = gl.load(ids + pair, cache_modifier=".cg").to(gl.int64)
     if expert >= 0:
@@ -64,25 +63,17 @@ def _fp8_pairs_hopper_kernel(
         wait(EARLY)
 
 
-def takes_pairs(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether the kernel exists for ``gate_up [E, 2 * I, H]`` and ``down [E, H, I]``."""
+def takes_pairs(down: Tensor) -> bool:
+    """Whether the kernel exists for experts of ``down [E, H, I]``."""
     _num_experts, hidden_size, width = down.shape
     held = registers_hold(UP.rows, UP.warps, hidden_size) and registers_hold(DOWN.rows, DOWN.warps, width)
     return held and is_hopper(down.device)
 
 
-def pairs_hopper_product(
-    inputs: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    input_scale: Tensor | None,
-    out: Tensor,
-    ids: Tensor,
-    *,
-    block: int,
-) -> None:
+def pairs_hopper_product(inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor) -> None:
     """``pairs_product`` of ``fp8_moe_pairs.py``. The gated product is launched behind a kernel that waits, the other
     one right behind it."""
+    weight, weight_scale, input_scale, block = matrices
     width, depth = out.shape[1], weight.shape[2]
     gated = weight.shape[1] == 2 * width
     config = UP if gated else DOWN
