@@ -318,7 +318,7 @@ def write_table(rows: list[dict[str, Any]]) -> None:
     device = torch.cuda.get_device_name() if ON_GPU else "cpu"
     columns = ("rows", "inner", "silu_mul", "tokens", "config", "library_us", "kernel_us")
     kept = json.loads(skinny.TABLE_PATH.read_text())["rows"]
-    kept = [row for row in kept if _key(row) not in set(map(_key, rows))]
+    kept = [row for row in kept if row.get("leaves_sums") or _key(row) not in set(map(_key, rows))]
     lines = [json.dumps(row) for row in kept]
     for row in rows:
         entry = {key: round(row[key], 2) if key.endswith("_us") else row[key] for key in columns}

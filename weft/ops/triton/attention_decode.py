@@ -139,14 +139,15 @@ def _store_split(softmax, results, place, lanes, FIXED: tl.constexpr):
 
 
 @triton.jit
-def _store_zeros(out_row, kv_head, FIXED: tl.constexpr):
+def _store_zeros(out, stride_out, row, kv_head, FIXED: tl.constexpr):
     ROWS: tl.constexpr = FIXED.rows
     BLOCK_D: tl.constexpr = FIXED.block_d
     dims = tl.arange(0, BLOCK_D)
     heads = tl.arange(0, ROWS)
     offsets = (kv_head * FIXED.group + heads)[:, None] * FIXED.head_dim + dims[None, :]
-    zeros = tl.zeros([ROWS, BLOCK_D], dtype=out_row.dtype.element_ty)
-    tl.store(out_row + offsets, zeros, mask=(heads < FIXED.group)[:, None] & (dims < FIXED.head_dim)[None, :])
+    zeros = tl.zeros([ROWS, BLOCK_D], dtype=out.dtype.element_ty)
+    mask = (heads < FIXED.group)[:, None] & (dims < FIXED.head_dim)[None, :]
+    tl.store(out + row.to(tl.int64) * stride_out + offsets, zeros, mask=mask)
 
 
 @triton.jit

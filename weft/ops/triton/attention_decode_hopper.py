@@ -131,7 +131,8 @@ def _store_split(softmax, results, sinks, place, FIXED: gl.constexpr, PRODUCTS: 
 
 
 @gluon.jit
-def _store_zeros(out_row, kv_head, FIXED: gl.constexpr):
+def _store_zeros(out, stride_out, row, kv_head, FIXED: gl.constexpr):
+    out_row = out + row.to(gl.int64) * stride_out
     SIZE: gl.constexpr = ROWS * HEAD_DIM
     LINE: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     ids = gl.arange(0, SIZE, layout=LINE)

@@ -57,7 +57,7 @@ def decode_programs(
         if FIXED.query_len == 1:  # noqa: SIM102 (known to the compiler)
             if (seq >= tl.load(inputs[5] + num_seqs)) & (seq < num_rows) & (first_split == 0):  # cu_seqlens_q
                 wait(EARLY)
-                ZERO(results[0] + seq.to(tl.int64) * results[5], kv_head, FIXED)
+                ZERO(results[0], results[5], seq, kv_head, FIXED)  # out, stride_out
         DECODE(inputs, strides, results, scale_log2, double_from, kv_head, seq, first_split, step, FIXED, EARLY)
 
 

@@ -257,12 +257,16 @@ def _skinny_linear_kernel(
 
 
 @functools.cache
-def load_table() -> dict[tuple[int, int, bool, int], Config | None]:
-    """``(weight rows, inner size, gated, padded tokens)`` to what was fastest; None: the matrix library."""
-    table = {}
+def load_table(leaves_sums: bool = False) -> dict[tuple[int, int, bool, int], Config | None]:
+    """``(weight rows, inner size, gated, padded tokens)`` to what was fastest; None: the matrix library.
+
+    ``leaves_sums``: where the norm that follows adds the sums of splits; some sizes have rows of their own for that.
+    """
+    table = dict(load_table()) if leaves_sums else {}
     for row in json.loads(TABLE_PATH.read_text())["rows"]:
-        key = (row["rows"], row["inner"], row["silu_mul"], row["tokens"])
-        table[key] = None if row["config"] is None else Config(*row["config"])
+        if row.get("leaves_sums", False) == leaves_sums:
+            key = (row["rows"], row["inner"], row["silu_mul"], row["tokens"])
+            table[key] = None if row["config"] is None else Config(*row["config"])
     return table
 
 
@@ -285,15 +289,16 @@ def heuristic_config(rows: int, inner: int, tokens: int, element_size: int) -> C
     return Config("sum", block, step, 4, splits=splits)
 
 
-def choose_config(x: Tensor, weight: Tensor, silu_mul: bool) -> Config | None:
-    """The configuration for ``x [T, K]`` and ``weight [N, K]``; None: the matrix library is faster, or has to do."""
+def choose_config(x: Tensor, weight: Tensor, silu_mul: bool, *, leaves_sums: bool = False) -> Config | None:
+    """The configuration for ``x [T, K]`` and ``weight [N, K]``; None: the matrix library is faster, or has to do.
+    ``leaves_sums``: see ``load_table``."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     if not 0 < num_tokens <= MAX_TOKENS or inner < 64 or rows < 8:
         return None
     tokens = next_power_of_2(num_tokens)
     key = (rows, inner, silu_mul, tokens)
-    if weight.element_size() == 2 and has_table(x.device) and key in load_table():
-        return load_table()[key]
+    if weight.element_size() == 2 and has_table(x.device) and key in load_table(leaves_sums):
+        return load_table(leaves_sums)[key]
     return heuristic_config(rows, inner, tokens, weight.element_size())
 
 
@@ -365,7 +370,7 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def linear_parts_triton(x: Tensor, weight: Tensor) -> Tensor:
     """``linear_parts`` of ``weft/ops/linear.py``."""
-    config = choose_config(x, weight, silu_mul=False)
+    config = choose_config(x, weight, silu_mul=False, leaves_sums=True)
     if config is None or config.splits == 1:
         return linear_triton(x, weight)
     parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
