@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-KNOWN: tuple[str, ...] = ("3.6.",)
+KNOWN: tuple[str, ...] = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Beginnings of the versions whose internals Weft uses: Gluon, the C launcher, what goes into a kernel's key, how
 kernels are compiled in other processes, what names a kernel on disk."""
 

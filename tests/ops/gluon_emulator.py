@@ -30,6 +30,7 @@ from weft.ops.triton import decode_tiles_hopper as decode
 from weft.ops.triton.early_launch import enter, pass_on, release, wait
 from weft.ops.triton.gated_linear_hopper import exchange
 from weft.ops.triton.gdn_decode_gluon import unpack, update
+from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
 from weft.ops.triton.hopper_tiles import hold, pack
 
 PATIENCE_S = 20.0
@@ -124,7 +125,7 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Operand:
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared | Operand:
         """Numbers or boxes as they lie; or the operand of a product, made of boxes of 64 numbers of two bytes."""
         if len(shape) != 2 or dtype == torch.float32:
             return Shared(self.data.view(*shape))
@@ -211,7 +212,7 @@ class Emulator:
         language = self._language()
         self.stand_ins = {
             id(gl): language, id(tl): language, id(hopper.mbarrier): barrier_ops,
-            id(hopper.tma): SimpleNamespace(async_copy_global_to_shared=self._copy),
+            id(async_load): self._copy, id(reinterpret): Shared.reinterpret, id(thread_barrier): lambda: None,
             id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
             id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
             id(release): lambda *early: None,
@@ -333,7 +334,7 @@ class Emulator:
             arange=lambda begin, end, layout: torch.arange(begin, end),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-            convert_layout=lambda x, layout: x, thread_barrier=nothing, SliceLayout=nothing, BlockedLayout=nothing,
+            convert_layout=lambda x, layout: x, SliceLayout=nothing, BlockedLayout=nothing,
             NVMMADistributedLayout=nothing, DotOperandLayout=nothing, allocate_shared_memory=self._allocate,
             warp_specialize=self._specialize, reshape=torch.reshape, permute=torch.permute,
             split=lambda x: x.unbind(-1), expand_dims=torch.unsqueeze, log2=torch.log2,

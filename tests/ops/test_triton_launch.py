@@ -53,6 +53,8 @@ class Watched(Kernel):
         launcher.launch = lambda *args: self.direct.append(args)
         launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
         launcher.global_scratch_size = launcher.profile_scratch_size = 0
+        launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
+        launcher.gsan_enabled, launcher.arg_annotations, launcher.kernel_signature = False, ["run-time"], b"types"
         self.compiled = SimpleNamespace(run=launcher, function=FUNCTION, packed_metadata=METADATA)
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -88,9 +90,9 @@ def test_the_second_launch_calls_the_launcher_as_triton_does(gpu: Gpu) -> None:
     assert kernel.by_triton == [((X, y, 5, 0.5), OPTIONS | {"launch_pdl": True})] and not kernel.direct
     kernel[GRID](X, y, 7, 2.5, **OPTIONS, launch_pdl=True)
     assert len(kernel.by_triton) == 1
-    attributes = (False, True)
-    fixed = (FUNCTION, *attributes, None, None, METADATA, None, None, None)
-    assert kernel.direct == [(3, 2, 1, STREAM, *fixed, X, y, 7, 2.5, None, None)]
+    kernel.compiled.run(3, 2, 1, STREAM, FUNCTION, METADATA, None, None, None, X, y, 7, 2.5, None, None)
+    direct, of_triton = kernel.direct
+    assert direct == of_triton and direct[:5] == (3, 2, 1, STREAM, FUNCTION)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from weft.forward_context import Batch
 from weft.ops.triton.attention_tiles import METADATA, check_layout, prefilled
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.gluon import thread_barrier
 from weft.ops.triton.hopper_tiles import (
     BOX,
     GluonKernel,
@@ -240,7 +241,7 @@ def _consume(
         queries = q_tiles.index(WHICH)
         queries.store(gl.load(q + offsets, mask=(tokens < num_tokens)[:, None], other=0.0))
         fence_async_shared()  # the matrix units read by another path than stores take
-        gl.thread_barrier()
+        thread_barrier()
         acc, row_max, row_sum = _attend(
             queries, k_tiles, v_tiles, barriers, position + FIRST, keys, sinks + kv_head * GROUP, scale_log2,
             WHICH, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, OUT,
@@ -249,7 +250,7 @@ def _consume(
             sums[0].store(acc)
             sums[1].store(row_max)
             sums[2].store(row_sum)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(barriers[5].index(0), count=1)
         else:
             if SHARED:  # noqa: SIM102 (known to the compiler)

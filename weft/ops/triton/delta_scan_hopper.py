@@ -28,13 +28,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
 from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
@@ -76,7 +77,7 @@ def _fetch_rows(desc, row, column, tile, ready):
     """Order 64 rows of 128 channels, in two boxes."""
     for panel in gl.static_range(2):
         box = tile.slice(panel * _CHUNK, _CHUNK, dim=0)
-        tma.async_copy_global_to_shared(desc, [row, column + panel * 64], ready, box)
+        async_load(desc, [row, column + panel * 64], ready, box)
 
 
 @gluon.jit
@@ -104,17 +105,17 @@ def _produce(descs, tiles, barriers, chunk_start, chunks, head, column, FIXED: g
             _fetch_rows(k_desc, row * 3 * _CHUNK, 0, k_tiles.index(stage), ready)
         else:
             _fetch_rows(k_desc, start, key_column, k_tiles.index(stage), ready)
-        tma.async_copy_global_to_shared(lines_desc, [row * LINES, 0], ready, lines_tiles.index(stage))
+        async_load(lines_desc, [row * LINES, 0], ready, lines_tiles.index(stage))
         for part in gl.static_range(CONSUMERS):
             v_tile = v_tiles.index(stage * CONSUMERS + part)
-            tma.async_copy_global_to_shared(v_desc, [start, value_column + part * _COLUMNS], ready, v_tile)
-        tma.async_copy_global_to_shared(solve_desc, [row * _CHUNK, 0], ready, solve_tiles.index(stage))
+            async_load(v_desc, [start, value_column + part * _COLUMNS], ready, v_tile)
+        async_load(solve_desc, [row * _CHUNK, 0], ready, solve_tiles.index(stage))
         if FIXED.per_channel:
             _fetch_rows(q_desc, (row * 3 + 1) * _CHUNK, 0, q_tiles.index(stage), ready)
             _fetch_rows(k_desc, (row * 3 + 2) * _CHUNK, 0, write_tiles.index(stage), ready)
         else:
             _fetch_rows(q_desc, start, key_column, q_tiles.index(stage), ready)
-        tma.async_copy_global_to_shared(attention_desc, [row * _CHUNK, 0], ready, attention_tiles.index(stage))
+        async_load(attention_desc, [row * _CHUNK, 0], ready, attention_tiles.index(stage))
 
 
 @gluon.jit
@@ -165,7 +166,7 @@ def _store_outputs(p_out, b_out, tile, length):
     """Store a chunk's outputs, which stand transposed, through a tile in shared memory."""
     rows = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _COPY))
     tile.permute((1, 0)).store(b_out.to(gl.bfloat16))
-    gl.thread_barrier()
+    thread_barrier()
     gl.store(p_out, tile.load(_COPY), mask=(rows < length)[:, None])
 
 
@@ -213,10 +214,10 @@ def _consume(
                     _clear_beyond(q_tiles.index(stage), length, 2 * _CHUNK)
                 _clear_beyond(v_tile, length, _CHUNK)
                 fence_async_shared()  # the matrix units read by another path than stores take
-                gl.thread_barrier()
-            k = k_tiles.index(stage)._reinterpret(gl.bfloat16, [_CHUNK, _K], BOX)
-            q = q_tiles.index(stage)._reinterpret(gl.bfloat16, [_CHUNK, _K], BOX)
-            lines = lines_tiles.index(stage)._reinterpret(gl.float32, [FIXED.lines * _CHUNK], _FLAT)
+                thread_barrier()
+            k = reinterpret(k_tiles.index(stage), gl.bfloat16, [_CHUNK, _K], BOX)
+            q = reinterpret(q_tiles.index(stage), gl.bfloat16, [_CHUNK, _K], BOX)
+            lines = reinterpret(lines_tiles.index(stage), gl.float32, [FIXED.lines * _CHUNK], _FLAT)
             old = _operand(b_state, _ACC)
             from_k = hopper.warpgroup_mma(old, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             # Outputs of the chunk before, meanwhile; without a wait here the assembler would wait for all products.
@@ -238,7 +239,7 @@ def _consume(
                 b_state = b_state * decay
             delta, from_q = warpgroup_mma_wait(0, deps=(delta, from_q))
             if FIXED.per_channel:
-                write = write_tiles.index(stage)._reinterpret(gl.bfloat16, [_CHUNK, _K], BOX)
+                write = reinterpret(write_tiles.index(stage), gl.bfloat16, [_CHUNK, _K], BOX)
                 b_state = hopper.warpgroup_mma(_operand(delta, _STATE), write, b_state, is_async=True)
                 b_out = from_q + delta * _vector(lines, 1)
             else:

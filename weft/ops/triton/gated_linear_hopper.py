@@ -18,10 +18,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.gluon import async_load
 from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper, pack
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 
@@ -65,8 +66,8 @@ def _fetch_weights(w_desc, column, k, wide, narrow, ready, WIDTH: gl.constexpr):
         row = column + part * WIDTH
         for half in gl.static_range(2):
             box = wide.slice(part * 64 + half * 32, 32, dim=0)
-            tma.async_copy_global_to_shared(w_desc, [row + half * 32, k], ready, box)
-        tma.async_copy_global_to_shared(w_desc, [row + 64, k], ready, narrow.slice(part * 32, 32, dim=0))
+            async_load(w_desc, [row + half * 32, k], ready, box)
+        async_load(w_desc, [row + 64, k], ready, narrow.slice(part * 32, 32, dim=0))
 
 
 @gluon.jit
@@ -95,7 +96,7 @@ def _produce(
                     w_desc, column, step * _INNER, wide.index(stage), narrow.index(stage), ready.index(stage), WIDTH
                 )
             for part in gl.static_range(4):
-                tma.async_copy_global_to_shared(
+                async_load(
                     x_desc, [row + part * 64, step * _INNER], ready.index(stage), x_tiles.index(stage * 4 + part)
                 )
             n += 1

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.gluon import thread_barrier
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
@@ -96,7 +97,7 @@ def _verify_states_kernel(
         keys = gl.allocate_shared_memory(gl.float32, [T, 2 * _DIM], _FLAT)
         for t in gl.static_range(T):
             keys.index(t).store(gl.load(p_vectors + t * VECTORS + gl.arange(0, 2 * _DIM, layout=_VECTOR)))
-        gl.thread_barrier()
+        thread_barrier()
         for t in range(T):
             p_values = p_vectors + t * VECTORS + 2 * _DIM
             p_decay = p_values + 2 * GROUP * _DIM + in_group

@@ -17,9 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from weft.ops.triton.attention_tiles import sequence_of_block
+from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
 from weft.ops.triton.launch import Kernel
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -42,13 +43,13 @@ def fetch(desc, tile, ready, slots, column, PAGE_SIZE: gl.constexpr, KEYS: gl.co
     for p in gl.static_range(PAGES):
         for panel in gl.static_range(HEAD_DIM // 64):
             box = tile.slice((panel * PAGES + p) * PAGE_SIZE, PAGE_SIZE, dim=0)
-            tma.async_copy_global_to_shared(desc, [slots[p], column + panel * 64], ready, box)
+            async_load(desc, [slots[p], column + panel * 64], ready, box)
 
 
 @gluon.jit
 def start_scores(queries, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, SCORES: gl.constexpr):
     """Start ``queries @ keys^T``."""
-    k = tile._reinterpret(gl.bfloat16, [KEYS, HEAD_DIM], BOX)
+    k = reinterpret(tile, gl.bfloat16, [KEYS, HEAD_DIM], BOX)
     zeros = gl.full([64, KEYS], 0.0, gl.float32, layout=SCORES)
     return hopper.warpgroup_mma(queries, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -91,7 +92,7 @@ def pack(first, second):
 def start_values(acc, p, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, OUT: gl.constexpr):
     """Start ``acc + p @ values``. Until here ``p`` is float32: carried as bfloat16 it would be repacked each step."""
     weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2))
-    v = tile._reinterpret(gl.bfloat16, [KEYS, HEAD_DIM], BOX)
+    v = reinterpret(tile, gl.bfloat16, [KEYS, HEAD_DIM], BOX)
     return hopper.warpgroup_mma(weights, v, acc, is_async=True)
 
 
@@ -103,13 +104,13 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     written = keys % PAGE_SIZE
     if written > 0:
-        boxes = tile._reinterpret(gl.bfloat16, [HEAD_DIM // 64 * PAGES, PAGE_SIZE, 64], BOX)
+        boxes = reinterpret(tile, gl.bfloat16, [HEAD_DIM // 64 * PAGES, PAGE_SIZE, 64], BOX)
         kept = gl.arange(0, PAGE_SIZE, layout=gl.SliceLayout(1, LAYOUT)) < written
         for panel in gl.static_range(HEAD_DIM // 64):
             box = boxes.index(panel * PAGES + keys % KEYS // PAGE_SIZE)
             box.store(gl.where(kept[:, None], box.load(LAYOUT), 0.0))
         hopper.fence_async_shared()  # the matrix units read by another path than stores take
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit

@@ -35,10 +35,12 @@ _IS_KNOWN = is_known(triton.__version__)
 if _IS_KNOWN:
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
-    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.backends.nvidia import driver as nvidia
     from triton.runtime.driver import driver
 
     _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    _TAKES_TUPLE = not hasattr(nvidia, "make_launcher")
+    """The launcher takes arguments as one: since 3.7 all kernels have the same, until 3.6 each had one of its own."""
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -100,20 +102,25 @@ class Kernel(JITFunction):
             return
         launch, fixed = found
         x, y, z = (*grid, 1, 1)[:3]
-        launch(x, y, z, active.get_current_stream(device), *fixed, *args, *self._constants)
+        args = *args, *self._constants
+        launch(x, y, z, active.get_current_stream(device), *fixed, *((args,) if _TAKES_TUPLE else args))
 
     def _remember(self, key: tuple[Any, ...], kernel: CompiledKernel | None) -> None:
         """Keep the C function behind ``kernel.run``, and what it gets between the stream and the arguments: the kernel,
-        two launch attributes, no scratch memory, how the kernel was compiled, and no hooks."""
+        two launch attributes, how the kernel was compiled, no hooks, no scratch memory, and what the arguments are."""
         if kernel is None:  # a debugger's hook has compiled it
             return
         launcher = kernel.run
-        if not isinstance(launcher, CudaLauncher):
+        if not isinstance(launcher, nvidia.CudaLauncher):
             return
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
+        if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
             return
-        attributes = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-        fixed = (kernel.function, *attributes, None, None, kernel.packed_metadata, None, None, None)
+        fixed = (kernel.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+        hooks, scratch = (kernel.packed_metadata, None, None, None), (None, None)
+        if _TAKES_TUPLE:
+            fixed += hooks + scratch + (launcher.arg_annotations, launcher.kernel_signature)
+        else:
+            fixed += scratch + hooks
         self._launchers[key] = (launcher.launch, fixed)
 
 

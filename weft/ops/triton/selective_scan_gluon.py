@@ -26,6 +26,7 @@ from weft.forward_context import Batch
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.gluon import reinterpret, thread_barrier
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
 
 _N = gl.constexpr(16)
@@ -191,19 +192,19 @@ def _selective_scan_gluon_kernel(
                 inside_chunk = (token + o_t < end)[:, None]
                 step = gl.where(inside_chunk, _softplus(b_dt.to(gl.float32) + b_bias), 0.0)
                 b_x = b_x.to(gl.float32)
-                steps._reinterpret(gl.float32, [_TOKENS, CHANNELS], _ROWS).store(step)
+                reinterpret(steps, gl.float32, [_TOKENS, CHANNELS], _ROWS).store(step)
                 entering = gl.where(inside_chunk, step * b_x, 0.0)
-                inputs._reinterpret(gl.float32, [_TOKENS, CHANNELS], _ROWS).store(entering)
+                reinterpret(inputs, gl.float32, [_TOKENS, CHANNELS], _ROWS).store(entering)
                 inside_small = (token + o_t_small < end)[:, None]
                 b_b = gl.where(inside_small, b_b.to(gl.float32), 0.0)
-                b_tile._reinterpret(gl.float32, [_TOKENS, _N], _ROWS).store(b_b)
-                c_tile._reinterpret(gl.float32, [_TOKENS, _N], _ROWS).store(b_c.to(gl.float32))
+                reinterpret(b_tile, gl.float32, [_TOKENS, _N], _ROWS).store(b_b)
+                reinterpret(c_tile, gl.float32, [_TOKENS, _N], _ROWS).store(b_c.to(gl.float32))
                 following = gl.minimum(token + _TOKENS, end)
                 ahead = _read(p_inputs, following, seq_end, strides, o_t, o_c, o_t_small, o_n_small)
-                gl.thread_barrier()
+                thread_barrier()
                 b_state, y = _walk(b_state, b_rate, tiles, WALK, CHANNELS)
                 y_tile.store(y)
-                gl.thread_barrier()
+                thread_barrier()
                 y = y_tile.permute((1, 0)).load(TILE)
                 y = (y + b_skip * b_x) * _gate(b_z.to(gl.float32))
                 rows = (token + o_t)[:, None]
