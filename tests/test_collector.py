@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import weft
 from weft.collector import collector_off, objects_frozen
+from weft.executor import rank
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,16 @@ def test_frozen_objects_are_collected_again_afterwards() -> None:
 def test_an_engine_that_has_started_leaves_nothing_frozen() -> None:
     with weft.LLM(device="cpu", skip_tokenizer_init=True, cpu_cache_gib=0.05, max_num_seqs=4):
         assert gc.get_freeze_count() == 0
+
+
+def test_no_rank_collects_while_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    on: list[bool] = []
+    group = SimpleNamespace(least=lambda value: on.append(gc.isenabled()))
+    monkeypatch.setattr(rank, "_ENVIRONMENT", {})
+    monkeypatch.setattr(rank, "ProcessGroup", lambda *args: group)
+    monkeypatch.setattr(rank, "ModelRunner", lambda config, tp: on.append(gc.isenabled()))
+    made: Any = rank.Rank(SimpleNamespace(device="cpu"), 1, 2, None)  # type: ignore[arg-type]
+    assert made.group is group and on == [False, False]
 
 
 class _Cycle:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from weft import preload
 
@@ -51,6 +52,20 @@ def test_a_machine_without_torch_or_a_driver_has_nothing_to_load(monkeypatch: py
     preload._load_torch_libraries()
     preload._create_cuda_context()
     preload._use_gpu()
+
+
+def test_a_gpu_that_fails_is_left_to_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def zeros(*size: int, device: str, dtype: torch.dtype) -> None:
+        asked.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(preload, "_has_cuda", lambda: True)
+    monkeypatch.setattr(preload, "has_driver", lambda: True)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    preload._use_gpu()
+    assert asked == ["cuda"]
 
 
 def test_whether_modules_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
     "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
     "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
-    "gdn_decode_gluon.py",
+    "gdn_decode_gluon.py", "gdn_verify.py", "attention_decode_hopper.py",
 ]  # fmt: skip
 
 PASSED_ON = {"fp8_moe_pairs_hopper.py": {"ids"}}

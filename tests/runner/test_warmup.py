@@ -20,7 +20,7 @@ from weft import LLM
 from weft.config import resolve
 from weft.runner.model_runner import ModelRunner
 from weft.runner.step_functions import StepFunctions
-from weft.runner.warmup import StepLimits, covering_steps, powers_of_two, slow_steps
+from weft.runner.warmup import SAMPLERS, StepLimits, covering_steps, powers_of_two, slow_steps
 
 
 def test_powers_of_two_end_with_the_limit() -> None:
@@ -31,8 +31,10 @@ def test_powers_of_two_end_with_the_limit() -> None:
     "limits", [StepLimits(700, 21, 512), StepLimits(1, 1, 1), StepLimits(8, 8, 3), StepLimits(64, 1, 256)]
 )
 def test_steps_keep_the_limits_and_meet_their_ends(limits: StepLimits) -> None:
-    steps = [*slow_steps(limits, state_slot=1), *covering_steps(limits, state_slot=1)]
+    slow = [*slow_steps(limits, state_slot=1)]
+    steps = [*slow, *covering_steps(limits, state_slot=1)]
     assert steps[0].num_tokens == min(limits.max_num_batched_tokens, limits.max_model_len)
+    assert [step.new_requests[0].sampling for step in slow[-len(SAMPLERS) :]] == [*SAMPLERS], "the slowest first"
     for step in steps:
         assert 0 < step.num_tokens <= limits.max_num_batched_tokens
         assert len(step.requests) <= limits.max_num_seqs
@@ -43,6 +45,7 @@ def test_steps_keep_the_limits_and_meet_their_ends(limits: StepLimits) -> None:
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     assert max(step.requests[0].num_tokens for step in steps) == longest
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    assert len(slow[1].requests) == most
     assert max(len(step.requests) for step in steps) == most
     if limits.max_num_batched_tokens > 3 * most > 3:  # as many tokens as can be, by as many sequences as can be
         assert max(o.num_tokens for o in steps if len(o.requests) == most) == limits.max_num_batched_tokens

@@ -8,6 +8,7 @@ import os
 import torch
 from torch.distributed import Store
 
+from weft.collector import collector_off
 from weft.config import EngineConfig
 from weft.parallel.process_group import ProcessGroup
 from weft.runner.memory import release_workspaces
@@ -26,6 +27,7 @@ class Rank:
     The group is left when the body ends.
     """
 
+    @collector_off()
     def __init__(self, config: EngineConfig, rank: int, size: int, store: Store) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
