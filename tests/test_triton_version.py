@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import triton
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from weft.config import resolution, resolve
 from weft.triton_version import is_known, kernel_choice, triton_version
@@ -19,7 +25,8 @@ def test_the_installed_version_is_the_one_that_is_imported() -> None:
     ("version", "said"),
     [
         ("3.6.0", "Triton 3.6.0: all kernels"),
-        ("3.7.1", r"Triton 3.7.1 is not 3\.6\.x: kernels in Gluon give way .*, launches go through Triton"),
+        ("3.9.0", "Triton 3.9.0: all kernels, .* not yet run"),
+        ("4.0.0", r"Triton 4.0.0 is not 3\.6\.x or .*: kernels in Gluon give way .*, launches go through Triton"),
         (None, "not installed"),
     ],
 )
@@ -32,4 +39,38 @@ def test_the_reason_for_the_backend_names_kernels(
     reason = resolve(device="cuda", **given).reasons["backend"]
     assert reason.endswith(kernel_choice(version)) and reason.startswith("given" if given else "the Triton kernels")
     assert re.search(said, reason)
-    assert version is None or is_known(version) == (version == "3.6.0")
+    assert version is None or is_known(version) == (version != "4.0.0")
+
+
+REQUIRED = {"2.11.0": "==3.6.0", "2.12.1": "==3.7.1", "2.13.0": "==3.7.1", "2.14.1": "~=3.8.0", "2.15.0": "~=3.9.0"}
+"""Which Triton torch's wheels with CUDA require, by their metadata on the package index (2026-11-23)."""
+
+ROOT = Path(__file__).parents[1]
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==", 1) for line in lines if line and not line.startswith("#"))
+
+
+def test_the_tested_versions_can_be_installed_together() -> None:
+    """On a machine with a GPU too: wheels for the CPU name no Triton."""
+    versions = pinned()
+    assert SpecifierSet(REQUIRED[versions["torch"]]).contains(versions["triton"])
+
+
+def test_every_torch_that_may_be_installed_brings_a_triton_that_is_known() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = project["dependencies"], *project["optional-dependencies"].values()
+    wanted = {name: [r for r in map(Requirement, chain(*groups)) if r.name == name] for name in ("torch", "triton")}
+    assert wanted["torch"] and wanted["triton"]
+    for torch_version, required in REQUIRED.items():
+        version = required[2:]
+        assert is_known(version) and all(r.specifier.contains(version) for r in wanted["triton"])
+        assert all(r.specifier.contains(torch_version) for r in wanted["torch"])
+
+
+def test_the_installed_torch_requires_what_is_noted() -> None:
+    version = metadata.version("torch").partition("+")[0]
+    required = [r for r in map(Requirement, metadata.requires("torch") or []) if r.name == "triton"]
+    assert version not in REQUIRED or all(r.specifier == SpecifierSet(REQUIRED[version]) for r in required)

@@ -15,8 +15,9 @@ from weft.cli.doctor import Finding, _numbers, _package, examine
 def test_a_machine_that_runs_these_tests_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for what in ("Python", "torch", "GPU", "C compiler", "memory", "disk", "kernel cache", "open files", "weft-mini"):
+    for what in ("Python", "torch", "GPU", "kernels", "C compiler", "memory", "disk", "kernel cache", "open files"):
         assert f" {what}" in out
+    assert " weft-mini" in out
     assert all(line.split()[0] in ("ok", "note") for line in out.splitlines())
 
 
@@ -49,6 +50,23 @@ def test_a_kernel_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     assert found().verdict == "note" and "cannot be written" in found().found and "TRITON_CACHE_DIR" in found().remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict", "found", "remedy"),
+    [
+        ("3.6.0", "ok", "all kernels", ""),
+        ("3.9.0", "note", "not yet run", "constraints.txt"),
+        ("4.0.0", "note", "slower", "constraints.txt"),
+        (None, "note", "not installed", "torch requires"),
+    ],
+)
+def test_what_a_triton_means(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, verdict: str, found: str, remedy: str
+) -> None:
+    monkeypatch.setattr("weft.cli.doctor.triton_version", lambda: version)
+    finding = next(finding for finding in examine() if finding.what == "kernels")
+    assert finding.verdict == verdict and found in finding.found and remedy in finding.remedy
 
 
 def test_modules_that_every_start_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:

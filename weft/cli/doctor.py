@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from weft.cli.parser import add_verb
 from weft.preload import has_bytecode
+from weft.triton_version import is_measured, kernel_choice, triton_version
 
 Verdict = Literal["ok", "note", "missing"]
 
@@ -58,6 +59,7 @@ def examine() -> Iterator[Finding]:
     yield _python()
     yield from _packages()
     yield _device()
+    yield _kernels()
     yield _compiler()
     yield _bytecode()
     yield _memory()
@@ -124,8 +126,19 @@ def _device() -> Finding:
         return Finding("GPU", "note", f"cannot be used: {error}".splitlines()[0], "the CPU computes; check the driver")
 
 
+def _kernels() -> Finding:
+    """What the installed Triton means for speed."""
+    version = triton_version()
+    tested = "constraints.txt has the torch and the Triton that are tested together"
+    if version is None:
+        return Finding("kernels", "note", kernel_choice(None), "a GPU needs the Triton that its torch requires")
+    if not is_measured(version):
+        return Finding("kernels", "note", kernel_choice(version), tested)
+    return Finding("kernels", "ok", kernel_choice(version))
+
+
 def _compiler() -> Finding:
-    """Triton builds a small launcher for each kernel with the machine's C compiler."""
+    """Triton builds what launches kernels with the machine's C compiler."""
     name = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if name is None or shutil.which(name) is None:
         return Finding(
