@@ -18,6 +18,7 @@ check of Triton's is left out: that the global constants a kernel was compiled w
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat
@@ -30,6 +31,9 @@ from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
 
 from weft.triton_version import is_known
+
+if hasattr(knobs.language, "fp_fusion_enabled"):  # since 3.9, which warns that later ones will not fuse by default
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 _IS_KNOWN = is_known(triton.__version__)
 if _IS_KNOWN:
@@ -115,13 +119,13 @@ class Kernel(JITFunction):
             return
         if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
             return
-        fixed = (kernel.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        hooks, scratch = (kernel.packed_metadata, None, None, None), (None, None)
+        fixed = [kernel.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
+        how_and_hooks, scratch = [kernel.packed_metadata, None, None, None], [None, None]
         if _TAKES_TUPLE:
-            fixed += hooks + scratch + (launcher.arg_annotations, launcher.kernel_signature)
+            fixed += [*how_and_hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature]
         else:
-            fixed += scratch + hooks
-        self._launchers[key] = (launcher.launch, fixed)
+            fixed += [*scratch, *how_and_hooks]
+        self._launchers[key] = (launcher.launch, tuple(fixed))
 
 
 def _has_hooks() -> bool:
