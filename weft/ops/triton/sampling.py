@@ -38,8 +38,8 @@ from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.sampling_params import GREEDY_BELOW
 
 _DRAW_BLOCK = 2048
-_GROUP = 32
-_GROUPS = 256
+_GROUP, _GROUPS = tl.constexpr(32), tl.constexpr(256)
+_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 
 _SCAN_REGISTERS = 64
 """Of a thread: more would be used where all scores are computed, which is rare, and leave room for fewer programs."""
@@ -133,14 +133,14 @@ def _filters(
 
 
 @triton.jit
-def _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW: tl.constexpr, VOCAB: tl.constexpr):
+def _is_filtered(temperatures, top_ks, top_ps, min_ps, index, VOCAB: tl.constexpr):
     """``(1 / temperature, top_k or 0, top_p, min_p, whether any filter is on)`` of a row."""
     temperature = tl.load(temperatures + index)
     top_k = tl.load(top_ks + index)
     top_p = tl.load(top_ps + index)
     min_p = tl.load(min_ps + index)
     top_k = tl.where((top_k > 0) & (top_k < VOCAB), top_k, 0).to(tl.int32)
-    filtered = (temperature >= GREEDY_BELOW) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    filtered = (temperature >= _GREEDY_BELOW) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     return 1.0 / temperature, top_k, top_p, min_p, filtered
 
 
@@ -178,8 +178,8 @@ def _best_of_block(row, raw, largest, inverse, seed, position, tokens, VOCAB: tl
 def _scan_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, group_max, block_max, block_mass, block_finite,
     best_scores, best_tokens, largest_logits, stride,
-    GREEDY_BELOW: tl.constexpr, ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr,
-    GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ALL_GREEDY: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: its best token, with a score relative to its largest logit, or what the search for the
     row's threshold begins with."""
@@ -189,7 +189,7 @@ def _scan_kernel(
     place = index * BLOCKS + block
     filtered = False
     if FILTERED:
-        inverse, _k, _p, _m, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB)
+        inverse, _k, _p, _m, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, VOCAB)
     row = logits + index.to(tl.int64) * stride
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     raw = tl.load(row + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
@@ -197,8 +197,8 @@ def _scan_kernel(
     tl.store(largest_logits + place, largest_logit)
     if FILTERED:  # noqa: SIM102 (known to the compiler)
         if filtered:
-            per_block: tl.constexpr = BLOCK // GROUP
-            x = tl.reshape(raw, [per_block, GROUP]) * inverse
+            per_block: tl.constexpr = BLOCK // _GROUP
+            x = tl.reshape(raw, [per_block, _GROUP]) * inverse
             maxima = tl.max(x, 1)
             largest = tl.max(maxima, 0)
             mass = tl.sum(tl.sum(tl.where(x > float("-inf"), tl.exp(x - largest), 0.0), 1), 0)
@@ -211,7 +211,7 @@ def _scan_kernel(
         inverse = 1.0
         if not ALL_GREEDY:
             temperature = tl.load(temperatures + index)
-            is_greedy = temperature < GREEDY_BELOW
+            is_greedy = temperature < _GREEDY_BELOW
             inverse = 1.0 / temperature
         if is_greedy:
             x = tl.where(raw == raw, raw, float("-inf"))
@@ -227,21 +227,19 @@ def _scan_kernel(
 
 
 @triton.jit
-def _select(
-    group_max, selected, NUM_GROUPS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, VOCAB: tl.constexpr
-):
-    """Store the groups whose maximum exceeds the smallest maximum that at most GROUPS of them exceed. Returns that."""
+def _select(group_max, selected, NUM_GROUPS: tl.constexpr, LANES: tl.constexpr, VOCAB: tl.constexpr):
+    """Store the groups whose maximum exceeds the smallest maximum that at most 256 of them exceed. Returns that."""
     lanes = tl.arange(0, LANES)
     maxima = tl.load(group_max + lanes, mask=lanes < NUM_GROUPS, other=float("-inf"))
     floor = float("-inf")
-    if tl.sum((maxima > float("-inf")).to(tl.int32), 0) > GROUPS:
+    if tl.sum((maxima > float("-inf")).to(tl.int32), 0) > _GROUPS:
         largest = tl.max(maxima, 0)
         lowest = tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), 0)
-        enough = GROUPS + 1.0
+        enough = _GROUPS + 1.0
         floor = _search(maxima, 1.0, maxima, maxima, largest, lowest, enough, True, True, VOCAB, LANES)
     chosen = maxima > floor
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(selected + tl.arange(0, GROUPS), tl.full([GROUPS], -1, dtype=tl.int32))
+    tl.store(selected + tl.arange(0, _GROUPS), tl.full([_GROUPS], -1, dtype=tl.int32))
     tl.debug_barrier()
     tl.store(selected + place, lanes, mask=chosen)
     tl.debug_barrier()
@@ -294,9 +292,8 @@ def _draw_row(row, inverse, largest, threshold, seed, position, VOCAB: tl.conste
 def _choose_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, group_max, block_max, block_mass, block_finite,
     selected, best_scores, best_tokens, largest_logits, thresholds, out, not_finite, stride,
-    GREEDY_BELOW: tl.constexpr, FILTERED: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    FILTERED: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: its token, and whether its largest logit is finite."""
     enter(EARLY)
@@ -309,22 +306,18 @@ def _choose_kernel(
     tl.store(not_finite + index, (tl.abs(largest_logit) == float("inf")).to(tl.uint8))
     filtered = False
     if FILTERED:
-        inverse, top_k, top_p, min_p, filtered = _is_filtered(
-            temperatures, top_ks, top_ps, min_ps, index, GREEDY_BELOW, VOCAB
-        )
+        inverse, top_k, top_p, min_p, filtered = _is_filtered(temperatures, top_ks, top_ps, min_ps, index, VOCAB)
         if filtered:
             row = logits + index.to(tl.int64) * stride
-            floor = _select(
-                group_max + index * NUM_GROUPS, selected + index * GROUPS, NUM_GROUPS, GROUP_LANES, GROUPS, VOCAB
-            )
+            floor = _select(group_max + index * NUM_GROUPS, selected + index * _GROUPS, NUM_GROUPS, GROUP_LANES, VOCAB)
             maxima = tl.load(block_max + first + blocks, mask=inside, other=float("-inf"))
             largest = tl.max(maxima, 0)
             mass = tl.load(block_mass + first + blocks, mask=inside & (maxima > float("-inf")), other=0.0)
             total = tl.sum(mass * tl.exp(maxima - largest), 0)
             finite = tl.sum(tl.load(block_finite + first + blocks, mask=inside, other=0), 0)
-            lanes = tl.arange(0, GROUPS * GROUP)
-            group = tl.load(selected + index * GROUPS + lanes // GROUP)
-            tokens = group * GROUP + lanes % GROUP
+            lanes = tl.arange(0, _GROUPS * _GROUP)
+            group = tl.load(selected + index * _GROUPS + lanes // _GROUP)
+            tokens = group * _GROUP + lanes % _GROUP
             held = (group >= 0) & (tokens < VOCAB)
             values = tl.load(row + tokens, mask=held, other=float("-inf")).to(tl.float32) * inverse
             values = tl.where(values > floor, values, float("-inf"))
@@ -343,7 +336,7 @@ def _choose_kernel(
             tl.store(out + index, token.to(tl.int64))
     if not filtered:
         temperature = tl.load(temperatures + index)
-        inverse = tl.where(temperature < GREEDY_BELOW, 1.0, 1.0 / temperature)
+        inverse = tl.where(temperature < _GREEDY_BELOW, 1.0, 1.0 / temperature)
         scores = tl.load(best_scores + first + blocks, mask=inside, other=float("-inf"))
         scores += (block_largest - largest_logit) * inverse
         scores = tl.where(scores == scores, scores, float("-inf"))
@@ -375,27 +368,27 @@ def sample_triton(
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     filtered = not all_greedy and (candidates > 0 or uses_min_p)
-    block = min(_DRAW_BLOCK, max(_GROUP, next_power_of_2(vocab_size)))
+    block = min(_DRAW_BLOCK, max(_GROUP.value, next_power_of_2(vocab_size)))
     blocks = cdiv(vocab_size, block)
-    num_groups = blocks * (block // _GROUP)
+    num_groups = blocks * (block // _GROUP.value)
     sizes = [num_rows * n for n in (num_groups * filtered, blocks, blocks, blocks, blocks, 1)]
     floats = torch.empty(sum(sizes), dtype=torch.float32, device=logits.device).split(sizes)
     group_max, block_max, block_mass, scores, largest, kept = floats
-    sizes = [num_rows * n for n in (_GROUPS * filtered, blocks, blocks)]
+    sizes = [num_rows * n for n in (_GROUPS.value * filtered, blocks, blocks)]
     selected, finite, tokens = torch.empty(sum(sizes), dtype=torch.int32, device=logits.device).split(sizes)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     not_finite = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
     parameters = (temperature, top_k, top_p, min_p, seeds, positions)
     _scan_kernel[(blocks, num_rows)](
         logits, *parameters, group_max, block_max, block_mass, finite, scores, tokens, largest, logits.stride(0),
-        GREEDY_BELOW=GREEDY_BELOW, ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, GROUP=_GROUP,
-        BLOCKS=blocks, BLOCK=block, num_warps=4, maxnreg=_SCAN_REGISTERS, **early_launch(logits.device),
+        ALL_GREEDY=all_greedy, FILTERED=filtered, VOCAB=vocab_size, BLOCKS=blocks, BLOCK=block,
+        num_warps=4, maxnreg=_SCAN_REGISTERS, **early_launch(logits.device),
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
         logits, *parameters, group_max, block_max, block_mass, finite, selected, scores, tokens, largest,
         kept if thresholds is None else thresholds, out, not_finite, logits.stride(0),
-        GREEDY_BELOW=GREEDY_BELOW, FILTERED=filtered, VOCAB=vocab_size, NUM_GROUPS=num_groups,
-        GROUP_LANES=max(_GROUPS, next_power_of_2(num_groups)), GROUP=_GROUP, GROUPS=_GROUPS, BLOCKS=blocks,
+        FILTERED=filtered, VOCAB=vocab_size, NUM_GROUPS=num_groups,
+        GROUP_LANES=max(_GROUPS.value, next_power_of_2(num_groups)), BLOCKS=blocks,
         BLOCK_LANES=next_power_of_2(blocks), BLOCK=1024 if vocab_size <= 1024 else 8192,
         num_warps=16 if filtered else 1, **early_launch(logits.device),
     )  # fmt: skip
