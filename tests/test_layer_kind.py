@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -37,7 +37,7 @@ from weft.layers.context import ModelContext
 from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightTable, empty_parameter
 from weft.models.qwen3_next import Qwen3NextForCausalLM
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 
 # -- 1. geometry and spec ---------------------------------------------------------------------------------------------
 
@@ -112,8 +112,8 @@ def moving_average(values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, s
     """``values [T, C]``, ``gates [T, G]``, ``decay [C]`` -> ``[T, C]``; states advance in place."""
     out = torch.zeros_like(values, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        device_work("moving_average", batch, (values, gates, decay), (out, fast, slow), chunk_size=CHUNK_SIZE)
-        return out
+        given, states = {"values": values, "gates": gates, "decay": decay}, {"fast": fast, "slow": slow}
+        return device_work(moving_average, batch, out, given, states, table=CHUNK_SIZE)
     count = batch.num_decodes
     if count:
         slots = batch.state_slots[:count].long()
@@ -125,12 +125,6 @@ def moving_average(values: Tensor, gates: Tensor, decay: Tensor, fast: Tensor, s
     if batch.chunks:
         _prefill(values, gates, decay, fast, slow, batch, out)
     return out
-
-
-@device_reference("moving_average")
-def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    (values, gates, decay), (out, fast, slow) = inputs, outputs
-    out.copy_(moving_average(values, gates, decay, fast, slow, batch))
 
 
 def _updates(values: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:

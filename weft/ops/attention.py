@@ -7,15 +7,13 @@ is. Unwritten cache entries may hold anything, NaN included; they are never read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 
 # Keys gathered at a time for decoding rows: few enough that they are still in the CPU's cache when they are used.
 _BLOCK_ELEMENTS = 1 << 19
@@ -53,8 +51,8 @@ def paged_attention(
     # Decode rows in one call, prefill sequences one by one.
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if batch.mixture is not None:
-        inputs = (q, k_cache, v_cache, torch.tensor(scale, dtype=torch.float64), *(() if sinks is None else (sinks,)))
-        device_work("paged_attention", batch, inputs, (out,))
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "scale": scale, "sinks": sinks}
+        device_work(paged_attention_reference, batch, out, given)
     elif batch.verification is not None:
         _decode(q, k_cache, v_cache, batch, scale, sinks, out, batch.verification.query_len)
     else:
@@ -68,13 +66,6 @@ def paged_attention(
 
 
 paged_attention_reference = reference_of(paged_attention)
-
-
-@device_reference("paged_attention")
-def _attention_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    q, k_cache, v_cache, scale, *sinks = inputs
-    sink = sinks[0] if sinks else None
-    paged_attention_reference(q, k_cache, v_cache, batch, scale=scale.item(), sinks=sink, out=outputs[0])
 
 
 def _decode(

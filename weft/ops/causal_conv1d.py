@@ -6,16 +6,13 @@ Job: ``y_t = silu(bias + sum_j weight[:, j] * x_{t - (W - 1) + j})``. Owns: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
 from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 
 
 @with_kernel("weft.ops.triton.causal_conv1d")
@@ -49,10 +46,8 @@ def causal_conv1d(
     # The state after any token is then the ``W - 1`` rows that end there, however short the sequence or chunk.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        inputs = (x, weight) if bias is None else (x, weight, bias)
-        name = "causal_conv1d_silu" if silu else "causal_conv1d"
-        device_work(name, batch, inputs, (out, conv_state), chunk_size=chunk_size)
-        return out
+        given = {"x": x, "weight": weight, "bias": bias, "chunk_size": chunk_size, "silu": silu}
+        return device_work(causal_conv1d_reference, batch, out, given, {"conv_state": conv_state}, table=chunk_size)
     first, last = batch.num_decodes, batch.num_seqs
     if first == last:
         return out
@@ -81,18 +76,6 @@ def causal_conv1d(
 
 
 causal_conv1d_reference = reference_of(causal_conv1d)
-
-
-def _convolution_work(silu: bool, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    x, weight, *bias = inputs
-    out, conv_state = outputs
-    (chunk_size,) = batch.chunks
-    offset = bias[0] if bias else None
-    out.copy_(causal_conv1d_reference(x, weight, offset, conv_state, batch, chunk_size=chunk_size, silu=silu))
-
-
-device_reference("causal_conv1d_silu")(partial(_convolution_work, True))
-device_reference("causal_conv1d")(partial(_convolution_work, False))
 
 
 def _convolve(buffer: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -10,51 +10,58 @@ operations, and this one does the same: it gets the batch as tensors and works o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.forward_context import Batch, ChunkTable
 
-Reference = Callable[[Batch, Sequence[Tensor], Sequence[Tensor]], None]
-"""``(batch, inputs, outputs)``: writes the outputs."""
-
-_REFERENCES: dict[str, Reference] = {}
+_REFERENCES: dict[str, Callable[..., Tensor]] = {}
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
-_LIBRARY.define("device_work(str name, Tensor[] batch, int chunk_size, Tensor[] inputs, Tensor(a!)[] outputs) -> ()")
+_LIBRARY.define(
+    "device_work(str name, str plan, Tensor[] batch, int chunk_size, Tensor[] inputs, Tensor(a!)[] written) -> ()"
+)
 
 
 def _run(
-    name: str, batch: Sequence[Tensor], chunk_size: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    name: str, plan: str, batch: Sequence[Tensor], chunk_size: int, inputs: Sequence[Tensor], written: Sequence[Tensor]
 ) -> None:
-    _REFERENCES[name](_from_tensors(batch, chunk_size), inputs, outputs)
+    names, arguments = json.loads(plan)
+    out, *states = written
+    arguments |= zip(names, (*inputs, *states), strict=True)
+    out.copy_(_REFERENCES[name](**arguments, batch=_from_tensors(batch, chunk_size)))
 
 
 _LIBRARY.impl("device_work", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("weft::device_work", lambda *_: None, lib=_LIBRARY)
 
 
-def device_reference(name: str) -> Callable[[Reference], Reference]:
-    """Register a reference under ``name``."""
-
-    def register(function: Reference) -> Reference:
-        assert name not in _REFERENCES, f"{name} is registered twice"
-        _REFERENCES[name] = function
-        return function
-
-    return register
-
-
 def device_work(
-    name: str, batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, chunk_size: int = 0
-) -> None:
-    """Run a registered reference on a captured batch (one with a ``mixture``) and the tensors that it writes.
+    reference: Callable[..., Tensor],
+    batch: Batch,
+    out: Tensor,
+    given: Mapping[str, Any],
+    states: Mapping[str, Tensor] | None = None,
+    *,
+    table: int = 0,
+) -> Tensor:
+    """Write ``reference(**given, **states, batch=batch)`` into ``out``, for a captured batch (one with a ``mixture``).
 
     Args:
-        chunk_size: which of the batch's chunk tables the reference reads; 0: none.
+        given: tensors, numbers and None, by parameter.
+        states: tensors that the reference writes, by parameter.
+        table: which of the batch's chunk tables the reference reads; 0: none.
     """
-    torch.ops.weft.device_work(name, _to_tensors(batch, chunk_size), chunk_size, list(inputs), list(outputs))
+    name = getattr(reference, "func", reference).__name__  # that of an operation with a kernel is a partial function
+    assert _REFERENCES.setdefault(name, reference) is reference, f"there are two references {name}"
+    inputs = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    others = {key: value for key, value in given.items() if key not in inputs}
+    plan, written = json.dumps([[*inputs, *(states or {})], others]), [out, *(states or {}).values()]
+    torch.ops.weft.device_work(name, plan, _to_tensors(batch, table), table, list(inputs.values()), written)
+    return out
 
 
 def _to_tensors(batch: Batch, chunk_size: int) -> list[Tensor]:

@@ -15,8 +15,6 @@ bfloat16 (rounded at the store only), and the checkpoint stores. Does not know: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +24,7 @@ from weft.config.gated_delta_net import L2_EPS
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import ChunkWalk
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 
 
 @with_kernel("weft.ops.triton.gdn_gates")
@@ -107,8 +105,8 @@ def chunk_gated_delta_rule_reference(
     """Torch reference of ``chunk_gated_delta_rule``."""
     out = v.new_zeros(v.shape)
     if batch.mixture is not None:
-        device_work("chunk_gated_delta_rule", batch, (q, k, v, g, beta), (out, state), chunk_size=CHUNK_SIZE)
-        return out
+        given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"state": state}
+        return device_work(chunk_gated_delta_rule_reference, batch, out, given, states, table=CHUNK_SIZE)
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, CHUNK_SIZE, state)
@@ -122,13 +120,6 @@ def chunk_gated_delta_rule_reference(
     o = inter.add_(torch.matmul(attention, u)).transpose(1, 2)  # [chunks, 64, HV, V]
     out[walk.tokens[walk.valid]] = o[walk.valid].to(out.dtype)
     return out
-
-
-@device_reference("chunk_gated_delta_rule")
-def _chunk_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    q, k, v, g, beta = inputs
-    out, state = outputs
-    out.copy_(chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch))
 
 
 def _intra_chunk(

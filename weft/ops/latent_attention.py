@@ -7,15 +7,13 @@ filled the pages. Unwritten entries may hold anything, NaN included; they are ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.attention import paged_attention_reference
 from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 
 
 @with_kernel("weft.ops.triton.latent_attention")
@@ -36,20 +34,14 @@ def latent_attention(
     # Attention with one key head, whose values are its keys.
     if batch.mixture is not None:
         out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
-        device_work("latent_attention", batch, (q, latents, torch.tensor(scale, dtype=torch.float64)), (out,))
-        return out
+        return device_work(
+            latent_attention_reference, batch, out, {"q": q, "latents": latents, "rank": rank, "scale": scale}
+        )
     cache = latents[..., : q.shape[2]].unsqueeze(2)
     return paged_attention_reference(q, cache, cache, batch, scale=scale)[..., :rank].contiguous()
 
 
 latent_attention_reference = reference_of(latent_attention)
-
-
-@device_reference("latent_attention")
-def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    q, latents, scale = inputs
-    rank = outputs[0].shape[2]
-    outputs[0].copy_(latent_attention_reference(q, latents, batch, rank=rank, scale=scale.item()))
 
 
 def store_latents(entries: Tensor, latents: Tensor, slot_mapping: Tensor) -> None:

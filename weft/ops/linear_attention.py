@@ -15,8 +15,6 @@ Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import ChunkWalk
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 
 
 def linear_attention_step_reference(
@@ -94,9 +92,8 @@ def chunk_linear_attention(
     """
     out = v.new_zeros(v.shape)
     if batch.mixture is not None:
-        inputs = [x for x in (q, k, v, g, beta, skip) if x is not None]
-        device_work(_NAMES[beta is None, skip is None], batch, inputs, (out, state), chunk_size=CHUNK_SIZE)
-        return out
+        given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip}, {"state": state}
+        return device_work(chunk_linear_attention_reference, batch, out, given, states, table=CHUNK_SIZE)
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, CHUNK_SIZE, state)
@@ -112,27 +109,6 @@ def chunk_linear_attention(
 
 
 chunk_linear_attention_reference = reference_of(chunk_linear_attention)
-
-
-_NAMES = {
-    (no_beta, no_skip): f"chunk_linear_attention{'_without_beta' * no_beta}{'_without_skip' * no_skip}"
-    for no_beta in (False, True)
-    for no_skip in (False, True)
-}
-
-
-def _register(no_beta: bool, no_skip: bool) -> None:
-    @device_reference(_NAMES[no_beta, no_skip])
-    def work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        q, k, v, g, *more = inputs
-        beta = None if no_beta else more[0]
-        skip = None if no_skip else more[-1]
-        out, state = outputs
-        out.copy_(chunk_linear_attention_reference(q, k, v, g, beta, skip, state, batch))
-
-
-for _key in _NAMES:
-    _register(*_key)
 
 
 def _intra_chunk(

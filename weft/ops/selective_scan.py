@@ -11,8 +11,6 @@ Job: outputs and states, all arithmetic in float32. Owns: the state layout ``[nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +19,7 @@ from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
 from weft.ops.chunks import ChunkWalk
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 from weft.ops.padding import settle_padding
 
 
@@ -96,9 +94,8 @@ def selective_scan(
     # The sequences side by side, token by token.
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        inputs = (x, z, dt, b, c, dt_bias, A_log, D)
-        device_work("selective_scan", batch, inputs, (out, state), chunk_size=CHUNK_SIZE)
-        return out
+        given = {"x": x, "z": z, "dt": dt, "b": b, "c": c, "dt_bias": dt_bias, "A_log": A_log, "D": D}
+        return device_work(selective_scan_reference, batch, out, given, {"state": state}, table=CHUNK_SIZE)
     if batch.num_decodes == batch.num_seqs:
         return out
     walk = ChunkWalk(batch, CHUNK_SIZE, state)
@@ -112,10 +109,3 @@ def selective_scan(
 
 
 selective_scan_reference = reference_of(selective_scan)
-
-
-@device_reference("selective_scan")
-def _work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    out, state = outputs
-    x, z, dt, b, c, dt_bias, a_log, skip = inputs
-    out.copy_(selective_scan_reference(x, z, dt, b, c, dt_bias, a_log, skip, state, batch))

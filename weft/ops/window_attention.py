@@ -10,7 +10,6 @@ learned score per head that takes part in the softmax and has no value (arXiv 23
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from weft.forward_context import Batch
 from weft.ops.backend import Backend, reference_of, with_kernel
-from weft.ops.device_work import device_reference, device_work
+from weft.ops.device_work import device_work
 from weft.ops.padding import settle_padding
 
 # --- decode ----------------------------------------------------------------------------------------------------------
@@ -104,9 +103,9 @@ def window_attention(
     # One sequence after the other.
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if batch.mixture is not None:
-        inputs = (q, k, v, torch.tensor(scale, dtype=torch.float64), *(() if sinks is None else (sinks,)))
-        device_work("window_attention", batch, inputs, (out, k_window, v_window), chunk_size=chunk_size)
-        return out
+        given = {"q": q, "k": k, "v": v, "chunk_size": chunk_size, "scale": scale, "sinks": sinks}
+        states = {"k_window": k_window, "v_window": v_window}
+        return device_work(window_attention_reference, batch, out, given, states, table=chunk_size)
     if batch.num_decodes == batch.num_seqs:
         return out
     chunks = batch.chunks[chunk_size]
@@ -131,19 +130,6 @@ def window_attention(
 
 
 window_attention_reference = reference_of(window_attention)
-
-
-@device_reference("window_attention")
-def _prefill_work(batch: Batch, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    q, k, v, scale, *sinks = inputs
-    out, k_window, v_window = outputs
-    (chunk_size,) = batch.chunks
-    sink = sinks[0] if sinks else None
-    out.copy_(
-        window_attention_reference(
-            q, k, v, k_window, v_window, batch, chunk_size=chunk_size, scale=scale.item(), sinks=sink
-        )
-    )
 
 
 def _entries(window: Tensor, positions: range) -> Tensor:
