@@ -24,6 +24,7 @@ LEVELS: list[tuple[str, ...]] = [
         "triton_key",
         "preload",
         "lifeline",
+        "log_format",
         "errors",
         "text_pieces",
         "chat_template",

@@ -41,7 +41,7 @@ class RunningServer:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            found = re.search(r"weft \S+: (http://\S+)", line)
+            found = re.search(r'weft \S+: (http://[^\s"]+)', line)
             if found:
                 self._urls.put(found.group(1))
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.patience import stretched
-from tests.server.running import ROOT, chat_body, wait_until
+from tests.server.running import ROOT, RunningServer, chat_body, wait_until
 from weft.engine.logwriter import LogWriter
 
 
@@ -110,3 +110,19 @@ def _is_ready(client: httpx.Client) -> bool:
         return client.get("/ready").status_code == 200
     except httpx.ConnectError:
         return False
+
+
+def test_every_line_of_a_json_log_is_json() -> None:
+    """From the start to the end, whichever process writes it."""
+    flags = ("--log-format", "json", "--cpu-cache-gib", "0.02", "--verbose")
+    server = RunningServer(*flags, module="weft")
+    try:
+        server.wait_ready()
+        assert server.stop() == 0
+    finally:
+        server.close()
+    wait_until(lambda: any("shutting down" in line for line in server.log), 5)
+    lines = [json.loads(line) for line in server.log]
+    assert lines[0]["url"] == server.url
+    assert {"tokenizer", "ready"} <= {line.get("stage") for line in lines}
+    assert {None, "engine"} <= {line.get("process") for line in lines}

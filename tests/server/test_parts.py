@@ -18,6 +18,7 @@ from weft.config.aliases import SERVER_FLAGS
 from weft.engine.launcher import EngineCommand
 from weft.engine.supervisor import EngineSupervisor
 from weft.errors import ConfigError, RequestError
+from weft.log_format import LogFormatter
 from weft.server.admission import Admission
 from weft.server.app import POSTS, build_app, media_types
 from weft.server.authentication import AuthenticationMiddleware
@@ -25,7 +26,6 @@ from weft.server.client import Client
 from weft.server.errors import ApiError, as_api_error
 from weft.server.openapi import openapi_document
 from weft.server.rendering import SMALL, RenderPool
-from weft.server.requestlog import Formatter
 from weft.server.service import Service
 from weft.server.settings import ServerSettings
 
@@ -214,8 +214,10 @@ def test_flags_that_scripts_for_other_servers_carry(capsys: pytest.CaptureFixtur
 def test_log_lines() -> None:
     record = logging.LogRecord("weft.requests", logging.INFO, "", 0, "call ended", (), None)
     record.fields = {"request_id": "r", "ttft_s": 0.5}
-    assert json.loads(Formatter(as_json=True).format(record))["ttft_s"] == 0.5
-    assert Formatter(as_json=False).format(record).endswith("weft.requests: call ended request_id=r ttft_s=0.5")
+    assert json.loads(LogFormatter(as_json=True).format(record))["ttft_s"] == 0.5
+    assert LogFormatter(as_json=False).format(record).endswith("weft.requests: call ended request_id=r ttft_s=0.5")
+    assert json.loads(LogFormatter(as_json=True, process="rank 1").format(record))["process"] == "rank 1"
+    assert LogFormatter(as_json=False, process="rank 1").format(record) == "rank 1: weft.requests: call ended"
 
 
 def test_unforeseen_errors_tell_nothing() -> None:

@@ -175,6 +175,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     """What the engine process reads from its standard input: where to connect and the user's settings.
 
     ``heartbeat``: the file that it keeps fresh. ``parent_pid``: the engine leaves when this process is gone.
+    ``verbose``, ``log_json``: how it logs.
     """
 
     address: Address
@@ -182,3 +183,4 @@ class EngineStart(msgspec.Struct, frozen=True):
     parent_pid: int
     settings: dict[str, Any]
     verbose: bool = False
+    log_json: bool = False

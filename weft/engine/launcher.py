@@ -55,16 +55,18 @@ class EngineCommand:
         settings: what the user set, keyword arguments of ``weft.config.resolve``.
         module: what ``python -m`` runs.
         verbose: it says on stderr what it decides.
+        log_json: its log is JSON objects.
     """
 
     settings: dict[str, Any]
     module: str = ENGINE_MODULE
     verbose: bool = False
+    log_json: bool = False
 
     def start(self, address: Address, heartbeat: str = "", parent_pid: int = 0) -> EngineStart:
         """What the process reads at its start."""
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in self.settings.items()}
-        return EngineStart(address, heartbeat, parent_pid, settings, self.verbose)
+        return EngineStart(address, heartbeat, parent_pid, settings, self.verbose, self.log_json)
 
 
 @dataclass(slots=True)

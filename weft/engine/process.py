@@ -32,6 +32,7 @@ from weft.engine.logwriter import configure_logging
 from weft.errors import EngineDeadError, WeftError
 from weft.executor.rank_process import begin_start
 from weft.lifeline import die_with_parent
+from weft.log_format import LogFormatter
 from weft.preload import import_torch, import_torch_for_gpu, load_torch_libraries
 from weft.request import FinishReason, Request, RequestSpec
 from weft.stats import EngineStats
@@ -233,7 +234,7 @@ def main(make: Start = start_core) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server gets them too and says when to leave
     level = logging.INFO if start.verbose else logging.WARNING
-    log = configure_logging(logging.Formatter("engine: %(name)s: %(message)s"), level)
+    log = configure_logging(LogFormatter(start.log_json, "engine"), level)
     heartbeat = Heartbeat(Path(start.heartbeat), start.parent_pid)
     heartbeat.start()
     channel = EngineChannel(start.address)

@@ -35,6 +35,7 @@ from weft.executor.ring import Writer
 from weft.executor.worker import STOP, WorkerStart, encode_step
 from weft.executor.workers import Workers
 from weft.layers.sampler import LogitsProcessor
+from weft.log_format import logs_json
 from weft.messages import ModelOutput, SchedulerOutput
 from weft.runner.profiler import StepProfiler
 from weft.runner.results import PendingStep
@@ -61,7 +62,8 @@ class MultiProcessExecutor:
         torch.set_num_threads(shared)
         self._ring = Writer(size - 1)
         spin_s = SPIN_S if (os.cpu_count() or 1) >= 2 * size else 0.0
-        start = WorkerStart(size, config, self._ring.address, shared, spin_s, verbose=_is_verbose())
+        address = self._ring.address
+        start = WorkerStart(size, config, address, shared, spin_s, verbose=_is_verbose(), log_json=logs_json())
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         ranks, store = self._gather(start, started)
         self._workers = Workers(ranks, self._ring)

@@ -28,6 +28,7 @@ from weft.config import EngineConfig
 from weft.config.transport import decode_other, encode_other
 from weft.errors import ConfigError, WeftError
 from weft.executor.ring import Address, Reader
+from weft.log_format import LogFormatter
 from weft.messages import SchedulerOutput
 from weft.preload import import_torch
 
@@ -56,6 +57,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
         num_threads: of torch on the CPU, the same on all ranks, so that they compute the same bits.
         spin_s: seconds of polling before the rank sleeps.
         verbose: log what it decides.
+        log_json: the log is JSON objects.
     """
 
     size: int
@@ -64,6 +66,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     num_threads: int
     spin_s: float
     verbose: bool = False
+    log_json: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -144,7 +147,9 @@ def main() -> int:
         return 1  # rank 0 has gone before it needed this one
     start, rank, path, descriptor = decode_start(given)
     level = logging.INFO if start.verbose else logging.WARNING
-    logging.basicConfig(level=level, format=f"rank {rank}: %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter(start.log_json, f"rank {rank}"))
+    logging.basicConfig(level=level, handlers=[handler])
     reports = os.fdopen(descriptor, "wb", buffering=0)
 
     def send(report: Report) -> None:

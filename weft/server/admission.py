@@ -71,7 +71,7 @@ class Admission:
         if num_open + count > self.limit:
             raise ApiError(
                 429,
-                f"{num_open} completions are running or waiting, and the queue ends at {self.limit}; try again later",
+                f"{num_open} completions are running or waiting; this server takes {self.limit}; try again later",
                 type="rate_limit_error",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,

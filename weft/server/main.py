@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from weft import __version__
 from weft.engine import wire
 from weft.engine.launcher import ENGINE_MODULE, EngineCommand
 from weft.engine.supervisor import EngineSupervisor
+from weft.log_format import LogFormatter
 from weft.server.api_servers import ApiServers
 from weft.server.http_server import listen, make_tracer, serve_http
 from weft.server.requestlog import configure as configure_log
@@ -27,9 +29,6 @@ from weft.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from weft.server.tracing import Tracer
-
-Say = Callable[[str], None]
-"""Takes one line for stderr."""
 
 
 def serve(
@@ -47,10 +46,11 @@ def serve(
     settings.check()
     tracer = make_tracer(settings.otlp_traces_endpoint)
     listeners = listen(settings)
-    log = configure_log(settings.log_format == "json", verbose)
-    command = EngineCommand(engine_settings, engine_module, verbose)
+    as_json = settings.log_format == "json"
+    log = configure_log(as_json, verbose)
+    command = EngineCommand(engine_settings, engine_module, verbose, as_json)
     supervisor = EngineSupervisor(command, restarts=settings.restart_engine)
-    report = StartReport(log.put)
+    report = Report(log.put, as_json)
     report.head(settings, listeners[0])
     try:
         if len(listeners) > 1:
@@ -62,62 +62,78 @@ def serve(
         log.close()
 
 
-class StartReport:
-    """Reports the stages of the start. ``say``: takes one line, for stderr."""
+class Report:
+    """Reports start and end of the server on stderr: as the start log for people, or as JSON objects.
 
-    def __init__(self, say: Say) -> None:
-        self.say = say
+    Args:
+        put: takes a line.
+        as_json: whether lines are JSON objects.
+    """
+
+    def __init__(self, put: Callable[[str], None], as_json: bool) -> None:
+        self._put, self._formatter = put, LogFormatter(as_json)
 
     def head(self, settings: ServerSettings, listener: socket.socket) -> None:
+        """Where the server listens."""
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.say(f"weft {__version__}: http://{host}:{listener.getsockname()[1]}")
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        self._write(f"weft {__version__}: {url}", version=__version__, url=url)
 
     def stage(self, name: str, seconds: float, note: str) -> None:
-        self.say(f"  {name:<10} {seconds:6.2f} s  {note}")
+        """A stage of the start is done."""
+        self._write(f"  {name:<10} {seconds:6.2f} s  {note}", stage=name, seconds=round(seconds, 3), note=note)
+
+    def draining(self, num_open: int) -> None:
+        """The server ends when its open completions have."""
+        self._write(f"weft: shutting down; {num_open} open completions may finish", open_completions=num_open)
+
+    def status(self, failure: wire.Failed | None) -> int:
+        """The exit status; says why if it is not 0."""
+        if failure is None:
+            return 0
+        self._write(f"weft: error: {failure.message}", "error")
+        return 2 if failure.user_error else 1
+
+    def _write(self, text: str, level: str = "info", **fields: Any) -> None:
+        if self._formatter.as_json:
+            text = self._formatter.line(time.time(), level, __name__, text.strip(), fields)
+        self._put(text)
 
 
 async def _run_one(
     settings: ServerSettings,
     supervisor: EngineSupervisor,
     listener: socket.socket,
-    report: StartReport,
+    report: Report,
     tracer: Tracer | None,
 ) -> int:
     service = Service(settings, supervisor, report.stage)
 
     async def drain() -> None:
-        num_open = service.admission.num_open if service.open_engine else 0
-        report.say(f"weft: shutting down; {num_open} open completions may finish")
+        report.draining(service.admission.num_open if service.open_engine else 0)
         await service.drain()
 
     _Stop(drain, service.ended.set).install()
     await serve_http(service, listener, tracer)
-    return _status(service.failure, report.say)
+    return report.status(service.failure)
 
 
 async def _run_many(
     settings: ServerSettings,
     supervisor: EngineSupervisor,
     listeners: list[socket.socket],
-    report: StartReport,
+    report: Report,
     verbose: bool,
 ) -> int:
     servers = ApiServers(settings, supervisor, listeners, report.stage, verbose=verbose)
 
     async def drain() -> None:
-        report.say(f"weft: shutting down; {servers.num_open} open completions may finish")
+        report.draining(servers.num_open)
         await servers.drain()
 
     _Stop(drain, servers.ended.set).install()
     await servers.run()
-    return _status(servers.failure, report.say)
-
-
-def _status(failure: wire.Failed | None, say: Say) -> int:
-    if failure is None:
-        return 0
-    say(f"weft: error: {failure.message}")
-    return 2 if failure.user_error else 1
+    return report.status(servers.failure)
 
 
 class _Stop:

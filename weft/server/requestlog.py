@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import lru_cache
-from typing import Any
-
-import msgspec
 
 from weft.engine.logwriter import LogHandler, LogWriter, configure_logging
 from weft.engine.response_stream import ResponseStream
+from weft.log_format import LogFormatter
 from weft.server.client import Client
 
 logger = logging.getLogger("weft.requests")
@@ -46,7 +43,7 @@ class RequestLog:
         }
         known = {name: value for name, value in fields.items() if value is not None}
         formatter = self._handler.formatter
-        assert isinstance(formatter, Formatter)
+        assert isinstance(formatter, LogFormatter)
         self._handler.writer.put(formatter.line(time.time(), "info", logger.name, "call ended", known))
 
 
@@ -54,36 +51,7 @@ def _since(start: float, moment: float | None) -> float | None:
     return None if moment is None else round(moment - start, 4)
 
 
-class Formatter(logging.Formatter):
-    """Lines as ``key=value`` text or as JSON objects."""
-
-    def __init__(self, as_json: bool) -> None:
-        super().__init__()
-        self._as_json = as_json
-
-    def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
-        if record.exc_info:
-            message += "\n" + self.formatException(record.exc_info)
-        fields = record.__dict__.get("fields", {})
-        return self.line(record.created, record.levelname.lower(), record.name, message, fields)
-
-    def line(self, created: float, level: str, name: str, message: str, fields: dict[str, Any]) -> str:
-        """One line. ``created``: Unix time."""
-        stamp = self._stamp(int(created)) + f".{int(created % 1 * 1000):03d}Z"
-        if self._as_json:
-            head = {"time": stamp, "level": level, "logger": name, "message": message}
-            return msgspec.json.encode(head | fields).decode()
-        text = " ".join([f"{key}={value}" for key, value in fields.items()])
-        return f"{stamp} {level} {name}: {message}" + (f" {text}" if text else "")
-
-    @staticmethod
-    @lru_cache(maxsize=2)
-    def _stamp(second: int) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-
-
 def configure(as_json: bool, verbose: bool) -> LogWriter:
     """Send the log to stderr; one line per call at level INFO."""
     logger.setLevel(logging.INFO)
-    return configure_logging(Formatter(as_json), logging.INFO if verbose else logging.WARNING)
+    return configure_logging(LogFormatter(as_json), logging.INFO if verbose else logging.WARNING)
