@@ -77,6 +77,18 @@ def test_equals_plain_attention(layout: str) -> None:
     tensors.check(tensors.run())
 
 
+@pytest.mark.parametrize("largest", [60000.0, 70000.0])
+def test_queries_reach_as_far_as_float16_does(largest: float) -> None:
+    """Beyond, results are NaN, which the sampler reports, and not wrong numbers."""
+    tensors = Fp8Case("128 of 8", [1], [64])
+    tensors.q[0, :, 0] = largest
+    out = tensors.run()
+    if largest < 65504.0:
+        tensors.check(out)
+    else:
+        assert out[0].isnan().all()
+
+
 def test_queries_of_a_verification() -> None:
     """Four tokens of two heads; the first ones see nothing of the last split."""
     tensors = Fp8Case("128 of 2", [4, 4], [254, 20], padding=0).verifying(4)

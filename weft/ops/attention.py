@@ -35,7 +35,8 @@ def paged_attention(
     """``softmax(scale * q k^T) v`` of each token over its sequence up to and including itself.
 
     Args:
-        q: ``[T, Hq, D]``.
+        q: ``[T, Hq, D]``. Over a cache in e4m3 the kernels multiply bfloat16 queries as float16: beyond 65,504
+            scores are not finite.
         k_cache, v_cache: ``[num_pages, page_size, Hkv, D]`` in q's dtype or e4m3; Hq is a multiple of Hkv, and query
             head h reads key head ``h // (Hq / Hkv)`` (grouped-query attention, arXiv 2305.13245). Of a sequence with
             one query token, earlier steps wrote all keys but that token's, or kernels before an ordinary launch, which

@@ -93,7 +93,8 @@ def recurrent_gated_delta_rule_reference(
 # --- prefill ---------------------------------------------------------------------------------------------------------
 
 
-def chunk_gated_delta_rule_reference(
+@with_kernel("weft.ops.triton.gated_delta_rule")
+def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -101,8 +102,23 @@ def chunk_gated_delta_rule_reference(
     beta: Tensor,
     state: Tensor,
     batch: Batch,
+    *,
+    backend: Backend,
 ) -> Tensor:
-    """Torch reference of ``chunk_gated_delta_rule``."""
+    """Run the sequences from ``batch.num_decodes`` on through the rule, cut as ``batch.chunks`` says.
+
+    Args:
+        q, k: ``[T, HK, K]``, not yet normalised.
+        v: ``[T, HV, V]``; HV is a multiple of HK.
+        g: ``[T, HV]`` float32 from ``gdn_gates``, or ``[T, HV, K]`` from ``kda_gates`` (then HK equals HV).
+        beta: ``[T, HV]`` float32.
+        state: ``[num_slots, HV, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
+            starts here); the final state is written back there, and the state after every chunk with a
+            ``checkpoint_slot`` into that slot, in the same pass.
+
+    Returns:
+        ``[T, HV, V]`` in v's dtype; rows outside those sequences are zero.
+    """
     out = v.new_zeros(v.shape)
     if batch.mixture is not None:
         given, states = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"state": state}
@@ -120,6 +136,9 @@ def chunk_gated_delta_rule_reference(
     o = inter.add_(torch.matmul(attention, u)).transpose(1, 2)  # [chunks, 64, HV, V]
     out[walk.tokens[walk.valid]] = o[walk.valid].to(out.dtype)
     return out
+
+
+chunk_gated_delta_rule_reference = reference_of(chunk_gated_delta_rule)
 
 
 def _intra_chunk(
@@ -170,39 +189,3 @@ def _channel_scores(writes: Tensor, queries: Tensor, keys: Tensor, log_decay: Te
         decayed = keys[:, :, : i + 1] * (log_decay[:, :, i : i + 1] - log_decay[:, :, : i + 1]).exp()
         scores[:, :, :, i, : i + 1] = torch.matmul(rows[:, :, i], decayed.transpose(2, 3))
     return scores[:, :, 0], scores[:, :, 1]
-
-
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    batch: Batch,
-    *,
-    backend: Backend,
-) -> Tensor:
-    """Run the sequences from ``batch.num_decodes`` on through the rule, cut as ``batch.chunks`` says.
-
-    Args:
-        q, k: ``[T, HK, K]``, not yet normalised.
-        v: ``[T, HV, V]``; HV is a multiple of HK.
-        g: ``[T, HV]`` float32 from ``gdn_gates``, or ``[T, HV, K]`` from ``kda_gates`` (then HK equals HV).
-        beta: ``[T, HV]`` float32.
-        state: ``[num_slots, HV, K, V]``. The initial state is that of ``batch.state_slots`` (zero for a sequence that
-            starts here); the final state is written back there, and the state after every chunk with a
-            ``checkpoint_slot`` into that slot, in the same pass.
-
-    Returns:
-        ``[T, HV, V]`` in v's dtype; rows outside those sequences are zero.
-    """
-    if backend is Backend.TORCH:
-        return chunk_gated_delta_rule_reference(q, k, v, g, beta, state, batch)
-    if g.dim() == 3:
-        from weft.ops.triton.kda import chunk_kda_triton
-
-        return chunk_kda_triton(q, k, v, g, beta, state, batch)
-    from weft.ops.triton.gated_delta_rule import chunk_gated_delta_rule_triton
-
-    return chunk_gated_delta_rule_triton(q, k, v, g, beta, state, batch)

@@ -35,6 +35,7 @@ from weft.ops.triton.chunk_scan import METADATA, Tile, check_rows
 from weft.ops.triton.delta_scan import VECTORS, scan_chunks
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
+from weft.ops.triton.kda import chunk_kda_triton
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import MULTIPROCESSORS, next_power_of_2, precision
 from weft.ops.triton.unit_lower_inverse import unit_lower_inverse
@@ -128,6 +129,8 @@ def chunk_gated_delta_rule_triton(
 
     ``tile``: of ``scan_chunks``.
     """
+    if g.dim() == 3:
+        return chunk_kda_triton(q, k, v, g, beta, state, batch, tile=tile)
     chunks = batch.chunks[CHUNK_SIZE]
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x)
