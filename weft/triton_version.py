@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib import metadata
 
-MEASURED: tuple[str, ...] = ("3.6.",)
+MEASURED: tuple[str, ...] = ("3.6.", "3.7.")
 """Beginnings of the versions that Weft has run with on a GPU."""
 
-KNOWN: tuple[str, ...] = (*MEASURED, "3.7.", "3.8.", "3.9.")
+KNOWN: tuple[str, ...] = (*MEASURED, "3.8.", "3.9.")
 """Beginnings of the versions whose internals Weft uses: Gluon, the C launcher, what goes into a kernel's key, how
 kernels are compiled in other processes, what names a kernel on disk."""
 
