@@ -82,14 +82,17 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of figures."""
+    """Print a table of figures, wider than the terminal rather than with a figure cut off."""
     from rich.console import Console
     from rich.table import Table
 
     grid = Table(*columns, title=title, title_justify="left")
     for row in rows:
         grid.add_row(*row)
-    Console().print(grid)
+    console = Console()
+    anything = console.options.update(width=10_000)
+    console.width = max(console.width, console.measure(grid, options=anything).minimum)
+    console.print(grid)
 
 
 def _versions() -> dict[str, str]:
