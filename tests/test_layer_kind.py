@@ -35,7 +35,7 @@ from weft.forward_context import Batch, get_forward_context
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
 from weft.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from weft.layers.weight import Layout, RowMap, RowRun, WeightModule, WeightTable, empty_parameter
+from weft.layers.weight import Layout, WeightModule, WeightTable, empty_parameter, split_rows
 from weft.models.qwen3_next import Qwen3NextForCausalLM
 from weft.ops.device_work import device_work
 
@@ -81,10 +81,11 @@ def read_moving_average(text: JsonObject) -> MovingAverageConfig:
 class MovingAverage(WeightModule):
     def __init__(self, geometry: MovingAverageConfig, config: ModelConfig, context: ModelContext, name: str) -> None:
         super().__init__()
-        self.name, self._tp = name, context.tp
-        self.channels = geometry.num_channels // context.tp.size
+        self.name = name
         parts = [geometry.num_channels, geometry.num_groups]
         hidden_size, what = config.hidden_size, "average_channels"
+        self._rows = split_rows([geometry.num_channels], context.tp, what)
+        self.channels = self._rows.count
         self.vb_proj = MergedColumnParallelLinear(hidden_size, parts, bias=False, context=context, what=what)
         self.decay = empty_parameter(self.channels, dtype=torch.float32, device=context.device)
         self.out_proj = RowParallelLinear(parts[0], hidden_size, bias=False, context=context, what=what)
@@ -101,8 +102,7 @@ class MovingAverage(WeightModule):
         return moving_average(values, gates, self.decay.sigmoid(), cache["fast"], cache["slow"], context.batch)
 
     def layouts(self) -> tuple[Layout, ...]:
-        rows = RowMap(self.channels * self._tp.size, (RowRun(self._tp.rank * self.channels, 0, self.channels),))
-        return ({"decay": rows.piece(self.decay)},)
+        return ({"decay": self._rows.piece(self.decay)},)
 
 
 # -- 3. operation -----------------------------------------------------------------------------------------------------
