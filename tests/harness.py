@@ -105,6 +105,7 @@ class Harness:
         num_slots: int = 12,
         tp: TensorParallel | None = None,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
         backend: Backend = Backend.TORCH,
         quantization: QuantizationConfig | None = None,
@@ -122,14 +123,16 @@ class Harness:
         self.page_size = page_size
         self._free_pages = list(range(1, num_pages))
         self._free_slots = list(range(1, num_slots))
-        self.caches = self._make_caches(num_pages, num_slots, dtype)
+        self.caches = self._make_caches(num_pages, num_slots, dtype, kv_dtype or dtype)
 
-    def _make_caches(self, num_pages: int, num_slots: int, dtype: torch.dtype) -> dict[str, LayerCache]:
-        name = str(dtype).removeprefix("torch.")
+    def _make_caches(
+        self, num_pages: int, num_slots: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> dict[str, LayerCache]:
+        name, kv = (str(x).removeprefix("torch.") for x in (dtype, kv_dtype))
         self.spec = CacheSpec.from_model(
             self.config,
             page_size=self.page_size,
-            dtypes=CacheDtypes(model=name, kv=name, state="float32"),
+            dtypes=CacheDtypes(model=name, kv=kv, state="float32"),
             tp_size=self.context.tp.size,
         )
         caches = allocate_caches(self.spec, CachePlan(num_pages, num_slots, 0, 0, 0, {}), self.context.device)

@@ -51,7 +51,6 @@ def look_up_triton_key() -> threading.Thread:
     """Begin to look up what Triton finds compiled kernels by, which the first start on a machine computes."""
     from weft.triton_key import remember_triton_key
 
-
     def look_up() -> None:
         with suppress(Exception):  # of a Triton that is not there, or is another one
             remember_triton_key()

@@ -38,10 +38,10 @@ from weft.ops.triton.selective_scan_gluon import launch_selective_scan
 
 def launch(
     num_heads: int, num_kv_heads: int, head_dim: int, *, num_rows: int = 600, is_mixture: bool = False,
-    has_sinks: bool = False,
+    has_sinks: bool = False, dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
     q = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.bfloat16)
-    cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(3, 16, num_kv_heads, head_dim, dtype=dtype)
     numbers = torch.zeros(4, dtype=torch.int32)
     batch = Batch(
         num_tokens=600, num_seqs=3, num_decodes=1, max_query_len=300, max_seq_len=300, positions=numbers,
@@ -49,7 +49,9 @@ def launch(
         state_slots=numbers[1:], mixture=Mixture(numbers[1:], numbers[1:], 2) if is_mixture else None,
     )  # fmt: skip
     sinks = torch.zeros(num_heads, dtype=torch.bfloat16) if has_sinks else None
-    launch_prefill_hopper(q, cache, cache, batch, 0.1, torch.zeros_like(q), skip_decodes=True, sinks=sinks)
+    v_scale = torch.ones(1) if dtype == E4M3 else None
+    args = (q, cache, cache, batch, 0.1, torch.zeros_like(q))
+    launch_prefill_hopper(*args, skip_decodes=True, sinks=sinks, v_scale=v_scale)
 
 
 def launch_decodes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -149,6 +151,9 @@ def main() -> None:
         launch(16, 8, 128, num_rows=2048, is_mixture=True)
         launch(16, 2, 256)
         launch(64, 8, 64, has_sinks=True)
+        launch(16, 8, 128, dtype=E4M3)
+        launch(16, 8, 128, num_rows=2048, dtype=E4M3)
+        launch(16, 2, 256, dtype=E4M3)
         launch_decodes(16, 8, 128)
         launch_scan(1)
         launch_scan(4)

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -30,7 +31,7 @@ from weft.ops.triton import decode_tiles_hopper as decode
 from weft.ops.triton.early_launch import enter, pass_on, release, wait
 from weft.ops.triton.gated_linear_hopper import exchange
 from weft.ops.triton.gdn_decode_gluon import unpack, update
-from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
+from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier, threads_load
 from weft.ops.triton.hopper_tiles import hold, pack
 
 PATIENCE_S = 20.0
@@ -118,6 +119,11 @@ class Shared:
 
     def __init__(self, data: Any) -> None:
         self.data = data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.data.dtype
+        return dtype
 
     def index(self, i: Any) -> Any:
         return self.data[int(i)] if isinstance(self.data, list) else Shared(self.data[int(i)])
@@ -213,6 +219,7 @@ class Emulator:
         self.stand_ins = {
             id(gl): language, id(tl): language, id(hopper.mbarrier): barrier_ops,
             id(async_load): self._copy, id(reinterpret): Shared.reinterpret, id(thread_barrier): lambda: None,
+            id(threads_load): self._copy_later, id(commit_group): self._commit, id(wait_group): self._wait_copies,
             id(hopper): SimpleNamespace(warpgroup_mma=self._multiply, fence_async_shared=lambda: None),
             id(hopper.fence_async_shared): lambda: None, id(hopper.warpgroup_mma_wait): self._wait,
             id(release): lambda *early: None,
@@ -271,6 +278,29 @@ class Emulator:
 
         assert list(box.data.shape) == desc.block
         self._thread(arrive).start()
+
+    def _copy_later(self, box: Shared, pointer: Pointer, mask: Any) -> None:
+        """What is asked for by a thread itself; its result is zero where ``mask`` is not set."""
+
+        def arrive() -> None:
+            late()
+            box.store(load(pointer, mask))
+
+        pointer.places(mask)
+        thread = self._thread(arrive)
+        self.queue.copies = [*getattr(self.queue, "copies", []), thread]
+        thread.start()
+
+    def _commit(self) -> None:
+        self.queue.groups = [*getattr(self.queue, "groups", []), getattr(self.queue, "copies", [])]
+        self.queue.copies = []
+
+    def _wait_copies(self, under_way: int) -> None:
+        late()
+        groups = getattr(self.queue, "groups", [])
+        for thread in [thread for group in groups[: len(groups) - under_way] for thread in group]:
+            thread.join()
+        self.queue.groups = groups[len(groups) - under_way :]
 
     def _multiply(self, a: Any, b: Operand | Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         def run() -> Tensor:

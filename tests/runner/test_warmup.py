@@ -145,7 +145,7 @@ def test_the_walk_meets_every_kernel_of_later_steps(tmp_path: Path) -> None:
             assert any(kernel in name for name in names)
         for kernel in ("_prefill_kernel", "_prefill_hopper_kernel"):  # whichever sequences decode, and who knows it
             assert sum(kernel in name for name in names) <= 1
-    assert ("_prefill_hopper_kernel" in " ".join(of_bf16)) == GLUON_IS_KNOWN
+        assert ("_prefill_hopper_kernel" in " ".join(names)) == GLUON_IS_KNOWN
     hopper = ("decode_hopper_kernel", "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel")
     for kernel in ("_few_rows_kernel", "_ngram_kernel", *(hopper if GLUON_IS_KNOWN else ())):
         assert any(kernel in name for name in of_fp8)

@@ -80,8 +80,8 @@ def _prefill(
 ) -> None:
     if _is_for_hopper(q, k_cache, batch):
         hopper.launch_prefill_hopper(
-            q, k_cache, v_cache, batch, scale, out, skip_decodes=skip_decodes, sinks=sinks
-        )  # fmt: skip
+            q, k_cache, v_cache, batch, scale, out, skip_decodes=skip_decodes, sinks=sinks, v_scale=v_scale
+        )
         return
     group = q.shape[1] // k_cache.shape[2]
     tile = prefill_tile(q.shape[0], q.shape[1], q.shape[2], group, q.element_size())

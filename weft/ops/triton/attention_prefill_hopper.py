@@ -5,8 +5,8 @@ Owns: its tile shapes, and who waits for whom. Does not know: layers, who filled
 
 A program has rows (``row = token * group + head``) of one sequence and key head. Its warps form three parts:
 
-- *the producer*, one warp, requests tiles of keys and values from the copy engine (TMA), page by page, into a ring of
-  stages;
+- *the producer* (``prefill_producer_hopper.py``) fills a ring of stages with tiles of keys and values; over an FP8
+  cache it widens them to float16, which holds all e4m3 numbers;
 - *two consumers*, four warps each, multiply on the matrix units and compute the online softmax.
 
 Each consumer has 64 rows of its own. Where that makes too few programs, both have the same 64 rows, and every other
@@ -18,7 +18,8 @@ consumers also take turns at the matrix units (ping-pong): one multiplies while 
 
 Who waits for whom, by barriers (``ready`` and ``empty`` exist per stage, for keys and for values)::
 
-    ready   the copy engine, when a tile has arrived          ->  the consumers that read it
+    ready   the copy engine, when a tile has arrived, or the  ->  the consumers that read it
+            producer, when a tile is widened
     empty   these consumers, when their product has been read ->  the producer
     turns   the other consumer, when its products are queued  ->  a consumer, before it queues its own
     merged  the second consumer, when its sums are stored     ->  the first, if they share rows
@@ -39,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.forward_context import Batch
+from weft.ops.e4m3 import E4M3
 from weft.ops.triton.attention_tiles import METADATA, check_layout, prefilled
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import LOG2_E
@@ -46,7 +48,6 @@ from weft.ops.triton.gluon import thread_barrier
 from weft.ops.triton.hopper_tiles import (
     BOX,
     GluonKernel,
-    fetch,
     hold,
     is_hopper,
     place_of_block,
@@ -55,6 +56,7 @@ from weft.ops.triton.hopper_tiles import (
     start_values,
     zero_unwritten,
 )
+from weft.ops.triton.prefill_producer_hopper import NARROW, produce
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _ROWS = 64
@@ -74,36 +76,16 @@ _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ALL_REGISTERS = 168
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
-"""Per thread: at the start all three parts have a third of 64 K; then the producer gives up most of its share."""
+_WIDENED_REGISTERS = gl.constexpr(232)
+_WIDENER_REGISTERS = gl.constexpr(40)
+"""Per thread: at the start all three parts have a third of 64 K; then the producer gives up most of its share, less
+where it widens tiles."""
 
 
 @gluon.jit
 def _wait(ring, n, STAGES: gl.constexpr):
     """Wait until the barrier of tile ``n`` has completed the phase of that tile."""
     mbarrier.wait(ring.index(n % STAGES), n // STAGES & 1)
-
-
-@gluon.jit
-def _produce(
-    k_desc, v_desc, k_tiles, v_tiles, barriers, page_table, column, keys,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The producer: fetch the tiles that hold the first ``keys`` keys, each as soon as its stage is free."""
-    k_ready, k_empty, v_ready, v_empty, _turns, _merged = barriers
-    num_pages = (keys + PAGE_SIZE - 1) // PAGE_SIZE
-    absent = k_desc.shape[0].to(gl.int32)  # past the end of the cache: the copy engine writes zeros
-    for j in range((keys + KEYS - 1) // KEYS):
-        slots = ()
-        for p in gl.static_range(KEYS // PAGE_SIZE):
-            index = j * (KEYS // PAGE_SIZE) + p
-            page = gl.load(page_table + index, mask=index < num_pages, other=0)
-            slots = slots + (gl.where(index < num_pages, page * PAGE_SIZE, absent),)  # type: ignore[assignment]  # noqa: RUF005
-        stage = j % STAGES
-        before = (j // STAGES & 1) ^ 1
-        mbarrier.wait(k_empty.index(stage), before)
-        fetch(k_desc, k_tiles.index(stage), k_ready.index(stage), slots, column, PAGE_SIZE, KEYS, HEAD_DIM)
-        mbarrier.wait(v_empty.index(stage), before)
-        fetch(v_desc, v_tiles.index(stage), v_ready.index(stage), slots, column, PAGE_SIZE, KEYS, HEAD_DIM)
 
 
 @gluon.jit
@@ -222,9 +204,9 @@ def _merge(acc, row_max, row_sum, sums, merged, scale_log2, OUT: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    q, sinks, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out, scale_log2,
+    q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out, scale_log2,
     WHICH: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Consumer ``WHICH``: its 64 rows of a block, or, if ``SHARED``, its tiles of the block's 64 rows."""
     LANES: gl.constexpr = HEAD_DIM // 8
@@ -239,7 +221,8 @@ def _consume(
     if keys > (KEYS if SHARED and WHICH == 1 else 0):
         tokens, offsets = _offsets(row, kv_head, stride_q, FIRST, GROUP, HEAD_DIM, COPY)
         queries = q_tiles.index(WHICH)
-        queries.store(gl.load(q + offsets, mask=(tokens < num_tokens)[:, None], other=0.0))
+        rows = gl.load(q + offsets, mask=(tokens < num_tokens)[:, None], other=0.0)
+        queries.store(rows.to(queries.dtype))
         fence_async_shared()  # the matrix units read by another path than stores take
         thread_barrier()
         acc, row_max, row_sum = _attend(
@@ -258,6 +241,8 @@ def _consume(
                     acc, row_sum = _merge(acc, row_max, row_sum, sums, barriers[5], scale_log2, OUT)
             tokens, offsets = _offsets(row, kv_head, stride_out, FIRST, GROUP, HEAD_DIM, OUT)
             result = acc / row_sum[:, None]
+            if SCALED:
+                result *= gl.load(v_scale)
             gl.store(out + offsets, result.to(gl.bfloat16), mask=(tokens < num_tokens)[:, None])
 
 
@@ -267,10 +252,10 @@ def _consume(
     do_not_specialize_on_alignment=METADATA,
 )
 def _prefill_hopper_kernel(
-    q, k_desc, v_desc, page_table, seq_lens, cu_seqlens_q, sinks, out, counts,
+    q, k_source, v_source, page_table, seq_lens, cu_seqlens_q, sinks, v_scale, out, counts,
     scale_log2, num_rows, num_seqs, least_tokens, stride_q, stride_out, stride_table,
     HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SHARED: gl.constexpr, SINKS: gl.constexpr, EARLY: gl.constexpr,
+    SHARED: gl.constexpr, SINKS: gl.constexpr, WIDENED: gl.constexpr, SCALED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     release(EARLY)
     kv_head = gl.program_id(0)
@@ -278,9 +263,10 @@ def _prefill_hopper_kernel(
         page_table, seq_lens, cu_seqlens_q, counts, num_rows, num_seqs, least_tokens, stride_table,
         (64 if SHARED else 128) // GROUP,
     )  # fmt: skip
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HEAD_DIM], BOX)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    OPERAND: gl.constexpr = gl.float16 if WIDENED else gl.bfloat16
+    q_tiles = gl.allocate_shared_memory(OPERAND, [2, 64, HEAD_DIM], BOX)
+    k_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
+    v_tiles = gl.allocate_shared_memory(OPERAND, [STAGES, KEYS * HEAD_DIM // 64, 64], BOX)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -303,33 +289,36 @@ def _prefill_hopper_kernel(
         mbarrier.init(turns.index(i), count=1)
     mbarrier.init(merged.index(0), count=1)
     barriers = (k_ready, k_empty, v_ready, v_empty, turns, merged)
+    narrow = ()
+    if WIDENED:
+        narrow = gl.allocate_shared_memory(gl.float8e4nv, [2, KEYS * HEAD_DIM // 64, 64], NARROW)
     wait(EARLY)  # the other parts' warps start when this one's have returned from it
     gl.warp_specialize(
         [
-            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out,
-                        scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS)),
-            (_consume, (q, sinks, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q, stride_out,
-                        scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS)),
-            (_produce, (k_desc, v_desc, k_tiles, v_tiles, barriers, table, kv_head * HEAD_DIM, place[4],
-                        PAGE_SIZE, KEYS, HEAD_DIM, STAGES)),
+            (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
+                        stride_out, scale_log2, 0, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, SCALED)),
+            (_consume, (q, sinks, v_scale, out, q_tiles, k_tiles, v_tiles, sums, barriers, place, kv_head, stride_q,
+                        stride_out, scale_log2, 1, SHARED, GROUP, PAGE_SIZE, KEYS, HEAD_DIM, STAGES, SINKS, SCALED)),
+            (produce, (k_source, v_source, k_tiles, v_tiles, barriers, narrow, table, kv_head * HEAD_DIM, place[4],
+                        PAGE_SIZE, KEYS, HEAD_DIM, STAGES, WIDENED)),
         ],
-        [4, 1],
-        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+        [4, 4 if WIDENED else 1],
+        [_WIDENED_REGISTERS, _WIDENER_REGISTERS] if WIDENED else [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
-def _tiles(head_dim: int, is_shared: bool) -> tuple[int, int]:
+def _tiles(head_dim: int, is_shared: bool, is_widened: bool) -> tuple[int, int]:
     """Keys of a tile, and stages: what shared memory has room for. A consumer that has every other tile gives a stage
     back later, so there are more of them."""
     if is_shared:
-        return 64, 5
+        return 64, 4 if is_widened else 5
     return (128 if head_dim <= 128 else 64), 2
 
 
 def shares_rows(q: Tensor, k_cache: Tensor) -> bool:
     """Whether the consumers of a program share their rows."""
     num_rows, num_heads, head_dim = q.shape
-    fits = head_dim <= _SHARED_HEAD and _tiles(head_dim, True)[0] % k_cache.shape[1] == 0
+    fits = head_dim <= _SHARED_HEAD and _tiles(head_dim, True, False)[0] % k_cache.shape[1] == 0
     return fits and num_rows * num_heads <= _SHARED_HEADS
 
 
@@ -339,22 +328,24 @@ def block_tokens(group: int) -> int:
 
 
 def takes(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether the kernel exists for these tensors: on compute capability 9, in bfloat16, for heads of 64, 128 or 256,
-    groups that divide 64, and pages that divide a tile and are whole swizzle patterns (8 rows)."""
+    """Whether the kernel exists for these tensors: on compute capability 9, for queries in bfloat16 over a cache in
+    bfloat16 or e4m3, heads of 64, 128 or 256, groups that divide 64, and pages that divide a tile and are whole swizzle
+    patterns (8 rows)."""
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
         is_hopper(q.device)
-        and q.dtype == k_cache.dtype == torch.bfloat16
+        and q.dtype == torch.bfloat16
+        and k_cache.dtype in (torch.bfloat16, E4M3)
         and head_dim in (64, 128, 256)
         and 64 % (num_heads // num_kv_heads) == 0
         and page_size % 8 == 0
-        and _tiles(head_dim, False)[0] % page_size == 0
+        and _tiles(head_dim, False, False)[0] % page_size == 0
     )
 
 
 def launch_prefill_hopper(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, out: Tensor,
-    *, skip_decodes: bool, sinks: Tensor | None = None,
+    *, skip_decodes: bool, sinks: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Sequences with more query tokens (all, unless ``skip_decodes``) and all padding rows, of tensors that the kernel
     ``takes``. The scale is positive."""
@@ -366,14 +357,20 @@ def launch_prefill_hopper(
     tokens = block_tokens(group) // (2 if is_shared else 1)
     # Sequences end in a broken block each, hence their number; the last one is for padding rows.
     blocks = num_rows // tokens + (num_seqs if batch.mixture is None else batch.mixture.max_prefills) + 1
-    keys, stages = _tiles(head_dim, is_shared)
-    shape = [num_pages * page_size, num_kv_heads * head_dim]
-    k_desc, v_desc = (TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache))
+    is_widened = k_cache.dtype == E4M3
+    keys, stages = _tiles(head_dim, is_shared, is_widened)
+    k_source, v_source = k_cache, v_cache
+    if not is_widened:
+        shape = [num_pages * page_size, num_kv_heads * head_dim]
+        k_source, v_source = (
+            TensorDescriptor(c, shape, [shape[1], 1], [page_size, 64], BOX.value) for c in (k_cache, v_cache)
+        )
     counts, num_seqs, least_tokens = prefilled(batch, skip_decodes=skip_decodes)
     _prefill_hopper_kernel[(num_kv_heads, blocks)](
-        q, k_desc, v_desc, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
-        q if sinks is None else sinks, out, counts, scale * LOG2_E.value, num_rows, num_seqs, least_tokens,
-        q.stride(0), out.stride(0), batch.page_table.stride(0),
+        q, k_source, v_source, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+        q if sinks is None else sinks, q if v_scale is None else v_scale, out, counts, scale * LOG2_E.value,
+        num_rows, num_seqs, least_tokens, q.stride(0), out.stride(0), batch.page_table.stride(0),
         HEAD_DIM=head_dim, GROUP=group, PAGE_SIZE=page_size, KEYS=keys, STAGES=stages, SHARED=is_shared,
-        SINKS=sinks is not None, num_warps=4, maxnreg=_ALL_REGISTERS, **early_launch(q.device),
+        SINKS=sinks is not None, WIDENED=is_widened, SCALED=v_scale is not None, num_warps=4, maxnreg=_ALL_REGISTERS,
+        **early_launch(q.device),
     )  # fmt: skip

@@ -15,8 +15,10 @@ GLUON_IS_KNOWN = is_known(triton.__version__)
 if GLUON_IS_KNOWN:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language._core import builtin
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
+    threads_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # until 3.7
     thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # until 3.6
     async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until 3.7
 

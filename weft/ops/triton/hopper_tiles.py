@@ -47,9 +47,19 @@ def fetch(desc, tile, ready, slots, column, PAGE_SIZE: gl.constexpr, KEYS: gl.co
 
 
 @gluon.jit
+def widen(narrow, tile, LAYOUT: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Copy a tile of e4m3 into one of float16, which holds all its numbers, for the matrix units to read."""
+    for first in gl.static_range(0, KEYS * HEAD_DIM // 64, 64):
+        numbers = narrow.slice(first, 64, dim=0).load(LAYOUT)
+        tile.slice(first, 64, dim=0).store(numbers.to(gl.float16))
+    hopper.fence_async_shared()  # the matrix units read by another path than stores take
+    thread_barrier()
+
+
+@gluon.jit
 def start_scores(queries, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, SCORES: gl.constexpr):
     """Start ``queries @ keys^T``."""
-    k = reinterpret(tile, gl.bfloat16, [KEYS, HEAD_DIM], BOX)
+    k = reinterpret(tile, tile.dtype, [KEYS, HEAD_DIM], BOX)
     zeros = gl.full([64, KEYS], 0.0, gl.float32, layout=SCORES)
     return hopper.warpgroup_mma(queries, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -90,9 +100,9 @@ def pack(first, second):
 
 @gluon.jit
 def start_values(acc, p, tile, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, OUT: gl.constexpr):
-    """Start ``acc + p @ values``. Until here ``p`` is float32: carried as bfloat16 it would be repacked each step."""
-    weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2))
-    v = reinterpret(tile, gl.bfloat16, [KEYS, HEAD_DIM], BOX)
+    """Start ``acc + p @ values``. Until here ``p`` is float32: carried in 16 bits it would be repacked each step."""
+    weights = gl.convert_layout(p.to(tile.dtype), gl.DotOperandLayout(0, OUT, 2))
+    v = reinterpret(tile, tile.dtype, [KEYS, HEAD_DIM], BOX)
     return hopper.warpgroup_mma(weights, v, acc, is_async=True)
 
 
@@ -104,7 +114,7 @@ def zero_unwritten(tile, keys, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, HEAD
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     written = keys % PAGE_SIZE
     if written > 0:
-        boxes = reinterpret(tile, gl.bfloat16, [HEAD_DIM // 64 * PAGES, PAGE_SIZE, 64], BOX)
+        boxes = reinterpret(tile, tile.dtype, [HEAD_DIM // 64 * PAGES, PAGE_SIZE, 64], BOX)
         kept = gl.arange(0, PAGE_SIZE, layout=gl.SliceLayout(1, LAYOUT)) < written
         for panel in gl.static_range(HEAD_DIM // 64):
             box = boxes.index(panel * PAGES + keys % KEYS // PAGE_SIZE)
