@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.config.chunks import CHUNK_SIZE
 from weft.forward_context import Batch
-from weft.ops.triton.chunk_scan import METADATA, metadata
+from weft.ops.triton.chunk_scan import METADATA, find_chunks, metadata, read_state, store_checkpoint
 from weft.ops.triton.early_launch import early_launch, enter, release, wait
 from weft.ops.triton.elementwise import sigmoid, softplus
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
@@ -92,48 +92,28 @@ def _read(
     return tokens
 
 
-@triton.jit
-def _zero_rows(out, begin, end, o_c, c_mask, C: tl.constexpr):
-    """Zero some columns of the rows ``begin`` to ``end`` (int64)."""
-    for row in range(begin, end):
-        tl.store(out + row * C + o_c, tl.zeros([o_c.shape[0]], out.dtype.element_ty), mask=c_mask)
-
-
 @jit(do_not_specialize=["num_rows", "num_seqs"], do_not_specialize_on_alignment=METADATA)
 def _selective_scan_kernel(
     x, z, dt, b, c, dt_bias, A_log, D, state, out,
     chunk_seq, chunk_start, chunk_length, checkpoint_slot, first_chunk, cu_seqlens_q, seq_lens, state_slots,
     num_rows, num_seqs, stride_x, stride_z, stride_dt,
     C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, TOKENS: tl.constexpr,
-    EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One sequence and block of channels: its tokens in order, the state in registers."""
     enter(EARLY)
     i_prefill = tl.program_id(1)
     o_n, o_c = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n_mask, c_mask = o_n < N, o_c < C
-    num_chunks = tl.load(first_chunk + num_seqs)
-    if i_prefill == 0:
-        num_tokens = tl.load(cu_seqlens_q + num_seqs).to(tl.int64)
-        begin = num_tokens
-        if num_chunks > 0:
-            begin = tl.load(chunk_start).to(tl.int64)
-        _zero_rows(out, num_tokens, num_rows, o_c, c_mask, C)
-        _zero_rows(out, num_tokens - num_tokens, begin, o_c, c_mask, C)
-    if num_chunks == 0:
-        return
-    i_seq = tl.load(chunk_seq) + i_prefill  # decodes stand before the first sequence that has chunks
-    if i_seq >= num_seqs:
-        return
-    first, last = tl.load(first_chunk + i_seq), tl.load(first_chunk + i_seq + 1)
+    i_seq, first, last = find_chunks(
+        out, chunk_seq, chunk_start, first_chunk, cu_seqlens_q, num_rows, num_seqs, 0, i_prefill, o_c, c_mask,
+        1, C, CHUNK,
+    )  # fmt: skip
     if first == last:
         return
     inside = o_n[:, None] * C + o_c[None, :]
     mask = n_mask[:, None] & c_mask[None, :]
-    slot = tl.load(state_slots + i_seq).to(tl.int64)
-    query_len = tl.load(cu_seqlens_q + i_seq + 1) - tl.load(cu_seqlens_q + i_seq)
-    continues = tl.load(seq_lens + i_seq) != query_len
-    b_state = tl.load(state + slot * N * C + inside, mask=mask & continues, other=0.0).to(tl.float32)
+    p_state, b_state = read_state(state, cu_seqlens_q, seq_lens, state_slots, i_seq, 0, inside, mask, 1, N * C)
     b_rate = -tl.exp(tl.load(A_log + inside, mask=mask, other=0.0).to(tl.float32))
     b_bias = tl.load(dt_bias + o_c, mask=c_mask, other=0.0).to(tl.float32)
     b_skip = tl.load(D + o_c, mask=c_mask, other=0.0).to(tl.float32)
@@ -156,10 +136,8 @@ def _selective_scan_kernel(
                 b_state = tl.where(real, new, b_state)
                 tl.store(out + (token + i) * C + o_c, y.to(out.dtype.element_ty), mask=c_mask & real)
             tokens = ahead
-        copy_slot = tl.load(checkpoint_slot + i_chunk).to(tl.int64)
-        if copy_slot >= 0:
-            tl.store(state + copy_slot * N * C + inside, b_state.to(state.dtype.element_ty), mask=mask)
-    tl.store(state + slot * N * C + inside, b_state.to(state.dtype.element_ty), mask=mask)
+        store_checkpoint(state, checkpoint_slot, i_chunk, 0, inside, mask, b_state, 1, N * C)
+    tl.store(p_state, b_state.to(state.dtype.element_ty), mask=mask)
 
 
 def selective_scan_step_triton(
@@ -214,7 +192,7 @@ def selective_scan_triton(
     _selective_scan_kernel[(cdiv(channels, block), chunks.max_seqs)](
         x, z, dt, b, c, dt_bias, A_log, D, state, out,
         *metadata(batch, chunks), num_rows, chunks.first.shape[0] - 1, x.stride(0), z.stride(0), dt.stride(0),
-        C=channels, N=size, BLOCK_N=next_power_of_2(size), BLOCK_C=block, TOKENS=_TOKENS,
+        C=channels, N=size, BLOCK_N=next_power_of_2(size), BLOCK_C=block, TOKENS=_TOKENS, CHUNK=CHUNK_SIZE,
         num_warps=2, **early_launch(x.device),
     )  # fmt: skip
     return out
