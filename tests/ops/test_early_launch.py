@@ -20,7 +20,7 @@ FOLDER = Path(early_launch.__file__).parent
 CAREFUL = {
     "_skinny_linear_kernel", "_fp8_few_rows_kernel", "_step_kernel", "_gdn_decode_kernel",
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
-    "_conv_update_kernel", "_scan_step_kernel",
+    "_conv_update_kernel", "_scan_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
     "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel",
 }  # fmt: skip
@@ -114,7 +114,7 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
     "weight", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
-    "counts", "slots",
+    "counts", "slots", "norm_weight", "rate", "skip",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
@@ -127,7 +127,7 @@ EARLY_LOADS = (
 
 LEAVES_EARLY = {
     "_step_kernel", "_gdn_decode_kernel", "_kda_decode_kernel", "_qk_norm_rope_kernel", "_conv_update_kernel",
-    "_scan_step_kernel", "_decode_states_kernel",
+    "_scan_step_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_verify_states_kernel",
 }  # fmt: skip
 """Kernels with a wait of their own for rows of padding, or for query heads, above that of the others."""
 
@@ -135,7 +135,8 @@ LOADERS = [
     "skinny_linear.py", "fp8_few_rows.py", "attention_decode.py", "attention_merge.py", "linear_attention_step.py",
     "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
     "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
-    "gdn_decode_gluon.py", "gdn_verify.py", "attention_decode_hopper.py",
+    "group_norm.py", "gdn_decode.py", "gdn_decode_gluon.py", "gdn_verify.py", "gdn_verify_gluon.py",
+    "attention_decode_hopper.py",
 ]  # fmt: skip
 
 PASSED_ON = {"fp8_moe_pairs_hopper.py": {"ids"}}

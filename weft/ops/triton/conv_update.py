@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
@@ -59,7 +59,7 @@ def _conv_update_kernel(
 ):  # fmt: skip
     """One row and block of channels: SiLU of the convolution of ``x``; or ``c * conv(b * x)`` of ``b | c | x``, rounded
     as a chain of operations in the model's dtype would."""
-    release(EARLY)
+    release(EARLY, ALWAYS)
     i_row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channels < C

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
@@ -18,12 +18,15 @@ def _group_norm_kernel(
     HAS_SLOTS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Channels of one group of one row; with slots, rows without one become zeros or are kept."""
-    enter(EARLY)
+    release(EARLY, ALWAYS)
     i_row = tl.program_id(1).to(tl.int64)
     inside = tl.arange(0, BLOCK)
     mask = inside < GROUP
     channels = tl.program_id(0) * GROUP + inside
     p_out = out + i_row * C + channels
+    if NORM:
+        b_weight = tl.load(weight + channels, mask=mask, other=0.0).to(tl.float32)
+    wait(EARLY)
     if HAS_SLOTS:  # noqa: SIM102 (known to the compiler, so not one condition with the next)
         if tl.load(state_slots + i_row) == 0:
             if not KEEP:
@@ -35,7 +38,7 @@ def _group_norm_kernel(
     if not NORM_FIRST:
         y *= factor
     if NORM:
-        y *= tl.rsqrt(tl.sum(y * y, 0) / GROUP + eps) * tl.load(weight + channels, mask=mask, other=0.0).to(tl.float32)
+        y *= tl.rsqrt(tl.sum(y * y, 0) / GROUP + eps) * b_weight
     if NORM_FIRST:
         y *= factor
     tl.store(p_out, y.to(out.dtype.element_ty), mask=mask)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.chunk_scan import check_rows
-from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
@@ -42,9 +42,8 @@ def _step_kernel(
     stride_q, stride_k, stride_v, stride_dt, dt_low, dt_high,
     FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and head. ``rate [H]``: log of A with time steps, otherwise the log decay itself. The state, which an
-    earlier step wrote, begins to load before the wait."""
-    release(EARLY)
+    """One row and head. ``rate [H]``: log of A with time steps, otherwise the log decay itself."""
+    release(EARLY, ALWAYS)
     H: tl.constexpr = FIXED.num_heads
     K: tl.constexpr = FIXED.head_k_dim
     V: tl.constexpr = FIXED.head_v_dim
@@ -65,18 +64,20 @@ def _step_kernel(
         return
     p_state = state + (slot * H + i_head) * K * V + o_k[:, None] * V + o_v[None, :]
     b_state = tl.load(p_state, mask=k_mask[:, None] & (o_v < V)[None, :], other=0.0).to(tl.float32)
-    wait(EARLY)
-    columns = (i_head // GROUP) * K + o_k
-    b_q = tl.load(q + i_row * stride_q + columns, mask=k_mask, other=0.0).to(tl.float32)
-    b_k = tl.load(k + i_row * stride_k + columns, mask=k_mask, other=0.0).to(tl.float32)
     g = tl.load(rate + i_head).to(tl.float32)
     own = 0.0
     if FIXED.time_steps:
-        step = softplus(tl.load(dt + i_row * stride_dt + i_head).to(tl.float32) + tl.load(dt_bias + i_head))
+        bias = tl.load(dt_bias + i_head)
+        own = tl.load(skip + i_head).to(tl.float32)
+    wait(EARLY)  # what is loaded until here are weights, and a state that no kernel of this step has written
+    columns = (i_head // GROUP) * K + o_k
+    b_q = tl.load(q + i_row * stride_q + columns, mask=k_mask, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_row * stride_k + columns, mask=k_mask, other=0.0).to(tl.float32)
+    if FIXED.time_steps:
+        step = softplus(tl.load(dt + i_row * stride_dt + i_head).to(tl.float32) + bias)
         step = tl.minimum(tl.maximum(step, dt_low), dt_high)
         g = -tl.exp(g) * step
         b_k *= step
-        own = tl.load(skip + i_head).to(tl.float32)
     decay = tl.exp(g)
     for j in tl.static_range(TILES):
         values = j * BLOCK_V + o_v
