@@ -21,12 +21,12 @@ from triton.runtime.driver import driver
 
 from tests.runner.compile_only import AbsentGpu
 from weft.config.chunks import CHUNK_SIZE
-from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.forward_context import Batch, ChunkTable, Mixture
 from weft.ops.e4m3 import E4M3, Fp8Matrix
 from weft.ops.triton import attention_decode, attention_decode_hopper, early_launch
 from weft.ops.triton.attention_prefill_hopper import launch_prefill_hopper
 from weft.ops.triton.delta_scan_hopper import launch_delta_scan
+from weft.ops.triton.delta_vectors import vectors_of
 from weft.ops.triton.fp8_few_rows import HopperRows
 from weft.ops.triton.fp8_few_rows_hopper import few_rows_hopper_product
 from weft.ops.triton.fp8_moe_pairs_hopper import pairs_hopper_product
@@ -99,16 +99,17 @@ def launch_scan(num_seqs: int, *, per_channel: bool = False) -> None:
 
 def launch_verify() -> None:
     """Three tokens of one sequence of Qwen3-Next."""
-    geometry, slots = GatedDeltaNetConfig(16, 32, 128, 128, 4), torch.zeros(1, 3, dtype=torch.int32)
-    vectors, out = torch.zeros(1, 16, 3, 6 * 128 + 4), torch.zeros(3, 4096, dtype=torch.bfloat16)
-    launch_verify_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, geometry)
+    places, slots = vectors_of(2, 128, 128), torch.zeros(1, 3, dtype=torch.int32)
+    vectors, out = torch.zeros(1, 16, 3, places.size), torch.zeros(3, 4096, dtype=torch.bfloat16)
+    launch_verify_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, places)
 
 
-def launch_decode() -> None:
-    """One token of each of 64 sequences of Qwen3-Next."""
-    geometry, slots = GatedDeltaNetConfig(16, 32, 128, 128, 4), torch.zeros(64, 1, dtype=torch.int32)
-    vectors, out = torch.zeros(64, 16, 1, 6 * 128 + 4), torch.zeros(64, 4096, dtype=torch.bfloat16)
-    launch_decode_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, geometry)
+def launch_decode(*, per_channel: bool = False) -> None:
+    """One token of each of 64 sequences of Qwen3-Next or of Kimi-Linear."""
+    places = vectors_of(1, 128, 128, channels=128) if per_channel else vectors_of(2, 128, 128)
+    slots, out = torch.zeros(64, 1, dtype=torch.int32), torch.zeros(64, 4096, dtype=torch.bfloat16)
+    vectors = torch.zeros(64, 32 if per_channel else 16, 1, places.size)
+    launch_decode_states(vectors, torch.zeros(2, 32, 128, 128).bfloat16(), slots[:, 0], slots, out, 1e-6, places)
 
 
 def launch_fp8_rows() -> None:
@@ -161,6 +162,7 @@ def main() -> None:
         launch_selective(1)
         launch_verify()
         launch_decode()
+        launch_decode(per_channel=True)
         launch_fp8_rows()
         launch_fp8_pairs()
     print(json.dumps([usage(kernel.result()) for kernel in compiled]))

@@ -1,5 +1,5 @@
 """The Gluon kernels of a verification by few sequences and of a decode step, emulated, against the reference. On a GPU
-test_triton_gdn.py runs them."""
+test_triton_gdn.py and test_kimi.py run them."""
 
 # ruff: noqa: E402 (the imports need a version of Triton)
 from __future__ import annotations
@@ -18,9 +18,11 @@ from tests.ops.gluon_emulator import Emulator
 from tests.ops.interpreter import DEVICE
 from tests.ops.test_triton_gdn import close
 from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.config.kimi import KimiDeltaConfig
 from weft.ops.backend import Backend
 from weft.ops.gdn_decode import gdn_decode
 from weft.ops.gdn_verify import gdn_verify
+from weft.ops.kda import kda_decode
 from weft.ops.triton import gdn_decode_gluon, gdn_verify_gluon
 from weft.ops.triton import gdn_verify as gdn_verify_kernels
 from weft.ops.triton.launch import launches_handled
@@ -124,6 +126,42 @@ def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (given[1] == 7).all() and len(launched) == 1
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_decode_step_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+    """Kimi Delta Attention by both kernels; the second row is padding. A given ``out`` is for the decode kernel."""
+    geometry, width, dtype = KimiDeltaConfig(2, 128, 4), 256, torch.float32 if few else torch.bfloat16
+    projected = torch.randn(3, 3 * width + 2 + 5).to(dtype)
+    f, gate = torch.randn(2, 3, width).to(dtype)
+    for x in (projected, f, gate):
+        x[1] = torch.nan
+    weights: list[Any] = [torch.randn(3 * width, 4), torch.tensor([-3.0, 1.0]), torch.linspace(-6, 3, width)]
+    weights += [torch.randn(128), 1e-6]
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32)
+    conv, state = torch.randn(6, 3 * width, 3).to(dtype), torch.randn(6, 2, 128, 128).to(dtype)
+    want = conv.clone(), state.clone()
+    inputs, reserved = (projected, f, gate, *weights), state[0].clone()
+    expected = kda_decode(*inputs, *want, slots, geometry, backend=Backend.TORCH)
+    monkeypatch.setattr(gdn_verify_gluon if few else gdn_decode_gluon, "is_hopper", lambda device: True)
+    launched: list[str] = []
+    emulator = Emulator()
+
+    def handle(kernel: Any, *launch: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        emulator.handle(kernel, *launch)
+
+    with launches_handled(handle):
+        out = kda_decode(*inputs, conv, state, slots, geometry, backend=Backend.TRITON)
+    assert launched == ["_verify_states_kernel" if few else "_decode_states_kernel"]
+    assert (out[1] == 0).all(), "padding rows must be zero"
+    close(out / expected.std(), expected / expected.std(), dtype)
+    close(state[1:], want[1][1:], dtype)
+    assert torch.equal(conv[1:], want[0][1:]) and torch.equal(state[0], reserved)
+    given = out.new_full(out.shape, 7.0)
+    with launches_handled(handle):
+        kda_decode(*inputs, conv, state, slots, geometry, backend=Backend.TRITON, out=given)
+    assert (given[1] == 7).all() and len(launched) == 1
+
+
 def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
     few, state = MULTIPROCESSORS // 2, torch.empty(3, 2, 128, 128)
@@ -144,4 +182,4 @@ def test_which_launch_takes_states_through_tokens(monkeypatch: pytest.MonkeyPatc
               (half, 17, 1, many), (half, 300, 1, many), (half, 8, 3, few), (half, 9, 3, None),
               (full, 2, 1, few), (full, 3, 1, None)]  # fmt: skip
     for state, num_seqs, num_tokens, want in wanted:
-        assert gdn_verify_kernels._launch_of_states(state, torch.bfloat16, num_seqs, num_tokens) is want
+        assert gdn_verify_kernels.launch_of_states(state, torch.bfloat16, num_seqs, num_tokens) is want

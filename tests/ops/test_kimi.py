@@ -26,6 +26,8 @@ TORCH, TRITON = Backend.TORCH, Backend.TRITON
 ON_GPU = DEVICE == "cuda"
 HEADS = [(32, 128), (3, 24)] if ON_GPU else [(2, 20)]
 """Heads and their size."""
+DECODES = [(4, torch.float32)] + ON_GPU * [(2, torch.float32), (3, torch.bfloat16), (20, torch.bfloat16)]
+"""Rows and dtype of decode steps: on a GPU also those whose states have a launch of their own."""
 
 
 def rule_inputs(num_tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -84,36 +86,39 @@ def test_chunk_kernel_of_a_mixed_batch(heads: tuple[int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("given_out", [False, True])
-def test_decode_step(heads: tuple[int, int], given_out: bool) -> None:
+@pytest.mark.parametrize(("rows", "dtype"), DECODES)
+def test_decode_step(heads: tuple[int, int], given_out: bool, rows: int, dtype: torch.dtype) -> None:
     """Everything between the projections; the last row is padding."""
-    h, dim = heads
-    dtype, geometry = torch.float32, KimiDeltaConfig(h, dim, 4)
-    projected = torch.randn(4, 3 * h * dim + h + 2 * dim, device=DEVICE, dtype=dtype)
-    f, gate = (torch.randn(4, h * dim, device=DEVICE, dtype=dtype) for _ in range(2))
+    (h, dim), last = heads, rows - 1
+    geometry = KimiDeltaConfig(h, dim, 4)
+    projected = torch.randn(rows, 3 * h * dim + h + 2 * dim, device=DEVICE).to(dtype)
+    f, gate = (torch.randn(rows, h * dim, device=DEVICE).to(dtype) for _ in range(2))
     for x in (projected, f, gate):
-        x[3] = torch.nan
+        x[last] = torch.nan
     weights: list[Any] = [
-        torch.randn(3 * h * dim, 4, device=DEVICE, dtype=dtype),
+        torch.randn(3 * h * dim, 4, device=DEVICE).to(dtype),
         torch.linspace(-5, 2, h, device=DEVICE),
         torch.linspace(-30, 25, h * dim, device=DEVICE),  # both ends of softplus
-        torch.randn(dim, device=DEVICE, dtype=dtype),
+        torch.randn(dim, device=DEVICE).to(dtype),
         1e-5,
     ]
-    conv_before, before = torch.randn(9, 3 * h * dim, 3, device=DEVICE), torch.randn(9, h, dim, dim, device=DEVICE)
-    slots = torch.tensor([3, 1, 5, 0], dtype=torch.int32, device=DEVICE)
+    conv_before = torch.randn(rows + 5, 3 * h * dim, 3, device=DEVICE).to(dtype)
+    before = torch.randn(rows + 5, h, dim, dim, device=DEVICE).to(dtype)
+    slots = torch.randperm(rows + 4, device=DEVICE)[:rows].int() + 1
+    slots[last] = 0
     results = {}
     for backend in Backend:
         states = conv_before.clone(), before.clone()
-        out = torch.full((4, h * dim), 7.0, device=DEVICE) if given_out else None
+        out = torch.full((rows, h * dim), 7.0, device=DEVICE, dtype=dtype) if given_out else None
         out = kda_decode(projected, f, gate, *weights, *states, slots, geometry, backend=backend, out=out)
         results[backend] = (out, *states)
     (out, conv, state), expected = results[TRITON], results[TORCH]
-    assert (out[3] == (7.0 if given_out else 0.0)).all()
+    assert (out[last] == (7.0 if given_out else 0.0)).all()
     for prefetch in (False, True):  # tiles of part of the columns
         states = conv_before.clone(), before.clone()
         shape = Shape(16, 4, prefetch, None)
         tiled = kda_decode_triton(projected, f, gate, *weights, *states, slots, geometry, shape=shape)
-        close(tiled[:3], expected[0][:3], dtype)
+        close(tiled[:last], expected[0][:last], dtype)
         close(states[1][1:], expected[2][1:], dtype)
     close(out, expected[0], dtype)
     assert torch.equal(conv[1:], expected[1][1:])

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
+from weft.ops.triton.delta_vectors import Vectors, vectors_of
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
@@ -103,6 +104,7 @@ class Fixed(NamedTuple):
         num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel: of the layer, as in ``GatedDeltaNetConfig``.
         block_k, block_v: of a tile of the state.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
+        vectors: what a program leaves of the token before it reads states.
         keep_padding: leave the output of rows with slot 0 as it is.
         prefetch: see ``Shape``.
         negative_eigenvalues: as in ``GatedDeltaNetConfig``.
@@ -117,6 +119,7 @@ class Fixed(NamedTuple):
     block_v: int
     block_g: int
     block_h: int
+    vectors: Vectors
     keep_padding: bool
     prefetch: bool
     negative_eigenvalues: bool
@@ -141,7 +144,6 @@ def _gdn_decode_kernel(
     KEY_DIM: tl.constexpr = HK * K
     VALUE_DIM: tl.constexpr = HV * V
     C: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
-    VECTORS: tl.constexpr = 2 * K + 2 * GROUP * V + 2 * GROUP
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, BLOCK_V)
     k_mask = o_k < K
@@ -182,16 +184,19 @@ def _gdn_decode_kernel(
     gate = tl.load(row + C + i_key_head * GROUP * V + o_g, mask=g_mask, other=0.0).to(tl.float32)
     gate *= tl.sigmoid(gate) * norm
 
-    p_vectors = vectors + (i_row * HK + i_key_head) * VECTORS
+    p_vectors = vectors + (i_row * HK + i_key_head) * FIXED.vectors.size
+    p_values, p_gates = p_vectors + FIXED.vectors.values, p_vectors + FIXED.vectors.gates
     tl.store(p_vectors + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
     tl.store(p_vectors + K + o_k, l2_normalize(b_k), mask=k_mask)
-    tl.store(p_vectors + 2 * K + o_g, b_v, mask=g_mask)
-    tl.store(p_vectors + 2 * K + GROUP * V + o_g, gate, mask=g_mask)
-    tl.store(p_vectors + 2 * K + 2 * GROUP * V + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
+    tl.store(p_values + o_g, b_v, mask=g_mask)
+    tl.store(p_gates + o_g, gate, mask=g_mask)
+    p_decays = p_vectors + FIXED.vectors.decays
+    tl.store(p_decays + o_h, tl.exp(-rate * softplus(b_a)), mask=h_mask)
     b_beta = tl.sigmoid(b_beta)
     if FIXED.negative_eigenvalues:
         b_beta *= 2.0
-    tl.store(p_vectors + 2 * K + 2 * GROUP * V + GROUP + o_h, b_beta, mask=h_mask)
+    p_betas = p_vectors + FIXED.vectors.betas
+    tl.store(p_betas + o_h, b_beta, mask=h_mask)
     tl.debug_barrier()  # the vectors are written, and all convolution states read
     store_inputs(p_conv, q_kept, q_channels, k_mask, W)
     store_inputs(p_conv, k_kept, k_channels, k_mask, W)
@@ -199,12 +204,10 @@ def _gdn_decode_kernel(
 
     b_q = tl.load(p_vectors + o_k, mask=k_mask, other=0.0)
     b_k = tl.load(p_vectors + K + o_k, mask=k_mask, other=0.0)
-    p_value = p_vectors + 2 * K
-    p_gate, p_decay = p_value + GROUP * V, p_value + 2 * GROUP * V
     for i in tl.static_range(GROUP):
         b_next = step_head(
-            p_state + i * K * V, b_next, b_q, b_k, tl.load(p_decay + i), tl.load(p_decay + GROUP + i),
-            p_value + i * V, p_gate + i * V, p_out + i * V, k_mask, o_v, eps,
+            p_state + i * K * V, b_next, b_q, b_k, tl.load(p_decays + i), tl.load(p_betas + i),
+            p_values + i * V, p_gates + i * V, p_out + i * V, k_mask, o_v, eps,
             K, V, BLOCK_V, PREFETCH, i == 0, i == GROUP - 1,
         )  # fmt: skip
 
@@ -238,13 +241,13 @@ def gdn_decode_triton(
     assert out.is_contiguous(), "out must be contiguous"
     shape = shape or choose_shape(num_rows * g.num_k_heads)
     group = g.num_v_heads // g.num_k_heads
-    width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
-    vectors = torch.empty(num_rows, g.num_k_heads, width, dtype=torch.float32, device=projected.device)
+    places = vectors_of(group, g.head_k_dim, g.head_v_dim)
+    vectors = projected.new_empty(num_rows, g.num_k_heads, places.size, dtype=torch.float32)
     if num_rows:
         fixed = Fixed(
             g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel,
             next_power_of_2(g.head_k_dim), min(shape.block_v, next_power_of_2(g.head_v_dim)),
-            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), keep, shape.prefetch,
+            next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places, keep, shape.prefetch,
             g.negative_eigenvalues,
         )  # fmt: skip
         _gdn_decode_kernel[(g.num_k_heads, num_rows)](

@@ -1,7 +1,8 @@
-"""The states of Gated DeltaNet in bfloat16 through one token, in Gluon, for more than a few rows.
+"""States of the delta rule in bfloat16 through one token, in Gluon, for more than a few rows.
 
-Job: what ``gdn_verify.py`` does after the convolutions where each sequence has one token, in a launch of its own. Owns:
-who holds what of a state. Does not know: convolutions, gates, who asks for the token.
+Job: what ``gdn_verify.py`` does after the convolutions where each sequence has one token, and what ``kda_decode.py``
+does then, in a launch of its own. Owns: who holds what of a state. Does not know: convolutions, gates, who asks for the
+token.
 
 The step is bound by memory. A program has one head of one row: its four warps request the whole state before the kernel
 before this one has ended, whole rows at a time, and hold it as it comes, two numbers in a word. Numbers are widened for
@@ -14,14 +15,13 @@ Graph-safe: the grid is the padded number of rows; rows with slot 0 leave.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from weft.config.gated_delta_net import GatedDeltaNetConfig
+from weft.ops.triton.delta_vectors import StatesFixed, Vectors
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper, pack
 from weft.ops.triton.sizes import MULTIPROCESSORS
@@ -32,13 +32,6 @@ _ROWS = gl.constexpr(8)
 """Of the state at a time: a warp has two, 16 bytes to a thread."""
 _BLOCK = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 _VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-
-
-class Fixed(NamedTuple):
-    """What the kernel is compiled for: the layer's heads."""
-
-    num_k_heads: int
-    num_v_heads: int
 
 
 @gluon.jit
@@ -83,7 +76,7 @@ def _decode_states_kernel(
     release(EARLY, ALWAYS)
     HV: gl.constexpr = FIXED.num_v_heads
     GROUP: gl.constexpr = HV // FIXED.num_k_heads
-    VECTORS: gl.constexpr = 2 * _DIM + 2 * GROUP * _DIM + 2 * GROUP
+    PER_CHANNEL: gl.constexpr = FIXED.vectors.channels > 1
     STATE: gl.constexpr = _DIM * _PAIRS
     head = gl.program_id(0)
     row = gl.program_id(1).to(gl.int64)
@@ -101,13 +94,13 @@ def _decode_states_kernel(
         after = gl.load(slots + row).to(gl.int64)
         wait(EARLY)  # what is loaded until here no kernel of this step has written
         in_group = head % GROUP
-        p_query = vectors + (row * FIXED.num_k_heads + head // GROUP) * VECTORS
+        p_query = vectors + (row * FIXED.num_k_heads + head // GROUP) * FIXED.vectors.size
         p_key = p_query + _DIM
-        p_value = p_query + (2 + in_group) * _DIM + 2 * o_pair
-        p_gate = p_value + GROUP * _DIM
-        p_decay = p_query + (2 + 2 * GROUP) * _DIM + in_group
-        decay = gl.load(p_decay)
-        beta = gl.load(p_decay + GROUP)
+        p_value = p_query + FIXED.vectors.values + in_group * _DIM + 2 * o_pair
+        p_gate = p_query + FIXED.vectors.gates + in_group * _DIM + 2 * o_pair
+        p_decay = p_query + FIXED.vectors.decays + in_group * FIXED.vectors.channels
+        decay = 1.0 if PER_CHANNEL else gl.load(p_decay)  # of sums over channels
+        beta = gl.load(p_query + FIXED.vectors.betas + in_group)
         o_dim = gl.arange(0, _DIM, layout=_VECTOR)
         query_key = gl.sum(gl.load(p_query + o_dim) * gl.load(p_key + o_dim), 0)
         keys = ()
@@ -118,19 +111,26 @@ def _decode_states_kernel(
         for i in gl.static_range(_DIM // _ROWS):
             q = gl.load(p_query + i * _ROWS + o_k)[:, None]
             k = gl.load(p_key + i * _ROWS + o_k)[:, None]
+            keys = keys + (k,)  # type: ignore[assignment]  # noqa: RUF005
+            if PER_CHANNEL:
+                fade = gl.load(p_decay + i * _ROWS + o_k)[:, None]
+                q = q * fade
+                k = k * fade
             low, high = unpack(states[i])
             k_low = k_low + low * k  # not in place: all four begin as one
             k_high = k_high + high * k
             q_low = q_low + low * q
             q_high = q_high + high * q
-            keys = keys + (k,)  # type: ignore[assignment]  # noqa: RUF005
         k_low, k_high, q_low, q_high = gl.reduce((k_low, k_high, q_low, q_high), 0, _add)
         delta_low = (gl.load(p_value) - k_low * decay) * beta
         delta_high = (gl.load(p_value + 1) - k_high * decay) * beta
         if after > 0:
             p_after = state + (after * HV + head) * STATE + inside
             for i in gl.static_range(_DIM // _ROWS):
-                new = update(states[i], decay, keys[i], delta_low[None, :], delta_high[None, :])
+                fade = decay
+                if PER_CHANNEL:  # read again: there is no room to keep them
+                    fade = gl.load(p_decay + i * _ROWS + o_k)[:, None]
+                new = update(states[i], fade, keys[i], delta_low[None, :], delta_high[None, :])
                 gl.store(p_after + i * (_ROWS * _PAIRS), new)
         out_low = q_low * decay + query_key * delta_low
         out_high = q_high * decay + query_key * delta_high
@@ -148,12 +148,11 @@ def takes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool:
 
 
 def launch_decode_states(
-    vectors: Tensor, state: Tensor, state_slots: Tensor, slots: Tensor, out: Tensor, eps: float,
-    geometry: GatedDeltaNetConfig,
-) -> None:  # fmt: skip
+    vectors: Tensor, state: Tensor, state_slots: Tensor, slots: Tensor, out: Tensor, eps: float, places: Vectors
+) -> None:
     """As ``launch_verify_states`` of ``gdn_verify_gluon.py``, of one token of each sequence."""
-    fixed = Fixed(geometry.num_k_heads, geometry.num_v_heads)
+    fixed = StatesFixed(1, vectors.shape[1], state.shape[1], places)
     words = state.view(torch.int32), state_slots, slots, out.view(torch.int32)
-    _decode_states_kernel[(geometry.num_v_heads, slots.shape[0])](
+    _decode_states_kernel[(state.shape[1], slots.shape[0])](
         vectors, *words, eps, FIXED=fixed, num_warps=4, **early_launch(state.device)
     )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from weft.config.gated_delta_net import GatedDeltaNetConfig
 from weft.ops.triton.conv_update import convolve, load_columns, store_inputs
+from weft.ops.triton.delta_vectors import Vectors, vectors_of
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
 from weft.ops.triton.elementwise import softplus
 from weft.ops.triton.gated_delta_rule import delta_rule_step, l2_normalize
@@ -55,6 +56,7 @@ class Fixed(NamedTuple):
             ``GatedDeltaNetConfig``.
         block_k, block_v: powers of two that hold a state's rows and columns.
         block_g, block_h: powers of two that hold a group's values, and its value heads.
+        vectors: what a program leaves of a token before it reads states.
         has_states: the states are taken through the tokens here; else by a launch of its own.
     """
 
@@ -69,6 +71,7 @@ class Fixed(NamedTuple):
     block_v: int
     block_g: int
     block_h: int
+    vectors: Vectors
     has_states: bool
 
 
@@ -86,18 +89,16 @@ def _gates(row, A_log, dt_bias, heads, mask, C: tl.constexpr, VALUE_DIM: tl.cons
 
 
 @triton.jit
-def _load_vectors(p_vector, head, o_k, o_v, k_mask, v_mask, FIXED: tl.constexpr):
+def _load_vectors(p_token, head, o_k, o_v, k_mask, v_mask, FIXED: tl.constexpr):
     """One token's query, key, value and gate for one value ``head`` of its group, its decay and beta."""
-    GROUP: tl.constexpr = FIXED.num_v_heads // FIXED.num_k_heads
     K: tl.constexpr = FIXED.head_k_dim
     V: tl.constexpr = FIXED.head_v_dim
-    query = tl.load(p_vector + o_k, mask=k_mask, other=0.0)
-    key = tl.load(p_vector + K + o_k, mask=k_mask, other=0.0)
-    p_values = p_vector + 2 * K
-    value = tl.load(p_values + head * V + o_v, mask=v_mask, other=0.0)
-    b_gate = tl.load(p_values + (GROUP + head) * V + o_v, mask=v_mask, other=0.0)
-    p_decays = p_values + 2 * GROUP * V
-    return query, key, value, b_gate, tl.load(p_decays + head), tl.load(p_decays + GROUP + head)
+    query = tl.load(p_token + o_k, mask=k_mask, other=0.0)
+    key = tl.load(p_token + K + o_k, mask=k_mask, other=0.0)
+    value = tl.load(p_token + FIXED.vectors.values + head * V + o_v, mask=v_mask, other=0.0)
+    b_gate = tl.load(p_token + FIXED.vectors.gates + head * V + o_v, mask=v_mask, other=0.0)
+    decay = tl.load(p_token + FIXED.vectors.decays + head)
+    return query, key, value, b_gate, decay, tl.load(p_token + FIXED.vectors.betas + head)
 
 
 @jit(do_not_specialize_on_alignment=["state_slots", "slots"])
@@ -120,10 +121,6 @@ def _gdn_verify_kernel(
     KEY_DIM: tl.constexpr = HK * K
     VALUE_DIM: tl.constexpr = HV * V
     C: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
-    VALUES: tl.constexpr = 2 * K  # where the values begin in a token's vectors: q | k | v | gate | decay | beta
-    GATES: tl.constexpr = VALUES + GROUP * V
-    DECAYS: tl.constexpr = GATES + GROUP * V
-    VECTORS: tl.constexpr = DECAYS + 2 * GROUP
     o_k, o_v = tl.arange(0, FIXED.block_k), tl.arange(0, FIXED.block_v)
     o_g, o_h = tl.arange(0, BLOCK_G), tl.arange(0, FIXED.block_h)
     k_mask, v_mask, g_mask, h_mask = o_k < K, o_v < V, o_g < GROUP * V, o_h < GROUP
@@ -139,7 +136,7 @@ def _gdn_verify_kernel(
     tile_mask = k_mask[:, None] & v_mask[None, :]
     p_state = state + slot * HV * K * V + tile
     p_conv = conv_state + slot * C * (W - 1)
-    p_vectors = vectors + (i_seq * HK + i_key_head) * T * VECTORS
+    p_vectors = vectors + (i_seq * HK + i_key_head) * T * FIXED.vectors.size
     row = projected + i_seq * T * stride_row
     q_channels = i_key_head * K + o_k
     k_channels = KEY_DIM + q_channels
@@ -163,13 +160,13 @@ def _gdn_verify_kernel(
         row += stride_row
     for t in tl.static_range(T):
         b_q, b_k, b_v, gate, decay, beta = computed[t]
-        p_token = p_vectors + t * VECTORS
+        p_token = p_vectors + t * FIXED.vectors.size
         tl.store(p_token + o_k, l2_normalize(b_q) * (K**-0.5), mask=k_mask)
         tl.store(p_token + K + o_k, l2_normalize(b_k), mask=k_mask)
-        tl.store(p_token + VALUES + o_g, b_v, mask=g_mask)
-        tl.store(p_token + GATES + o_g, gate, mask=g_mask)
-        tl.store(p_token + DECAYS + o_h, decay, mask=h_mask)
-        tl.store(p_token + DECAYS + GROUP + o_h, beta, mask=h_mask)
+        tl.store(p_token + FIXED.vectors.values + o_g, b_v, mask=g_mask)
+        tl.store(p_token + FIXED.vectors.gates + o_g, gate, mask=g_mask)
+        tl.store(p_token + FIXED.vectors.decays + o_h, decay, mask=h_mask)
+        tl.store(p_token + FIXED.vectors.betas + o_h, beta, mask=h_mask)
     tl.debug_barrier()  # the vectors of all tokens are written, and all convolution states read
     for t in tl.static_range(T):
         q_kept, k_kept, v_kept = states[t]
@@ -183,7 +180,7 @@ def _gdn_verify_kernel(
         b_state = tl.load(p_state + i * K * V, mask=tile_mask, other=0.0).to(tl.float32)
         for t in range(T):
             query, key, value, b_gate, fade, strength = _load_vectors(
-                p_vectors + t * VECTORS, i, o_k, o_v, k_mask, v_mask, FIXED
+                p_vectors + t * FIXED.vectors.size, i, o_k, o_v, k_mask, v_mask, FIXED
             )
             b_out, new_state = delta_rule_step(b_state, query, key, value, fade, strength)
             stored = new_state.to(state.dtype.element_ty)
@@ -194,7 +191,7 @@ def _gdn_verify_kernel(
             b_state = stored.to(tl.float32)
 
 
-def _launch_of_states(
+def launch_of_states(
     state: Tensor, out_dtype: torch.dtype, num_seqs: int, num_tokens: int
 ) -> Callable[..., None] | None:
     """The launch that takes states through the tokens, where one of its own takes less time (measured on an H200)."""
@@ -208,7 +205,7 @@ def _launch_of_states(
 
 def serves_decodes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool:
     """Whether one token of each row takes less time here than in the decode kernel."""
-    return num_rows > 0 and _launch_of_states(state, out_dtype, num_rows, 1) is not None
+    return num_rows > 0 and launch_of_states(state, out_dtype, num_rows, 1) is not None
 
 
 def gdn_verify_triton(
@@ -236,14 +233,15 @@ def gdn_verify_triton(
     assert state_slots.is_contiguous() and slots.is_contiguous()
     out = projected.new_empty(num_seqs * num_tokens, g.value_dim)
     group = g.num_v_heads // g.num_k_heads
-    width = 2 * g.head_k_dim + 2 * group * g.head_v_dim + 2 * group
-    vectors = torch.empty(num_seqs, g.num_k_heads, num_tokens, width, dtype=torch.float32, device=projected.device)
+    places = vectors_of(group, g.head_k_dim, g.head_v_dim)
+    vectors = projected.new_empty(num_seqs, g.num_k_heads, num_tokens, places.size, dtype=torch.float32)
     if num_seqs:
-        launch_states = _launch_of_states(state, out.dtype, num_seqs, num_tokens)
+        launch_states = launch_of_states(state, out.dtype, num_seqs, num_tokens)
         block_k, block_v = next_power_of_2(g.head_k_dim), next_power_of_2(g.head_v_dim)
         fixed = Fixed(
             num_tokens, g.num_k_heads, g.num_v_heads, g.head_k_dim, g.head_v_dim, g.conv_kernel, g.negative_eigenvalues,
-            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), launch_states is None,
+            block_k, block_v, next_power_of_2(group * g.head_v_dim), next_power_of_2(group), places,
+            launch_states is None,
         )  # fmt: skip
         _gdn_verify_kernel[(g.num_k_heads, num_seqs)](
             projected, conv_weight, A_log, dt_bias, norm_weight, conv_state, state, state_slots, slots, vectors, out,
@@ -251,5 +249,5 @@ def gdn_verify_triton(
             FIXED=fixed, num_warps=num_warps or choose_warps(block_k * block_v), **early_launch(projected.device),
         )  # fmt: skip
         if launch_states is not None:
-            launch_states(vectors, state, state_slots, slots, out, eps, g)
+            launch_states(vectors, state, state_slots, slots, out, eps, places)
     return out
