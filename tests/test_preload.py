@@ -97,6 +97,7 @@ def test_triton_is_imported_where_there_is_a_gpu_and_may_be_another_one(monkeypa
     """Under a Triton that Weft does not know, kernels without Gluon run; without a driver none do."""
     monkeypatch.setattr(preload, "_has_cuda", lambda: True)
     monkeypatch.setitem(sys.modules, "triton.experimental", None)
+    monkeypatch.setattr(preload, "look_up_triton_key", lambda: None)  # a later test has a key of its own
     asked: list[bool] = []
     for is_there in (True, False):
         monkeypatch.setattr(preload, "has_driver", lambda is_there=is_there: asked.append(is_there) or is_there)
