@@ -13,8 +13,9 @@ import torch
 from tests.harness import Harness, leave_parts, model_context
 from tests.tiny import make_checkpoint
 from weft.config.layer_spec import CacheDtypes
-from weft.forward_context import NAMED_CALL, forward_context
+from weft.forward_context import NAMED_CALL, LogitsRows, forward_context
 from weft.layers import moe
+from weft.layers.all_reduce import AllReduce
 from weft.layers.linear import RowParallelLinear
 from weft.layers.table import LayerTable
 
@@ -49,7 +50,7 @@ def test_a_name_is_registered_once() -> None:
 
 def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the shared expert's, which is added to the experts' first; nor where a tracer or a named split op would have
-    to know of parts; nor a rank's part of a sum, nor one with a bias."""
+    to know of parts; nor with a bias, on this rank or another; nor where ranks sum without peer memory."""
     products = {n: m for n, m in harness.model.named_modules() if isinstance(m, RowParallelLinear)}
     leaving = {name.removeprefix("model.layers.") for name, product in products.items() if product.leaves_sums}
     assert leaving == {*(f"{i}.linear_attn.out_proj" for i in range(3)), "3.self_attn.o_proj"}
@@ -65,11 +66,39 @@ def test_sums_are_left_only_where_a_norm_comes_next(harness: Harness, monkeypatc
     with forward_context(replace(context, breaks=named)):
         assert product(x).dim() == 2
     assert len(left) == 1
-    for size, bias in ((1, False), (2, False), (1, True)):
-        context_of_ranks = model_context(tp=SimpleNamespace(rank=0, size=size))  # type: ignore[arg-type]
-        product = RowParallelLinear(8, 8, bias=bias, context=context_of_ranks, what="inputs")
-        product.leave_sums()
-        assert product.leaves_sums == (size == 1 and not bias)
+    for rank, size, bias in ((0, 1, False), (1, 2, False), (0, 1, True), (0, 2, True), (1, 2, True)):
+        context_of_ranks = model_context(tp=SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+        other = RowParallelLinear(8, 8, bias=bias, context=context_of_ranks, what="inputs")
+        other.leave_sums(())
+        assert other.leaves_sums == (not bias)
+    ranks = SimpleNamespace(peers=lambda x: None, peers_to_send=lambda x: None)
+    product.leave_sums((ranks,))  # type: ignore[arg-type]
+    with forward_context(context):
+        assert product(x).dim() == 2 and len(left) == 1
+        ranks.peers = lambda x: "memory"
+        assert product(x).dim() == 3 and len(left) == 2
+
+
+def test_rows_are_sent_only_where_the_next_norm_receives_them(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few ones, all of a pass, where no split op sees them; not while a rank is alone."""
+    group = SimpleNamespace(rank=0, size=2, is_alone=False, peer_memory=lambda num_bytes: torch.zeros(2))
+    all_reduce = AllReduce.shared(64, replace(model_context(tp=group), custom_all_reduce=True))  # type: ignore[arg-type]
+    batch = harness.context_for([(harness.sequence(list(range(9))), 5)])
+    some = replace(batch, batch=replace(batch.batch, logits_rows=LogitsRows(torch.zeros(1), batch.batch)))
+    named = replace(batch, breaks=SimpleNamespace(names=frozenset({NAMED_CALL + "mlp"})))  # type: ignore[arg-type]
+    broken = replace(batch, breaks=SimpleNamespace(names=frozenset({"all_reduce"})))  # type: ignore[arg-type]
+    x, many = torch.zeros(128, 8), torch.zeros(129, 8)
+    for context, given, sends in (
+        (batch, x, True), (batch, many, False), (some, x, False), (named, x, False), (broken, x, False)
+    ):  # fmt: skip
+        with forward_context(context):
+            assert (all_reduce.peers_to_send(given) is not None) == sends
+            assert (all_reduce.peers(given) is not None) == (context is not broken)
+    monkeypatch.setattr(group, "is_alone", True)
+    with forward_context(batch):
+        assert all_reduce.peers_to_send(x) is all_reduce.peers(x) is None
 
 
 def test_mixers_whose_outputs_are_added_up_leave_no_sums(tmp_path: Path) -> None:

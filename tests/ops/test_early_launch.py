@@ -22,7 +22,7 @@ CAREFUL = {
     "_kda_decode_kernel", "merge_kernel", "_rms_norm_kernel", "_qk_norm_rope_kernel", "_router_kernel",
     "_conv_update_kernel", "_scan_step_kernel", "_group_norm_kernel",
     "_verify_states_kernel", "_decode_states_kernel", "_gdn_verify_kernel", "_prefill_hopper_kernel",
-    "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel",
+    "_fp8_few_rows_hopper_kernel", "_fp8_pairs_hopper_kernel", "_sum_kernel", "_receive_norm_kernel",
 }  # fmt: skip
 """Kernels that load something before they wait: weights, metadata, or keys and states of earlier steps."""
 PASSES_ON = {
@@ -114,13 +114,13 @@ def test_only_the_gpus_that_can_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
 BEFORE_THE_WAIT = {
     "weight_rows", "table", "seq_lens", "cu_seqlens_q", "k_cache", "v_cache", "state_slots", "p_state",
     "weight", "weight_scale", "p_angles", "positions", "slot_mapping", "k_scale", "bias", "A_log", "dt_bias", "D",
-    "counts", "slots", "norm_weight", "rate", "skip",
+    "counts", "slots", "norm_weight", "rate", "skip", "addresses",
 }  # fmt: skip
 """What the forward pass does not write, and the keys, values and states of earlier steps."""
 
 EARLY_LOADS = (
     "_load_weight", "_load_parts", "_weight_tile", "load_keys_values", "_load_factors", "_scale", "first_pages",
-    "_place", "sequence_of_block", "load_weights", "load_scales", "load_inputs",
+    "_place", "sequence_of_block", "load_weights", "load_scales", "load_inputs", "areas_of", "packets_at",
 )  # fmt: skip
 """Functions that load for kernels before they wait."""
 
@@ -136,7 +136,7 @@ LOADERS = [
     "kda_decode.py", "norm.py", "qk_norm_rope.py", "conv_update.py", "selective_scan.py",
     "attention_prefill_hopper.py", "fp8_few_rows_hopper.py", "fp8_moe_pairs_hopper.py",
     "group_norm.py", "gdn_decode.py", "gdn_decode_gluon.py", "gdn_verify.py", "gdn_verify_gluon.py",
-    "attention_decode_hopper.py",
+    "attention_decode_hopper.py", "moe_sum.py",
 ]  # fmt: skip
 
 PASSED_ON = {"fp8_moe_pairs_hopper.py": {"ids"}}
@@ -148,7 +148,7 @@ def test_only_what_was_there_is_read_before_the_wait(file: str) -> None:
     """Every load above a function's first wait, and all loads of the functions that it calls there."""
     body = ast.parse((FOLDER / file).read_text()).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    for parts in ("attention_tiles.py", "fp8_few_rows_hopper.py"):
+    for parts in ("attention_tiles.py", "fp8_few_rows_hopper.py", "packets.py"):
         shared = ast.parse((FOLDER / parts).read_text()).body
         functions = {node.name: node for node in shared if isinstance(node, ast.FunctionDef)} | functions
 
@@ -177,6 +177,30 @@ def test_what_was_passed_on_is_read_past_the_first_cache() -> None:
         loads = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in ("tl.load", "gl.load")]
         of_names = [n for n in loads if names & {part.id for part in ast.walk(n) if isinstance(part, ast.Name)}]
         assert of_names and all("cache_modifier='.cg'" in ast.unparse(n) for n in of_names)
+
+
+def test_a_receiver_starts_when_senders_have_waited_and_waits_last() -> None:
+    """What older kernels wrote it reads past the first cache, and packets again and again."""
+    files = ("packets.py", "all_reduce_packed.py", "moe_sum.py", "skinny_linear.py")
+    nodes = [node for file in files for node in ast.parse((FOLDER / file).read_text()).body]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    order = [name for name in calls(functions["_receive_norm_kernel"]) if name in (*functions, "release")]
+    assert order == ["release", "flags_of", "_receive_and_norm"]
+    both = "if not PASSED_ON:\n        wait(EARLY)", "if PASSED_ON:\n        wait(EARLY)\n    tl.store(counters"
+    assert all(text in ast.unparse(functions["_receive_norm_kernel"]) for text in both)
+    for name in ("flags_of", "_receive_and_norm", "_receive"):
+        loads = [n for n in ast.walk(functions[name]) if isinstance(n, ast.Call) and ast.unparse(n.func) == "tl.load"]
+        texts = [ast.unparse(load) for load in loads if "weight" not in ast.unparse(load)]
+        assert texts and all("cache_modifier='.cg'" in text or "volatile=True" in text for text in texts)
+    conditions = {
+        "_sum_kernel": ("not PASSES_ON", "PASSES_ON"),
+        "_skinny_linear_kernel": ("ROUTE is None", "ROUTE is not None"),
+    }
+    for name, (before, after) in conditions.items():
+        found = ast.unparse(functions[name])
+        early, late = f"if {before}:\n        release(EARLY)", f"if {after}:\n        release(EARLY)"
+        assert 0 < found.index(early) < found.index("wait(EARLY)") < found.index(late) < found.index("flags_of(")
+        assert found.count("release(EARLY)") == 2
 
 
 def test_a_forward_pass_begins_with_an_ordinary_launch() -> None:

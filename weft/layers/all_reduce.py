@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from weft.forward_context import get_forward_context
+from weft.forward_context import get_forward_context, has_named_calls
 from weft.graph.split_ops import split_op
 from weft.layers.context import ModelContext
-from weft.ops.peer_buffers import PeerBuffers, buffer_bytes, make_counters
+from weft.ops.peer_buffers import PeerBuffers, SentRows, buffer_bytes, make_counters, takes_packets
 
 NAME = "all_reduce"
 
@@ -38,7 +38,7 @@ class AllReduce(nn.Module):
 
     def __init__(self, width: int, context: ModelContext, name: str = NAME) -> None:
         super().__init__()
-        self.name, self.width, self._tp = name, width, context.tp
+        self.name, self.width, self._tp, self._dtype = name, width, context.tp, context.dtype
         self._peers: PeerBuffers | None = None
         if context.custom_all_reduce and name == NAME:
             self._peers = self._make_peers(context)
@@ -72,14 +72,27 @@ class AllReduce(nn.Module):
         assert isinstance(found, cls)
         return found
 
-    def peers(self, x: Tensor) -> PeerBuffers | None:
+    @classmethod
+    def over_ranks(cls, width: int, context: ModelContext) -> tuple[AllReduce, ...]:
+        """``shared``, if there are several ranks; in a tuple, so that it is no submodule of each layer that has it."""
+        return (cls.shared(width, context),) if context.tp.size > 1 else ()
+
+    def peers(self, x: Tensor | SentRows) -> PeerBuffers | None:
         """The memory for the fused kernel, if it is to sum ``x``: not in a pass that breaks at sums, nor in a trace."""
         if self._peers is None or torch.compiler.is_dynamo_compiling() or self._tp.is_alone:
             return None
-        if x.shape[0] > self._peers.max_rows:
+        if x.shape[-2] > self._peers.max_rows:
             return None
         breaks = get_forward_context().breaks
         return None if breaks is not None and NAME in breaks.names else self._peers
+
+    def peers_to_send(self, x: Tensor) -> PeerBuffers | None:
+        """The memory for the fused kernel, if the one that forms a row of a sum from each of ``x [T, *]`` may send it
+        there. Not where the norm that follows gets other rows, or split ops see what comes out."""
+        peers = self.peers(x)
+        if peers is None or has_named_calls() or get_forward_context().batch.logits_rows is not None:
+            return None
+        return peers if takes_packets(x.shape[0], self.width, self._dtype, peers.size) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sum(x)

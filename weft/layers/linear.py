@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weft.config.sharding import divide, head_range
 from weft.forward_context import has_named_calls
+from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.quant_method import LinearMethod
 from weft.layers.weight import (
@@ -30,6 +31,7 @@ from weft.layers.weight import (
     stacked,
     whole_rows,
 )
+from weft.ops.peer_buffers import SentRows
 
 
 class LinearBase(WeightModule):
@@ -164,10 +166,12 @@ class RowParallelLinear(LinearBase):
     The next ``ResidualRMSNorm`` sums over the ranks. Rank 0 alone adds the bias.
 
     Attributes:
-        leaves_sums: of few rows, parts ``[S, T, out_features]`` may come out, which that norm adds (``linear_parts``).
+        leaves_sums: of few rows, parts ``[S, T, out_features]`` may come out, which that norm adds (``linear_parts``),
+            or with several ranks rows that are sent already.
     """
 
     leaves_sums = False
+    _all_reduce: tuple[AllReduce, ...] = ()
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: ModelContext, what: str) -> None:
         local = divide(in_features, context.tp.size, what)
@@ -176,13 +180,17 @@ class RowParallelLinear(LinearBase):
         super().__init__(shard, bias and context.tp.rank == 0, context)
         self._bias_elsewhere = bias and context.tp.rank > 0
 
-    def leave_sums(self) -> None:
-        """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is."""
-        self.leaves_sums = self._tp.size == 1 and self.bias is None
+    def leave_sums(self, all_reduce: tuple[AllReduce, ...]) -> None:
+        """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
+        self.leaves_sums, self._all_reduce = self.bias is None and not self._bias_elsewhere, all_reduce
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.leaves_sums and not torch.compiler.is_dynamo_compiling() and not has_named_calls():
+    def forward(self, x: Tensor) -> Tensor | SentRows:
+        leaves = self.leaves_sums and not torch.compiler.is_dynamo_compiling() and not has_named_calls()
+        if leaves and not self._all_reduce:
             return self.quant_method.apply_parts(self, x)
+        for all_reduce in self._all_reduce if leaves else ():
+            if all_reduce.peers(x) is not None:
+                return self.quant_method.apply_parts(self, x, all_reduce.peers_to_send(x))
         return self.quant_method.apply(self, x, self.bias)
 
     def _bias_layout(self) -> Layout:

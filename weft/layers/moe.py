@@ -16,6 +16,7 @@ from weft.config.model import ModelConfig
 from weft.config.moe import ClampedSwiGLU
 from weft.config.sharding import divide
 from weft.forward_context import get_forward_context, has_named_calls
+from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import LinearBase, MergedReplicatedLinear
 from weft.layers.mlp import MLP, dense_mlp
@@ -32,6 +33,7 @@ from weft.layers.weight import (
     whole,
 )
 from weft.ops.moe import topk_router
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 
 
 class Experts(WeightModule):
@@ -119,9 +121,11 @@ class Experts(WeightModule):
         ids: Tensor,
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
-    ) -> Tensor:
-        """As ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``; ids count from the first local expert."""
-        return self.quant_method.apply(self, x, weights, ids, shared, shared_gate)
+        peers: PeerBuffers | None = None,
+    ) -> Tensor | SentRows:
+        """As ``weft.ops.moe.fused_moe``, or with ``peers`` as ``send_fused_moe``: ``[T, H] -> [T, H]``; ids count from
+        the first local expert."""
+        return self.quant_method.apply(self, x, weights, ids, shared, shared_gate, peers)
 
     def layouts(self) -> tuple[Layout, ...]:
         biases = self._bias_layout() if self.biases else {}
@@ -168,6 +172,8 @@ class SparseMoe(WeightModule):
     The router's rows and the shared expert's gate are one small matrix, so that both come from one product.
     """
 
+    _all_reduce: tuple[AllReduce, ...] = ()
+
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         moe = config.moe
@@ -196,12 +202,17 @@ class SparseMoe(WeightModule):
             self.shared_expert = dense_mlp(config, shared_size, context)
             self.experts.shared_linears = _as_one_expert(self.shared_expert, self.experts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def leave_sums(self, all_reduce: tuple[AllReduce, ...]) -> None:
+        """Say that ``ResidualRMSNorm.add`` takes what comes out, as it is; ``all_reduce``: that norm's."""
+        self._all_reduce = all_reduce
+
+    def forward(self, x: Tensor) -> Tensor | SentRows:
         logits = self.router(x)
         gate = logits[:, self._moe.num_experts : self._moe.num_experts + 1] if self._shared_gate else None
         logits = logits[:, : self._moe.num_experts]
         if self.shared_expert is None or self._shared_is_routed(x):
-            return self.experts(x, *self._route(logits, self.shared_expert is not None, gate))
+            peers = next((all_reduce.peers_to_send(x) for all_reduce in self._all_reduce), None)
+            return self.experts(x, *self._route(logits, self.shared_expert is not None, gate), peers=peers)
         weights, ids = self._route(logits, False, None)
         return self.experts(x, weights, ids, shared=self.shared_expert(x), shared_gate=gate)
 

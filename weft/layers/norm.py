@@ -10,6 +10,7 @@ from weft.layers.context import ModelContext
 from weft.layers.weight import Layout, RowMap, WeightModule, empty_parameter, whole
 from weft.ops.all_reduce import all_reduce_rms_norm
 from weft.ops.norm import gated_rms_norm, rms_norm
+from weft.ops.peer_buffers import SentRows
 
 
 class RMSNorm(WeightModule):
@@ -44,11 +45,12 @@ class ResidualRMSNorm(RMSNorm):
         self, size: int, eps: float, context: ModelContext, *, zero_centered: bool, partial: bool = True
     ) -> None:
         super().__init__(size, eps, context, zero_centered=zero_centered)
-        self._all_reduce = _all_reduce(size, context) if partial else ()
+        self._all_reduce = AllReduce.over_ranks(size, context) if partial else ()
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | SentRows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """``(norm(x + residual), x + residual)``, where ``x [T, size]`` must not be used afterwards; no residual at the
-        first layer counts as zero. ``x`` may be in parts (``RowParallelLinear.leaves_sums``) where there is one."""
+        first layer counts as zero. ``x`` may be in parts (``RowParallelLinear.leaves_sums``) where there is one, and
+        sent where ``AllReduce.peers_to_send`` says so."""
         for all_reduce in self._all_reduce:
             peers = all_reduce.peers(x)
             if peers is not None:
@@ -56,6 +58,7 @@ class ResidualRMSNorm(RMSNorm):
                     x, residual, self.weight, self._eps, peers, zero_centered=self._zero_centered
                 )
             x = all_reduce(x)
+        assert isinstance(x, Tensor), "rows are sent where they are received"
         if residual is None:
             return self(x), x
         y = rms_norm(
@@ -70,7 +73,7 @@ class OutputRMSNorm(RMSNorm):
 
     def __init__(self, size: int, eps: float, context: ModelContext, *, zero_centered: bool) -> None:
         super().__init__(size, eps, context, zero_centered=zero_centered)
-        self._all_reduce = _all_reduce(size, context)
+        self._all_reduce = AllReduce.over_ranks(size, context)
 
     def forward(self, x: Tensor) -> Tensor:
         for all_reduce in self._all_reduce:
@@ -83,7 +86,7 @@ class ResidualSum(nn.Module):
 
     def __init__(self, size: int, context: ModelContext, *, partial: bool) -> None:
         super().__init__()
-        self._all_reduce = _all_reduce(size, context) if partial else ()
+        self._all_reduce = AllReduce.over_ranks(size, context) if partial else ()
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         for all_reduce in self._all_reduce:
@@ -115,11 +118,6 @@ class SpanningRMSNorm(RMSNorm):
 
     def layouts(self) -> tuple[Layout, ...]:
         return ({"weight": self._rows.piece(self.weight)},)
-
-
-def _all_reduce(size: int, context: ModelContext) -> tuple[AllReduce, ...]:
-    """The sum over ranks, if there are several; in a tuple, so that it is no submodule of each norm."""
-    return (AllReduce.shared(size, context),) if context.tp.size > 1 else ()
 
 
 class GatedRMSNorm(WeightModule):

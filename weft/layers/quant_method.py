@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from torch import Tensor
 
 from weft.layers.weight import Layout, WeightModule, uniform_range
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 
 if TYPE_CHECKING:
     from weft.layers.linear import LinearBase
@@ -47,8 +48,9 @@ class LinearMethod(QuantMethod["LinearBase"]):
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b``: ``[..., K] -> [..., N]`` in x's dtype."""
 
-    def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
-        """``x W^T``: ``[T, K] -> [T, N]``, or ``[S, T, N]`` as ``weft.ops.linear.linear_parts``."""
+    def apply_parts(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+        """``x W^T``: ``[T, K] -> [T, N]``, or ``[S, T, N]``, or sent to ``peers``, as
+        ``weft.ops.linear.linear_parts``."""
         return self.apply(layer, x, None)
 
     @abstractmethod
@@ -68,6 +70,7 @@ class ExpertsMethod(QuantMethod["Experts"]):
         ids: Tensor,
         shared: Tensor | None,
         shared_gate: Tensor | None,
-    ) -> Tensor:
+        peers: PeerBuffers | None = None,
+    ) -> Tensor | SentRows:
         """The routed experts' weighted sum, as ``weft.ops.moe.fused_moe``: ``[T, H] -> [T, H]``. Ids reach the shared
-        expert only where ``experts.shared_joins`` says so."""
+        expert only where ``experts.shared_joins`` says so. With ``peers``, as ``send_fused_moe``."""

@@ -16,6 +16,7 @@ from weft.config.attention import AttentionConfig
 from weft.config.model import ModelConfig, layer_name
 from weft.config.sliding_window import SlidingWindowConfig
 from weft.forward_context import LogitsRows, get_forward_context, other_batch
+from weft.layers.all_reduce import AllReduce
 from weft.layers.attention import Attention
 from weft.layers.context import ModelContext
 from weft.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -91,14 +92,14 @@ class DecoderLayer(nn.Module):
             partial = bool(self._mixers) or partial_input
             self.post_attention_layernorm = residual_norm(config, context, partial=partial)
 
-    def leave_sums(self) -> None:
-        """Say that a norm of the residual stream follows each half: ``x`` may then come in and out as parts of sums
-        (``RowParallelLinear.leaves_sums``). Several mixers' outputs are added before."""
+    def leave_sums(self, all_reduce: tuple[AllReduce, ...]) -> None:
+        """Say that a norm of the residual stream, with ``all_reduce``, follows each half: ``x`` may then come in and
+        out as parts of sums, or sent (``RowParallelLinear.leaves_sums``). Several mixers' outputs are added before."""
         halves = [getattr(self, module) for module in self._mixers if len(self._mixers) == 1]
         for half in [*halves, self.mlp] if self._has_mlp else halves:
-            projection = getattr(half, "output_projection", None)
-            if projection is not None:
-                projection.leave_sums()
+            last = half if isinstance(half, SparseMoe) else getattr(half, "output_projection", None)
+            if last is not None:
+                last.leave_sums(all_reduce)
 
     def forward(self, x: Tensor, residual: Tensor | None, rows: LogitsRows | None = None) -> tuple[Tensor, Tensor]:
         if rows is None:
@@ -230,7 +231,7 @@ class Decoder(nn.Module):
         self.norm = residual_norm(config, context, partial=_layer_class(config, count - 1).partial_output)
         if all(type(layer) is DecoderLayer for layer in layers):
             for layer in layers:
-                layer.leave_sums()
+                layer.leave_sums(AllReduce.over_ranks(config.hidden_size, context))
         self._multiplier = config.multipliers.embedding / config.multipliers.residual
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from weft.config.model import MTP_LAYER, MTP_LAYER_TYPE, ModelConfig
 from weft.forward_context import Batch, get_forward_context, other_batch
+from weft.layers.all_reduce import AllReduce
 from weft.layers.context import ModelContext
 from weft.layers.linear import RowParallelLinear
 from weft.layers.norm import RMSNorm
@@ -39,7 +40,7 @@ class MultiTokenPredictor(nn.Module):
         self.fc = RowParallelLinear(2 * size, size, bias=False, context=context, what="2 * hidden_size")
         place = LayerPlace(MTP_LAYER, MTP_LAYER_TYPE, sparse=config.moe is not None)
         layer = DecoderLayer(config, context, place, mixers)
-        layer.leave_sums()
+        layer.leave_sums(AllReduce.over_ranks(size, context))
         self.layers = nn.ModuleList([layer])
         self.norm = residual_norm(config, context)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.norm import rms_norm_reference
-from weft.ops.peer_buffers import PeerBuffers
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 
 
 def all_reduce_rms_norm_reference(
@@ -25,20 +25,27 @@ def all_reduce_rms_norm_reference(
 
 
 def all_reduce_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, peers: PeerBuffers, *, zero_centered: bool = False
+    x: Tensor | SentRows,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    peers: PeerBuffers,
+    *,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(s), s)`` with ``s = sum of every rank's x + residual``. A GPU operation; every rank must launch it.
 
     Sums are formed in float32, in the same order on every rank, and rounded once, so every rank gets the same bits.
 
     Args:
-        x: ``[T, width]``, T at most ``peers.max_rows``, the same on all ranks.
+        x: ``[T, width]``, T at most ``peers.max_rows``, the same on all ranks; or the partial sums ``[S, T, width]``
+            of ``linear_parts``, which are added in order and rounded first; or rows that were sent already.
         residual: ``[T, width]``, the same on all ranks; None counts as zero.
-        weight: ``[width]``.
+        weight: ``[width]``, in the dtype of the rows.
     """
     from weft.ops.triton.all_reduce import all_reduce_rms_norm_triton
     from weft.ops.triton.all_reduce_packed import fits_packed, packed_all_reduce_rms_norm
 
-    if fits_packed(x, residual, weight, peers.size):
+    if isinstance(x, SentRows) or fits_packed(x, residual, weight, peers.size):
         return packed_all_reduce_rms_norm(x, residual, weight, eps, peers, zero_centered=zero_centered)
     return all_reduce_rms_norm_triton(x, residual, weight, eps, peers, zero_centered=zero_centered)

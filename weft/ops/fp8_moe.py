@@ -9,8 +9,10 @@ from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.e4m3 import Fp8Matrix
 from weft.ops.fp8 import fp8_linear_reference
 from weft.ops.moe import add_shared, sum_over_experts
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.ops.traced import traced_op
 
 
@@ -55,6 +57,33 @@ def fp8_fused_moe(
         x, gate_up, gate_up_scale, down, down_scale, weights, ids, gate_up_input_scale, down_input_scale, block
     )
     return add_shared(out, shared, shared_gate)
+
+
+def send_fp8_fused_moe(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    gate_up_input_scale: Tensor | None,
+    down_input_scale: Tensor | None,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    block: int,
+    peers: PeerBuffers,
+) -> SentRows:
+    """``fp8_fused_moe`` as ``weft.ops.moe.send_fused_moe``."""
+    from weft.ops.triton.fp8_moe import pair_outputs
+    from weft.ops.triton.moe_sum import send_experts
+
+    matrices = (
+        Fp8Matrix(gate_up, gate_up_scale, gate_up_input_scale, block),
+        Fp8Matrix(down, down_scale, down_input_scale, block),
+    )
+    return send_experts(pair_outputs(x, ids, *matrices), weights, ids, shared, shared_gate, peers)
 
 
 def _experts(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.backend import Backend, with_kernel
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.ops.traced import traced_op
 
 
@@ -44,16 +45,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Ba
 
 
 @with_kernel("weft.ops.triton.skinny_linear")
-def linear_parts(x: Tensor, weight: Tensor, *, backend: Backend) -> Tensor:
-    """``linear`` without a bias, whose last sum may be left to ``rms_norm``.
+def linear_parts(x: Tensor, weight: Tensor, peers: PeerBuffers | None = None, *, backend: Backend) -> Tensor | SentRows:
+    """``linear`` without a bias, whose last sum may be left to ``rms_norm`` or ``all_reduce_rms_norm``.
 
     Args:
         x: ``[T, K]``, contiguous in its last dimension.
         weight: as for ``linear``.
+        peers: where the ranks have parts of a sum that ``all_reduce_rms_norm`` forms next, to send them there.
 
     Returns:
-        ``[T, N]`` in x's dtype; or ``[S, T, N]`` float32, partial sums that ``rms_norm`` adds in order, where the
-        product is split. They add up to the same bits.
+        ``[T, N]`` in x's dtype; or ``[S, T, N]`` float32, partial sums that those add in order, where the product is
+        split. They add up to the same bits. With ``peers`` also rows that are on their way.
     """
     return linear_reference(x, weight)
 

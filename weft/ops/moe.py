@@ -7,6 +7,7 @@ not know: the router's projection, shared experts, or how experts are sharded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from weft.ops.activation import silu_and_mul_reference
 from weft.ops.backend import Backend, reference_of, with_kernel
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.ops.traced import traced_op
 
 
@@ -237,3 +239,23 @@ def fused_moe(
 
 
 fused_moe_reference = reference_of(fused_moe)
+
+
+def send_fused_moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    peers: PeerBuffers,
+    **options: Any,
+) -> SentRows:
+    """``fused_moe`` on a GPU, whose sums over experts are a rank's parts of what ``all_reduce_rms_norm`` forms next:
+    they are sent to ``peers``. ``options``: the others of ``fused_moe``."""
+    from weft.ops.triton.moe import pair_outputs
+    from weft.ops.triton.moe_sum import send_experts
+
+    return send_experts(pair_outputs(x, gate_up, down, ids, **options), weights, ids, shared, shared_gate, peers)

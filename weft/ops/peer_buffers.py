@@ -1,6 +1,7 @@
 """Layout of the memory through which ranks exchange rows.
 
-Job: the layout that the kernel and those who allocate agree on. Owns: sizes. Does not know: who allocates.
+Job: the layout that the kernels and those who allocate agree on, and which rows go by packets. Owns: sizes. Does not
+know: who allocates.
 """
 
 from __future__ import annotations
@@ -39,6 +40,41 @@ class PeerBuffers:
     size: int
     width: int
     max_rows: int
+
+
+_MOST_BYTES, _MOST_BYTES_OF_TWO = 128 * 2**10, 512 * 2**10
+"""Of a message: with four ranks packets were faster than a barrier up to there, with two up to ``MAX_PROGRAMS`` rows of
+4 KiB, which is all that there is room for; other numbers of ranks were not measured."""
+
+
+def takes_packets(num_rows: int, width: int, dtype: torch.dtype, size: int) -> bool:
+    """Whether rows go by packets between ``size`` ranks: few ones, of whole words."""
+    row_bytes = width * dtype.itemsize
+    is_few = num_rows <= MAX_PROGRAMS and num_rows * row_bytes <= (_MOST_BYTES_OF_TWO if size == 2 else _MOST_BYTES)
+    return is_few and row_bytes % 4 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SentRows:
+    """Rows ``[T, width]`` that a kernel sends to every rank as packets, this rank's part of a sum. The next operation
+    has to be the ``all_reduce_rms_norm`` that receives them.
+
+    Attributes:
+        room: ``[2, T, width]`` for its results, allocated before that kernel was launched.
+        passed_on: that kernel's programs let the next kernel start when they have waited, not before.
+    """
+
+    room: Tensor
+    passed_on: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(T, width)``."""
+        return self.room.shape[1:]
+
+    @classmethod
+    def to(cls, peers: PeerBuffers, num_rows: int, dtype: torch.dtype, *, passed_on: bool = True) -> SentRows:
+        return cls(torch.empty((2, num_rows, peers.width), dtype=dtype, device=peers.counters.device), passed_on)
 
 
 def flag_bytes(size: int) -> int:

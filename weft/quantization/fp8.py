@@ -6,6 +6,9 @@ in checkpoints (``storage.py``), kernels (``weft/ops``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +20,8 @@ from weft.layers.quant_method import ExpertsMethod, LinearMethod
 from weft.layers.weight import Layout, MatrixShard, WeightPiece, empty_parameter, uniform_range
 from weft.ops.e4m3 import E4M3
 from weft.ops.fp8 import fp8_linear, fp8_linear_parts, fp8_linear_silu_mul
-from weft.ops.fp8_moe import fp8_fused_moe
+from weft.ops.fp8_moe import fp8_fused_moe, send_fp8_fused_moe
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.quantization.storage import OnlineStorage, QuantizedRows, Storage, random_ranges
 from weft.quantization.unquantized import fused_layout
 
@@ -75,7 +79,7 @@ class Fp8Linear(LinearMethod):
             backend=self._context.backend,
         )
 
-    def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
+    def apply_parts(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor:
         weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
         static, backend = _optional(layer, "input_scale"), self._context.backend
         return fp8_linear_parts(x, weight, scale, static, block=self._storage.block, backend=backend)
@@ -156,9 +160,12 @@ class Fp8Experts(ExpertsMethod):
         ids: Tensor,
         shared: Tensor | None,
         shared_gate: Tensor | None,
-    ) -> Tensor:
+        peers: PeerBuffers | None = None,
+    ) -> Tensor | SentRows:
         matrices = experts.matrices(shared is None)
-        return fp8_fused_moe(
+        own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
+        run: Callable[..., Tensor | SentRows] = fp8_fused_moe if peers is None else send_fp8_fused_moe
+        return run(
             x,
             matrices["gate_up"],
             matrices["gate_up_scale"],
@@ -171,7 +178,7 @@ class Fp8Experts(ExpertsMethod):
             shared=shared,
             shared_gate=shared_gate,
             block=self._storage.block,
-            backend=self._context.backend,
+            **own,
         )
 
     def initial_range(self, layer: Experts, name: str) -> tuple[float, float]:

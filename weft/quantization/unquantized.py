@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,7 +13,8 @@ from weft.layers.moe import Experts
 from weft.layers.quant_method import ExpertsMethod, LinearMethod
 from weft.layers.weight import CopyTarget, Interleaved, Layout, Slices, WeightPiece, empty_parameter
 from weft.ops.linear import linear, linear_parts, linear_silu_mul
-from weft.ops.moe import fused_moe
+from weft.ops.moe import fused_moe, send_fused_moe
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 
 
 class UnquantizedLinear(LinearMethod):
@@ -39,8 +41,8 @@ class UnquantizedLinear(LinearMethod):
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, layer.weight, bias, backend=self._context.backend)
 
-    def apply_parts(self, layer: LinearBase, x: Tensor) -> Tensor:
-        return linear_parts(x, layer.weight, backend=self._context.backend)
+    def apply_parts(self, layer: LinearBase, x: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
+        return linear_parts(x, layer.weight, peers, backend=self._context.backend)
 
     def apply_silu_mul(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_silu_mul(x, layer.weight, bias, backend=self._context.backend)
@@ -78,9 +80,12 @@ class UnquantizedExperts(ExpertsMethod):
         ids: Tensor,
         shared: Tensor | None,
         shared_gate: Tensor | None,
-    ) -> Tensor:
+        peers: PeerBuffers | None = None,
+    ) -> Tensor | SentRows:
         matrices, clamped = experts.matrices(shared is None), experts.clamped
-        return fused_moe(
+        own: dict[str, Any] = {"backend": self._context.backend} if peers is None else {"peers": peers}
+        run: Callable[..., Tensor | SentRows] = fused_moe if peers is None else send_fused_moe
+        return run(
             x,
             matrices["gate_up"],
             matrices["down"],
@@ -92,7 +97,7 @@ class UnquantizedExperts(ExpertsMethod):
             limit=None if clamped is None else clamped.limit,
             shared=shared,
             shared_gate=shared_gate,
-            backend=self._context.backend,
+            **own,
         )
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from weft.ops.peer_buffers import MAX_PROGRAMS, PeerBuffers, flag_bytes, rows_of_program
 from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.triton.few_rows import add_parts
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -104,13 +105,13 @@ def _tile(tile, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _share(
-    tile, x, here, num_rows, stride_x,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
+    tile, x, here, num_rows, stride_x, stride_part,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of this rank's rows where the others read them."""
     rows, places, inside = _tile(tile, num_rows, WIDTH, BLOCK, TILE)
-    values = tl.load(x + rows * stride_x + tl.arange(0, BLOCK)[None, :], mask=inside, other=0.0)
-    tl.store(tl.multiple_of(here + places, [1, ALIGNED]), values, mask=inside)
+    values = add_parts(x + rows * stride_x + tl.arange(0, BLOCK)[None, :], inside, stride_part, PARTS)
+    tl.store(tl.multiple_of(here + places, [1, ALIGNED]), values.to(here.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -147,23 +148,23 @@ def _finish(
 
 @jit(do_not_specialize=["num_rows"])
 def _all_reduce_norm_kernel(
-    x, residual, weight, y, total, addresses, counters, eps, num_rows, stride_x, stride_residual,
+    x, residual, weight, y, total, addresses, counters, eps, num_rows, stride_x, stride_part, stride_residual,
     RANK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     FLAG_BYTES: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, SINGLE: tl.constexpr,
-    MOST_ROWS: tl.constexpr, RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr, MOST_POLLS: tl.constexpr,
-    EARLY: tl.constexpr,
+    MOST_ROWS: tl.constexpr, PARTS: tl.constexpr, RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    MOST_POLLS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     enter(EARLY)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(num_rows, num_programs * TILE)  # 1 if SINGLE
     exchange = tl.load(counters + program) + 1
     half = _half(exchange, WIDTH, PROGRAMS, MOST_ROWS)
-    here = _rows(addresses, RANK, FLAG_BYTES, x.dtype.element_ty) + half
+    here = _rows(addresses, RANK, FLAG_BYTES, y.dtype.element_ty) + half
     if SINGLE:
-        _share(0, x, here, num_rows, stride_x, WIDTH, BLOCK, TILE, ALIGNED)
+        _share(0, x, here, num_rows, stride_x, stride_part, WIDTH, BLOCK, TILE, PARTS, ALIGNED)
     else:
         for tile in range(num_tiles):
-            _share(tile, x, here, num_rows, stride_x, WIDTH, BLOCK, TILE, ALIGNED)
+            _share(tile, x, here, num_rows, stride_x, stride_part, WIDTH, BLOCK, TILE, PARTS, ALIGNED)
     _barrier(addresses, exchange, RANK, SIZE, LANES, PROGRAMS, MOST_POLLS, EARLY)
     scale = _scale(weight, WIDTH, BLOCK, ZERO_CENTERED)
     if SINGLE:
@@ -186,22 +187,24 @@ def all_reduce_rms_norm_triton(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, peers: PeerBuffers, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``all_reduce_rms_norm`` of ``weft/ops/all_reduce.py``."""
-    num_rows, width = x.shape
-    assert num_rows <= peers.max_rows and width == peers.width and x.stride(1) == 1
+    num_rows, width = x.shape[-2:]
+    assert num_rows <= peers.max_rows and width == peers.width and x.stride(-1) == 1
     other = x if residual is None else residual
-    assert other.stride(1) == 1
-    y, total = (torch.empty((num_rows, width), dtype=x.dtype, device=x.device) for _ in range(2))
+    assert other.stride(-1) == 1
+    y, total = (torch.empty((num_rows, width), dtype=weight.dtype, device=x.device) for _ in range(2))
     if num_rows == 0:
         return y, total
     programs = min(num_rows, MAX_PROGRAMS)
     block, rows_per_program = next_power_of_2(width), cdiv(num_rows, programs)
     tile = max(1, min(next_power_of_2(rows_per_program), _TILE_VALUES // block))
     _all_reduce_norm_kernel[(programs,)](
-        x, other, weight, y, total, peers.addresses, peers.counters, eps, num_rows, x.stride(0), other.stride(0),
+        x, other, weight, y, total, peers.addresses, peers.counters, eps, num_rows, x.stride(-2), x.stride(0),
+        other.stride(-2),
         RANK=peers.rank, SIZE=peers.size, LANES=next_power_of_2(peers.size), WIDTH=width, BLOCK=block,
         FLAG_BYTES=flag_bytes(peers.size), ALIGNED=math.gcd(16, width), PROGRAMS=MAX_PROGRAMS, TILE=tile,
-        SINGLE=rows_per_program <= tile, MOST_ROWS=rows_of_program(peers.max_rows), RESIDUAL=residual is not None,
-        ZERO_CENTERED=zero_centered, MOST_POLLS=_MOST_POLLS, num_warps=max(1, min(8, block // 256)),
+        SINGLE=rows_per_program <= tile, MOST_ROWS=rows_of_program(peers.max_rows),
+        PARTS=len(x) if x.dim() == 3 else 1, RESIDUAL=residual is not None, ZERO_CENTERED=zero_centered,
+        MOST_POLLS=_MOST_POLLS, num_warps=max(1, min(8, block // 256)),
         **early_launch(x.device),
     )  # fmt: skip
     return y, total

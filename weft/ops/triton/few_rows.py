@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.triton.packets import pack_values, send
+
 MAX_BLOCKS = 4096
 """Blocks of rows that may be split (more need no splitting)."""
 
@@ -32,8 +34,9 @@ def rows_of_block(block, width, ROWS: tl.constexpr, GATED: tl.constexpr):
 def _store_outputs(
     acc, bias, out, block, num_tokens, width, stride_out,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    sending, ROUTE: tl.constexpr,
 ):  # fmt: skip
-    """Bias and gate, and one rounding."""
+    """Bias and gate, and one rounding; with a route to every rank."""
     if BIAS:
         acc += tl.load(bias + rows_of_block(block, width, ROWS, GATED)).to(tl.float32)[:, None]
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -42,19 +45,39 @@ def _store_outputs(
         acc = gate / (1.0 + tl.exp(-gate)) * up
     columns = block * OUTPUTS + tl.arange(0, OUTPUTS)
     tokens = tl.arange(0, TOKENS)
-    inside = (columns < width)[:, None] & (tokens < num_tokens)[None, :]
-    offsets = tokens.to(tl.int64)[None, :] * stride_out + columns[:, None]
-    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+    if ROUTE is None:
+        inside = (columns < width)[:, None] & (tokens < num_tokens)[None, :]
+        offsets = tokens.to(tl.int64)[None, :] * stride_out + columns[:, None]
+        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        rows, flags, areas = sending
+        words = pack_values(acc, out.dtype.element_ty)
+        places = (block * words.shape[0] + tl.arange(0, words.shape[0]))[:, None]
+        inside = (places < ROUTE.words) & (tokens < num_tokens)[None, :]
+        send(words, places, rows, flags, inside, areas, ROUTE)
+
+
+@triton.jit
+def add_parts(places, inside, stride, PARTS: tl.constexpr):
+    """Values that a product has left in ``PARTS`` parts, ``stride`` apart, added in order."""
+    values = tl.load(places, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        values += tl.load(places + part * stride, mask=inside, other=0.0)
+    return values
 
 
 @triton.jit
 def add_splits(
     acc, bias, out, partial, arrivals, place, block, split, num_tokens, width, stride_out,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    sending=None, ROUTE: tl.constexpr = None,
 ):  # fmt: skip
-    """From a split's sums ``[ROWS, TOKENS]`` to the outputs of its block; ``place``: the programs that share them."""
+    """From a split's sums ``[ROWS, TOKENS]`` to the outputs of its block; ``place``: the programs that share them.
+
+    With a route they are sent: ``sending`` is the tokens' rows and flags, ``[1, TOKENS]``, and every rank's area.
+    """
     if SPLITS == 1:
-        _store_outputs(acc, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS)
+        _store_outputs(acc, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS, sending, ROUTE)
     else:
         tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + place * (SPLITS * ROWS * TOKENS)
@@ -65,7 +88,9 @@ def add_splits(
             total = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
             for part in range(SPLITS):
                 total += tl.load(parts + part * (ROWS * TOKENS) + tile, cache_modifier=".cg")
-            _store_outputs(total, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS)
+            _store_outputs(
+                total, bias, out, block, num_tokens, width, stride_out, TOKENS, ROWS, GATED, BIAS, sending, ROUTE
+            )
 
 
 @functools.cache

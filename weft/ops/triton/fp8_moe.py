@@ -278,18 +278,23 @@ def fp8_fused_moe_triton(
     config: Tiles | HopperPairs | None = None,
 ) -> Tensor:
     """``fp8_fused_moe`` of ``weft/ops/fp8_moe.py``. ``config``: overrides the choice (tests and measurements)."""
-    config = choose_config(down, ids.shape[0], ids.shape[1], block) if config is None else config
-    assert ids.dtype == torch.int32
-    assert all(t.is_contiguous() for t in (gate_up, gate_up_scale, down, down_scale, ids, weights))
     matrices = (
         Fp8Matrix(gate_up, gate_up_scale, gate_up_input_scale, block),
         Fp8Matrix(down, down_scale, down_input_scale, block),
     )
+    return sum_experts(pair_outputs(x, ids, *matrices, config), weights, ids, shared, shared_gate)
+
+
+def pair_outputs(
+    x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, config: Tiles | HopperPairs | None = None
+) -> Tensor:
+    """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
+    config = choose_config(down.weight, ids.shape[0], ids.shape[1], down.block) if config is None else config
+    assert ids.dtype == torch.int32
+    assert all(t.is_contiguous() for t in (up.weight, up.scale, down.weight, down.scale, ids))
     if isinstance(config, Tiles) and config.up.rows > 1:
-        partial = _grouped_pairs(x, ids, *matrices, config)
-    else:
-        partial = _single_pairs(x, ids, *matrices, config)
-    return sum_experts(partial, weights, ids, shared, shared_gate)
+        return _grouped_pairs(x, ids, up, down, config)
+    return _single_pairs(x, ids, up, down, config)
 
 
 def _single_pairs(x: Tensor, ids: Tensor, up: Fp8Matrix, down: Fp8Matrix, config: Tiles | HopperPairs) -> Tensor:

@@ -258,9 +258,27 @@ def fused_moe_triton(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """``fused_moe`` of ``weft/ops/moe.py``. ``tiles``: for tuning; None takes ``moe_tiles``."""
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    outputs = pair_outputs(x, gate_up, down, ids, **biases, alpha=alpha, limit=limit, tiles=tiles)
+    return sum_experts(outputs, weights, ids, shared, shared_gate)
+
+
+def pair_outputs(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    *,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    alpha: float,
+    limit: float | None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """``[T * top_k, H]``: what each pair's expert makes of its token, up to the sum."""
     tiles = moe_tiles(ids.numel(), gate_up.shape[0], x.element_size(), down.shape[2]) if tiles is None else tiles
     assert tiles.up.rows == tiles.down.rows
-    assert gate_up.is_contiguous() and down.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
+    assert gate_up.is_contiguous() and down.is_contiguous() and ids.is_contiguous()
     assert x.stride(1) == 1 and ids.dtype == torch.int32
     num_tokens, top_k = ids.shape
     grouped = num_tokens > UNGROUPED_TOKENS
@@ -286,7 +304,7 @@ def fused_moe_triton(
     _down_kernel[(cdiv(hidden_size, tile.columns * tile.span), num_blocks)](
         hidden, down, down_bias, partial, ids, *grouping, **compiled_for(tile, inner), **early_launch(ids.device)
     )
-    return sum_experts(partial, weights, ids, shared, shared_gate)
+    return partial
 
 
 def _power(size: int) -> int:

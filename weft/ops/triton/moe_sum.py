@@ -10,9 +10,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.triton.early_launch import early_launch, enter
+from weft.ops.peer_buffers import PeerBuffers, SentRows
+from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.elementwise import sigmoid
 from weft.ops.triton.launch import jit
+from weft.ops.triton.packets import areas_of, flags_of, pack_values, route_to, send
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import choose_tile
 
@@ -34,15 +36,21 @@ TILES = {64: Tile(256, 1, None), 1 << 30: Tile(1024, 4, 96)}
 
 @jit
 def _sum_kernel(
-    partial, weights, ids, shared, shared_gate, out, stride_shared, stride_gate, stride_out,
+    partial, weights, ids, shared, shared_gate, out, addresses, counters, stride_shared, stride_gate, stride_out,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, ROUTE: tl.constexpr, PASSES_ON: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one token. Pairs without an expert (id -1) have no output: theirs is never read."""
-    enter(EARLY)
+    if not PASSES_ON:
+        release(EARLY)
+    areas = areas_of(addresses, ROUTE)
+    wait(EARLY)
+    if PASSES_ON:
+        release(EARLY)
     token = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < HIDDEN
+    flag = flags_of(counters, token, ROUTE)
     routed = ()
     for place in tl.static_range(TOP_K):  # all before the outputs, whose addresses wait for them
         routed = routed + (tl.load(ids + token * TOP_K + place) >= 0,)  # type: ignore[assignment]  # noqa: RUF005
@@ -56,7 +64,12 @@ def _sum_kernel(
         if GATED:
             extra *= sigmoid(tl.load(shared_gate + token * stride_gate).to(tl.float32))
         acc += extra
-    tl.store(out + token * stride_out + columns, acc.to(out.dtype.element_ty), mask=inside)
+    if ROUTE is None:
+        tl.store(out + token * stride_out + columns, acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        words = pack_values(acc, out.dtype.element_ty)
+        places = tl.program_id(0) * words.shape[0] + tl.arange(0, words.shape[0])
+        send(words, places, token, flag, places < ROUTE.words, areas, ROUTE)
 
 
 def sum_experts(
@@ -77,14 +90,48 @@ def sum_experts(
         shared_gate: ``[T, 1]``, or None: no factor.
         tile: overrides the choice by ``TILES`` (tests and measurements).
     """
+    out = torch.empty((len(ids), partial.shape[1]), dtype=partial.dtype, device=partial.device)
+    _launch(partial, weights, ids, shared, shared_gate, out, tile, None)
+    return out
+
+
+def send_experts(
+    partial: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    peers: PeerBuffers,
+) -> SentRows:
+    """``sum_experts``, sent to every rank; they are rows that ``takes_packets``."""
+    sent = SentRows.to(peers, len(ids), partial.dtype, passed_on=not 2 <= len(ids) <= 8)  # of these that was slower
+    _launch(partial, weights, ids, shared, shared_gate, sent.room[0], None, peers, passes_on=sent.passed_on)
+    return sent
+
+
+def _launch(
+    partial: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    out: Tensor,
+    tile: Tile | None,
+    peers: PeerBuffers | None,
+    *,
+    passes_on: bool = False,
+) -> None:
     (num_tokens, top_k), hidden_size = ids.shape, partial.shape[1]
-    out = torch.empty((num_tokens, hidden_size), dtype=partial.dtype, device=partial.device)
+    assert ids.is_contiguous() and weights.is_contiguous()
+    route, addresses, counters = None, ids, ids
+    if peers is not None:
+        route, addresses, counters = route_to(peers, partial.dtype), peers.addresses, peers.counters
     tile = tile or choose_tile(TILES, num_tokens)
     block = min(tile.columns, next_power_of_2(hidden_size))
     extra, gate = partial if shared is None else shared, partial if shared_gate is None else shared_gate
     _sum_kernel[(cdiv(hidden_size, block), num_tokens)](
-        partial, weights, ids, extra, gate, out, extra.stride(0), gate.stride(0), out.stride(0),
+        partial, weights, ids, extra, gate, out, addresses, counters, extra.stride(0), gate.stride(0), out.stride(0),
         HIDDEN=hidden_size, TOP_K=top_k, SHARED=shared is not None, GATED=shared_gate is not None, BLOCK=block,
-        num_warps=tile.warps, maxnreg=tile.max_registers, **early_launch(partial.device),
+        ROUTE=route, PASSES_ON=passes_on, num_warps=tile.warps, maxnreg=tile.max_registers,
+        **early_launch(partial.device),
     )  # fmt: skip
-    return out

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.triton.early_launch import early_launch, release, wait
+from weft.ops.triton.few_rows import add_parts
 from weft.ops.triton.launch import jit
 from weft.ops.triton.sizes import next_power_of_2
 
@@ -23,10 +24,7 @@ def _rms_norm_kernel(
     mask = columns < WIDTH
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wait(EARLY)
-    values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        values += tl.load(x + part * stride_part + row * stride_x + columns, mask=mask, other=0.0)
-    values = values.to(y.dtype.element_ty)
+    values = add_parts(x + row * stride_x + columns, mask, stride_part, PARTS).to(y.dtype.element_ty)
     if RESIDUAL:
         values = values + tl.load(residual + row * stride_residual + columns, mask=mask, other=0.0)
         tl.store(total + row * WIDTH + columns, values, mask=mask)

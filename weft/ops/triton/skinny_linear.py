@@ -31,11 +31,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.peer_buffers import PeerBuffers, SentRows
 from weft.ops.triton.activation import silu_and_mul_triton
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.few_rows import MAX_BLOCKS, add_splits, rows_of_block, workspace
 from weft.ops.triton.gluon import GLUON_IS_KNOWN
 from weft.ops.triton.launch import jit
+from weft.ops.triton.packets import areas_of, flags_of, route_to
 from weft.ops.triton.sizes import cdiv, next_power_of_2
 from weft.ops.triton.tile_table import has_table
 
@@ -46,6 +48,9 @@ MAX_TOKENS = 256
 """The kernel is for at most this many rows; beyond them the matrix library is close to the floor."""
 MAX_SUM_TOKENS = 8
 """Most tokens of the method ``sum``: every token has sums of its own in registers."""
+MAX_SENT_SPLITS = 8
+"""Most tokens of which splits' sums are added by the product that sends them to other ranks; of more, by what receives
+them."""
 _HELD_BYTES = 65536
 """Weights that four warps hold in registers: half of what they have. Much more would spill."""
 TABLE_PATH = Path(__file__).with_name("skinny_linear_h200.json")
@@ -213,11 +218,11 @@ def _dot_products(
 
 @jit(do_not_specialize=["num_tokens"])
 def _skinny_linear_kernel(
-    x, weight, bias, out, partial, arrivals, num_tokens, width, stride_x, stride_out, stride_part,
+    x, weight, bias, out, partial, arrivals, addresses, counters, num_tokens, width, stride_x, stride_out, stride_part,
     DEPTH: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr,
     DOT: tl.constexpr, HELD: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROUTE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs of a block of tokens, by ``program_id(0)``; share ``program_id(1)`` of the inner dimension."""
     place = tl.program_id(0)
@@ -230,12 +235,18 @@ def _skinny_linear_kernel(
     num_tokens -= first_token
     first = split * SPAN
     weight_rows = weight + rows_of_block(block, width, ROWS, GATED).to(tl.int64)[:, None] * DEPTH
-    release(EARLY)
+    if ROUTE is None:
+        release(EARLY)
+    areas = areas_of(addresses, ROUTE)
     if PARTS > 1:
         weight_tiles = _load_parts(weight_rows, first, DEPTH, SPAN, INNER, PARTS, EVEN)
     elif HELD:
         weight_tiles = _load_weight(weight_rows, first, DEPTH, SPAN, INNER, EVEN)
     wait(EARLY)
+    if ROUTE is not None:
+        release(EARLY)  # what receives starts when all of this has waited
+    token_rows = (first_token + tl.arange(0, TOKENS))[None, :]
+    flags = flags_of(counters, token_rows, ROUTE)
     if PARTS > 1:
         acc = _part_products(
             x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, PARTS, EVEN, PRECISION
@@ -252,7 +263,7 @@ def _skinny_linear_kernel(
         acc = _sum_products(x, weight_tiles, first, num_tokens, stride_x, DEPTH, TOKENS, ROWS, INNER, VECTOR, EVEN)
     add_splits(
         acc, bias, out, partial, arrivals, place, block, split, num_tokens, width, stride_out,
-        SPLITS, TOKENS, ROWS, GATED, BIAS,
+        SPLITS, TOKENS, ROWS, GATED, BIAS, (token_rows, flags, areas), ROUTE,
     )  # fmt: skip
 
 
@@ -327,9 +338,11 @@ def skinny_linear_triton(
     *,
     silu_mul: bool = False,
     out: Tensor | None = None,
+    peers: PeerBuffers | None = None,
 ) -> Tensor:
     """``x [T, K] -> [T, N]`` (``[T, N / 2]`` with ``silu_mul``) by the kernel, ``T >= 1``. ``out``: where to; it may
-    be a slice of wider rows, or ``[splits, T, N]`` float32 for the sums of each split."""
+    be a slice of wider rows, or ``[splits, T, N]`` float32 for the sums of each split. ``peers``: send the outputs to
+    these ranks instead."""
     num_tokens, (rows, inner) = x.shape[0], weight.shape
     tokens = min(next_power_of_2(num_tokens), config.tokens)
     outputs, width = (config.rows // 2, rows // 2) if silu_mul else (config.rows, rows)
@@ -338,12 +351,16 @@ def skinny_linear_triton(
     if out is None:
         out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     options = launch_options(config, inner, tokens, x.dtype, silu_mul=silu_mul, bias=bias is not None)
+    route, addresses, counters = None, out, out
+    if peers is not None:
+        route, addresses, counters = route_to(peers, x.dtype), peers.addresses, peers.counters
     if out.dim() == 3:
         options["SPLITS"] = 1  # to add up here
     partial, arrivals = workspace(programs, options["SPLITS"], config.rows, tokens, out)
     _skinny_linear_kernel[(programs, config.splits)](
-        x, weight, out if bias is None else bias, out, partial, arrivals, num_tokens, width, x.stride(0),
-        out.stride(-2), out.stride(0) if out.dim() == 3 else 0, **options, **early_launch(x.device),
+        x, weight, out if bias is None else bias, out, partial, arrivals, addresses, counters, num_tokens, width,
+        x.stride(0), out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
+        ROUTE=route, **options, **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -368,9 +385,13 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return skinny_linear_triton(flat, weight, bias, config).view(*x.shape[:-1], -1)
 
 
-def linear_parts_triton(x: Tensor, weight: Tensor) -> Tensor:
+def linear_parts_triton(x: Tensor, weight: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
     """``linear_parts`` of ``weft/ops/linear.py``."""
     config = choose_config(x, weight, silu_mul=False, leaves_sums=True)
+    if config is not None and peers is not None and (config.splits == 1 or x.shape[0] <= MAX_SENT_SPLITS):
+        sent = SentRows.to(peers, x.shape[0], x.dtype)
+        skinny_linear_triton(x, weight, None, config, out=sent.room[0], peers=peers)
+        return sent
     if config is None or config.splits == 1:
         return linear_triton(x, weight)
     parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
