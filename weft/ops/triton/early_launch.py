@@ -17,6 +17,7 @@ ordinary one: in a forward pass, after the embedding.
 
 A kernel may ``pass_on`` instead, so that the next one's programs start when it has waited itself. Then what the kernels
 before it have written is there for the next one too, before its wait, if it loads past the L1 cache (``.cg``).
+``all_reduce_packed.py`` also says why a kernel may then write before its wait.
 """
 
 from __future__ import annotations
