@@ -98,8 +98,23 @@ ROWS_AND_RESPONSES = (
     ),
     mutant(
         "lingering-for-ever", "the rest of an answered request is read for a while only", "weft/server/connections.py",
-        "            self._lingering = self.loop.call_later(LINGER_S, self.transport.abort)\n", "            pass\n",
+        "call_later(LINGER_S, self.cut)", "call_later(1e6, self.cut)",
         "tests/server/test_connections.py::test_a_body_that_nobody_wants_is_not_read_for_ever",
+    ),
+    mutant(
+        "silent-callers-keep-others-out", "answered requests whose rest does not come make room for others",
+        "weft/server/connections.py", "            next(iter(self.waiting)).cut()\n", "            pass\n",
+        "tests/server/test_connections.py::test_answered_requests_whose_rest_does_not_come_make_room_for_others",
+    ),
+    mutant(
+        "unread-answers-are-kept", "an answer that nobody reads is cut", "weft/server/connections.py",
+        "        if before == (self._num_answers, self.transport.get_write_buffer_size()):\n", "        if False:\n",
+        "tests/server/test_connections.py::test_an_answer_that_nobody_reads_is_not_kept_for_ever",
+    ),
+    mutant(
+        "slow-readers-are-cut", "an answer is cut only if nothing of it is read", "weft/server/connections.py",
+        "        if before == (self._num_answers, self.transport.get_write_buffer_size()):\n", "        if True:\n",
+        "tests/server/test_connections.py::test_an_answer_that_is_read_slowly_is_whole",
     ),
     mutant(
         "broken-weights-may-be-tried-again", "a broken checkpoint ends the server with the status of wrong settings",
@@ -114,5 +129,15 @@ ROWS_AND_RESPONSES = (
     mutant(
         "half-of-a-tile-lost", "a block of more than half a tile takes a whole one", "weft/ops/triton/moe_blocks.py",
         "<= ROWS // 2", "< ROWS", "tests/ops/test_triton_moe.py::test_blocks_that_are_at_most_half_full",
+    ),
+    mutant(
+        "fp8-sums-without-the-input-scale", "products that leave their sums take the static scale of their inputs",
+        "weft/quantization/fp8.py", "fp8_linear_parts(x, weight, scale, static, block",
+        "fp8_linear_parts(x, weight, scale, None, block", "tests/quantization/test_parity.py",
+    ),
+    mutant(
+        "head-leaves-sums-to-a-product", "a head's norms add sums, its first product's are whole", "weft/models/mtp.py",
+        '        place = LayerPlace(MTP_LAYER,', '        self.fc.leave_sums()\n        place = LayerPlace(MTP_LAYER,',
+        "tests/models/test_mtp.py",
     ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 from starlette.responses import PlainTextResponse
 
 from weft.server import connections, sse
@@ -19,6 +20,8 @@ from weft.server.connections import KEPT, MAX_HEAD_BYTES, ChunkWriter, HeadWithB
 from weft.server.sse import PING, StreamResponse
 
 HEAD = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
+LARGE = 16_000_000
+"""Bytes of an answer that no kernel buffers."""
 
 
 def serve(
@@ -32,7 +35,8 @@ def serve(
         while reads_bodies and (await receive()).get("more_body"):
             pass
         headers = {"Connection": "close"} if scope["path"] == "/close" else {}
-        await PlainTextResponse("ok", headers=headers)(scope, receive, send)
+        content = bytes(LARGE) if scope["path"] == "/large" else "ok"
+        await PlainTextResponse(content, headers=headers)(scope, receive, send)
 
     async def main() -> None:
         protocol = protocol_class(max_connections, ["/health"])
@@ -46,10 +50,10 @@ def serve(
         try:
             await asyncio.wait_for(body(server.servers[0].sockets[0].getsockname()[1]), 30)
         finally:
-            server.should_exit = True
+            server.should_exit = server.force_exit = True
             await serving
 
-    asyncio.run(main())
+    uvloop.run(main())
     return paths
 
 
@@ -153,6 +157,43 @@ def test_a_body_that_nobody_wants_is_not_read_for_ever(head: bytes, monkeypatch:
     serve(1000, body)
 
 
+async def wait_for_room(port: int) -> None:
+    """Until a connection is taken."""
+    while not (await talk(port, HEAD + b"Connection: close\r\n\r\n")).endswith(b"ok"):
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"Connection: close\r\n\r\n"])
+def test_an_answer_that_nobody_reads_is_not_kept_for_ever(end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.3)
+
+    async def body(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(HEAD.replace(b"/x", b"/large") + end)
+        await asyncio.sleep(0.1)
+        assert b" 503 " in await talk(port, HEAD + b"Connection: close\r\n\r\n")
+        await wait_for_room(port)
+        writer.close()
+
+    serve(KEPT + 1, body, keep_alive_s=1)
+
+
+def test_an_answer_that_is_read_slowly_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.1)
+
+    async def body(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(HEAD.replace(b"/x", b"/large") + b"Connection: close\r\n\r\n")
+        count = 0
+        while part := await reader.read(1_000_000):
+            count += len(part)
+            await asyncio.sleep(0.01 if count < LARGE // 2 else 0)
+        assert count > LARGE
+        writer.close()
+
+    serve(1000, body)
+
+
 @pytest.mark.parametrize("start", [b"", b"\r\n", b"GET", HEAD, HEAD + b"Connection: keep-alive\r\n\r\n\r\n" + HEAD])
 def test_heads_that_do_not_come_are_not_waited_for(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
@@ -176,6 +217,29 @@ def test_the_last_connections_are_for_the_state(monkeypatch: pytest.MonkeyPatch)
             writer.close()
         await asyncio.sleep(0.1)
         assert (await talk(port, HEAD + b"Connection: close\r\n\r\n")).endswith(b"ok")
+
+    serve(KEPT + 4, body)
+
+
+def test_answered_requests_whose_rest_does_not_come_make_room_for_others() -> None:
+    post = b"POST" + HEAD[3:] + b"Content-Length: 8000000\r\n\r\n"
+
+    async def body(port: int) -> None:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for _, writer in silent:
+            writer.write(post)
+        for reader, _ in silent:
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+        new = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in new:
+            writer.write(HEAD + b"\r\n")
+        for reader, _ in new:
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+        for reader, _ in silent[:3]:
+            with contextlib.suppress(ConnectionError):
+                assert not await asyncio.wait_for(reader.read(), 1), "it was closed"
+        for _, writer in silent + new:
+            writer.close()
 
     serve(KEPT + 4, body)
 

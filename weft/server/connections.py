@@ -25,7 +25,8 @@ HEAD_TIMEOUT_S = 10.0
 
 LINGER_S = 30.0
 """For what still comes of a request that is answered. It is read and dropped: a connection that is closed while bytes
-come is reset, and with it goes an answer that was not read yet."""
+come is reset, and with it goes an answer that was not read yet. Also for an answer of which nothing is read: the
+connection is cut then."""
 
 _SPARE = 64
 """Descriptors for everything but connections: the log, the engine's sockets, files."""
@@ -55,7 +56,7 @@ def protocol_class(max_connections: int, state_paths: Collection[str]) -> type[H
     """
 
     class Protocol(LimitedProtocol):
-        limit, paths = max_connections, frozenset(state_paths)
+        limit, paths, waiting = max_connections, frozenset(state_paths), {}
 
     return Protocol
 
@@ -118,6 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limit: int
     paths: frozenset[str]
+    waiting: dict[LimitedProtocol, None]
+    """Connections of the server whose requests are answered and of which more is to come, the oldest first."""
     _raw_bytes = 0  # of a head that is not complete
     _field_bytes = 0  # of what was read of it
     _is_refused = False
@@ -125,10 +128,14 @@ class LimitedProtocol(HttpToolsProtocol):
     _is_in_body = False
     _timer: asyncio.TimerHandle | None = None
     _lingering: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _num_answers = 0
     _when_lost: Callable[[], None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.limit - KEPT and self.waiting:
+            next(iter(self.waiting)).cut()
         if len(self.connections) > self.limit:
             transport.abort()
             return
@@ -138,6 +145,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._disarm()
         self._stop_lingering()
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(error)
         self._lost()
 
@@ -164,17 +173,41 @@ class LimitedProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         self._unset_keepalive_if_required()
         if self._lingering is None:
-            self._lingering = self.loop.call_later(LINGER_S, self.transport.abort)
+            self._lingering = self.loop.call_later(LINGER_S, self.cut)
+            self.waiting[self] = None
 
     def _stop_lingering(self) -> None:
         if self._lingering is not None:
             self._lingering.cancel()
             self._lingering = None
+            del self.waiting[self]
+
+    def cut(self) -> None:
+        """End the connection at once; another may take its place."""
+        self._stop_lingering()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _expect_reading(self) -> None:
+        """See to it that what was written is read: a connection closes only then."""
+        if self._unread is None and self.transport.get_write_buffer_size():
+            state = self._num_answers, self.transport.get_write_buffer_size()
+            self._unread = self.loop.call_later(LINGER_S, self._cut_if_unread, state)
+
+    def _cut_if_unread(self, before: tuple[int, int]) -> None:
+        self._unread = None
+        if not self._is_answered and not self.transport.is_closing():
+            return  # the next request has a time limit of its own
+        if before == (self._num_answers, self.transport.get_write_buffer_size()):
+            self.cut()
+        else:
+            self._expect_reading()
 
     def _close(self) -> None:
         """Nothing more is said; the other end is heard until it closes too, or ``LINGER_S`` have passed."""
         if not self._is_dropping or self.transport.is_closing():
             self.transport.close()
+            self._expect_reading()
             return
         self._is_refused = True
         self.transport.write_eof()
@@ -218,6 +251,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         if not self._is_refused:
             super().send_400_response(msg)
+            self._expect_reading()
 
     def on_message_begin(self) -> None:
         if self._is_refused:
@@ -264,6 +298,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._num_answers += 1
+        self._expect_reading()
         if self._is_dropping and not self.transport.is_closing():
             self._linger()
 
@@ -285,3 +321,4 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._close()
                 return
         self.transport.close()
+        self._expect_reading()
