@@ -388,13 +388,15 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def linear_parts_triton(x: Tensor, weight: Tensor, peers: PeerBuffers | None = None) -> Tensor | SentRows:
     """``linear_parts`` of ``weft/ops/linear.py``."""
     config = choose_config(x, weight, silu_mul=False, leaves_sums=True)
-    if config is not None and peers is not None and (config.splits == 1 or x.shape[0] <= MAX_SENT_SPLITS):
+    if config is None:
+        return F.linear(x, weight)
+    if peers is not None and (config.splits == 1 or x.shape[0] <= MAX_SENT_SPLITS):
         sent = SentRows.to(peers, x.shape[0], x.dtype)
         skinny_linear_triton(x, weight, None, config, out=sent.room[0], peers=peers)
         return sent
-    if config is None or config.splits == 1:
-        return linear_triton(x, weight)
-    parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    parts = None
+    if config.splits > 1:
+        parts = torch.empty((config.splits, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     return skinny_linear_triton(x, weight, None, config, out=parts)
 
 

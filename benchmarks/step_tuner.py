@@ -1,0 +1,301 @@
+"""Tunes tables of kernels in whole decode steps: candidates of every product, in turn with what is in use.
+
+    python -m benchmarks.step_tuner --model qwen3-0.6b --rows 8 [--seconds 50] [--share 2] [--install] --json FILE
+
+What is fastest behind a norm is not always fastest in a step, where kernels start before the ones before them end. The
+products are found by running a step: linear layers in bf16 and FP8, and experts. All candidates are compiled first, in
+parallel. Then each product's are captured and replayed, its best ones again in turn with the step in use, and the
+fastest is taken if that gains more than ``LEAST_GAIN``; a second pass does so beside the other products' new choices.
+``--install`` writes the linear layers' choices into the table beside the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode_profile import decode_orders, fill_caches, share_of
+from benchmarks.kernels import fp8, linear
+from benchmarks.kernels.fp8_experts import expert_candidates
+from weft import report
+from weft.config import resolve
+from weft.graph.graph import make_pool
+from weft.graph.graph_set import CaptureOptions, FunctionRecorder, GraphSet
+from weft.ops.triton import fp8_linear, fp8_moe, moe, skinny_linear
+from weft.ops.triton.moe_blocks import Tile, Tiles
+from weft.runner.model_runner import ModelRunner
+from weft.runner.warmup import compiled_meanwhile, one_layer_of_each_kind
+
+Key = tuple[Any, ...]
+"""Which product: its kind, and what distinguishes it."""
+Choice = Any
+"""A kernel's configuration; None is the matrix library."""
+
+LEAST_GAIN = 0.004
+"""A choice is kept if a step takes so much less; the medians of one step differ by half of it."""
+CONTEXT = 1088
+
+
+@dataclass
+class Choices:
+    """What a step's products run: ``in_use`` as the code chose; ``forced`` instead of it, if there."""
+
+    in_use: dict[Key, Choice] = field(default_factory=dict)
+    forced: dict[Key, Choice] = field(default_factory=dict)
+
+    def wrap(self, choose: Callable[..., Choice], key_of: Callable[..., Key]) -> Callable[..., Choice]:
+        def chosen(*args: Any, **kwargs: Any) -> Choice:
+            key = key_of(*args, **kwargs)
+            if key in self.forced:
+                return self.forced[key]
+            return self.in_use.setdefault(key, choose(*args, **kwargs))
+
+        return chosen
+
+    @contextmanager
+    def forcing(self, choices: Mapping[Key, Choice]) -> Iterator[None]:
+        self.forced = dict(choices)
+        try:
+            yield
+        finally:
+            self.forced = {}
+
+
+def _linear_key(x: Tensor, weight: Tensor, silu_mul: bool, *, leaves_sums: bool = False) -> Key:
+    return "linear", *weight.shape, silu_mul, leaves_sums
+
+
+CHOOSERS: list[tuple[ModuleType, str, Callable[..., Key]]] = [
+    (skinny_linear, "choose_config", _linear_key),
+    (fp8_linear, "choose_config", lambda w, tokens, silu_mul, block: ("fp8 linear", *w.shape, silu_mul, block)),
+    (moe, "moe_tiles", lambda pairs, experts, size, width: ("experts", experts, width)),
+    (fp8_moe, "choose_config", lambda down, tokens, top_k, block: ("fp8 experts", *down.shape, block)),
+]
+
+
+def candidates(key: Key, rows: int) -> list[Choice]:
+    """What may be faster for ``rows`` tokens."""
+    kind, *shape = key
+    padded = 1 << (rows - 1).bit_length()
+    if kind == "linear":
+        found = linear.candidates(linear.Size("", *shape[:3]), padded)
+        return [c for c in found if c.method != "dot" or _fits(c, padded)] + [None]
+    if kind == "fp8 linear":
+        height, inner, silu_mul, block = shape
+        return list(fp8.candidates(fp8.Size("", height, inner, block, silu_mul), rows))
+    if kind == "fp8 experts":
+        return [*expert_candidates(rows), *_tiles()]
+    return list(_tiles())
+
+
+def _fits(config: skinny_linear.Config, tokens: int) -> bool:
+    """Whether the pipeline's tiles of 16-bit numbers fit in shared memory."""
+    return config.stages * config.inner * (config.rows + min(config.tokens, tokens)) * 2 <= 220 << 10
+
+
+def _tiles() -> Iterator[Tiles]:
+    """Of experts with few tokens, for which 16 rows are enough."""
+    ups = [(32, 4, 4), (32, 4, 3), (32, 4, 6), (64, 4, 4), (64, 4, 3), (16, 2, 6), (32, 2, 4)]
+    downs = [(64, 4, 4), (64, 4, 3), (32, 4, 4), (128, 4, 3), (64, 2, 4), (128, 4, 2), (32, 2, 4)]
+    for (up, *of_up), (down, *of_down) in product(ups, downs):
+        yield Tiles(Tile(16, up, 128, *of_up), Tile(16, down, 128, *of_down))
+
+
+def descend(
+    in_use: Mapping[Key, Choice],
+    candidates: Mapping[Key, list[Choice]],
+    timed: Callable[[Mapping[Key, Choice], list[Mapping[Key, Choice]], bool], list[float]],
+    passes: int = 2,
+) -> tuple[dict[Key, Choice], list[dict[str, Any]]]:
+    """The best choices, one product after the other, and what was measured.
+
+    Args:
+        timed: ``timed(reference, variants, carefully)``: each variant's share of the reference's time; infinite if it
+            does not run.
+    """
+    current, log = dict(in_use), []
+    promising = {key: list(dict.fromkeys(c for c in candidates[key] if c != in_use[key])) for key in in_use}
+    for number in range(passes):
+        before = dict(current)
+        for key in in_use:
+            others = [c for c in dict.fromkeys([*promising[key], in_use[key]]) if c != before[key]]
+            shares = timed(before, [before | {key: c} for c in others], False)
+            ranked = sorted(zip(shares, range(len(others)), strict=True))
+            promising[key] = [others[i] for share, i in ranked if share < 1.02]
+            best = [others[i] for _, i in ranked[:4]]
+            again = timed(before, [before | {key: c} for c in best], True)
+            log.append(
+                {
+                    "pass": number,
+                    "product": key,
+                    "in use": before[key],
+                    "shares": [(others[i], round(share, 4)) for share, i in ranked],
+                    "again": list(zip(best, again, strict=True)),
+                }
+            )
+            if again and min(again) < 1 - LEAST_GAIN:
+                current[key] = best[again.index(min(again))]
+    return current, log
+
+
+class StepTimer:
+    """Captured decode steps of one number of rows, by what their products run."""
+
+    def __init__(self, runner: ModelRunner, choices: Choices, rows: int, until: float) -> None:
+        self.runner, self.choices, self.rows, self.until = runner, choices, rows, until
+        self._options = CaptureOptions(runner.device, show_progress=False)
+        self._pool = make_pool(runner.device)
+        self._orders = decode_orders(runner, rows, CONTEXT)
+        fill_caches(runner)
+
+    @torch.inference_mode()
+    def step(self, choices: Mapping[Key, Choice]) -> GraphSet[Any]:
+        functions = self.runner.steps.functions
+        with self.choices.forcing(choices):
+            functions.pad(functions.decode_shape(self.rows))
+            recorder = FunctionRecorder(functions.decode, self._pool)
+            graphs = GraphSet("steps", recorder, [self.rows], self._options, None)
+        self.runner.run(self._orders)  # the rows have their contexts again
+        return graphs
+
+    def ms(self, graphs: GraphSet[Any], count: int) -> float:
+        pairs = []
+        for _ in range(count):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs.replay(self.rows, self.rows)
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return median([start.elapsed_time(end) for start, end in pairs][2:])
+
+    def shares(
+        self, reference: Mapping[Key, Choice], variants: list[Mapping[Key, Choice]], carefully: bool
+    ) -> list[float]:
+        base, turns, count = self.step(reference), 5 if carefully else 1, 20 if carefully else 12
+        found = []
+        for variant in variants:
+            if time.monotonic() > self.until:
+                found.append(float("inf"))
+                continue
+            try:
+                graphs = self.step(variant)
+            except Exception as problem:  # a tile may not fit in shared memory
+                print(f"{type(problem).__name__} {str(problem)[:100]}", flush=True)
+                found.append(float("inf"))
+                continue
+            found.append(median([self.ms(graphs, count) / self.ms(base, count) for _ in range(turns)]))
+        return found
+
+    @torch.inference_mode()
+    def compile_all(self, in_use: Mapping[Key, Choice], found: Mapping[Key, list[Choice]]) -> None:
+        """All candidates, in parallel."""
+        functions = self.runner.steps.functions
+
+        def walk() -> None:
+            functions.pad(functions.decode_shape(self.rows))
+            with one_layer_of_each_kind(self.runner.model.model):
+                for key in in_use:
+                    for choice in found[key]:
+                        with self.choices.forcing({**in_use, key: choice}):
+                            functions.decode(self.rows)
+
+        try:
+            with compiled_meanwhile(walk, self.runner.device):
+                pass
+        except Exception as problem:  # fails again, and visibly, when it is captured
+            print(f"{type(problem).__name__} {str(problem)[:100]}", flush=True)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["rows"], row["inner"], row["silu_mul"], row["tokens"], row.get("leaves_sums", False)
+
+
+def install(best: Mapping[Key, Choice], in_use: Mapping[Key, Choice], rows: int) -> None:
+    """Write what changed into the table of linear layers in bf16."""
+    path = skinny_linear.TABLE_PATH
+    table = json.loads(path.read_text())
+    padded = 1 << (rows - 1).bit_length()
+    for (kind, *shape), choice in best.items():
+        if kind != "linear" or choice == in_use[kind, *shape]:
+            continue
+        height, inner, silu_mul, leaves_sums = shape
+        row = {"rows": height, "inner": inner, "silu_mul": silu_mul, "tokens": padded}
+        row["config"] = None if choice is None else list(choice)
+        if leaves_sums:
+            row["leaves_sums"] = True
+        table["rows"] = [*(old for old in table["rows"] if _place(old) != _place(row)), row]
+    head = json.dumps({name: value for name, value in table.items() if name != "rows"})[:-1]
+    path.write_text(head + ', "rows": [\n' + ",\n".join(map(json.dumps, table["rows"])) + "\n]}\n")
+
+
+def tune(model: str, rows: int, seconds: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    choices = Choices()
+    with ExitStack() as patched:
+        for module, name, key_of in CHOOSERS:
+            patched.enter_context(mock.patch.object(module, name, choices.wrap(getattr(module, name), key_of)))
+        config = resolve(
+            model=model, load_format="dummy", skip_tokenizer_init=True, max_model_len=2304, max_num_seqs=rows,
+            cuda_graph_bs=[rows], cuda_graph_mode="FULL_DECODE_ONLY", max_num_batched_tokens=2048,
+            enable_prefix_caching=False, device="cuda", **settings,
+        )  # fmt: skip
+        timer = StepTimer(ModelRunner(config), choices, rows, began + seconds)
+        choices.in_use.clear()  # of the steps of a start
+        timer.step({})
+        in_use = dict(choices.in_use)
+        found = {key: candidates(key, rows) for key in in_use}
+        print(f"{sum(map(len, found.values()))} candidates of {len(in_use)} products", flush=True)
+        timer.compile_all(in_use, found)
+        best, log = descend(in_use, found, timer.shares)
+        steps = [timer.step(chosen) for chosen in (in_use, best)]
+        turns = [[timer.ms(step, 25) for step in steps] for _ in range(10)]
+    before, after = (median(column) for column in zip(*turns, strict=True))
+    changed = {str(key): [in_use[key], best[key]] for key in best if best[key] != in_use[key]}
+    print(f"{model} {rows}: {before:.4f} ms, now {after:.4f} ms", *changed.items(), sep="\n  ", flush=True)
+    figures = {"rows": rows, "context": CONTEXT, "before_ms": before, "after_ms": after, "turns_ms": turns}
+    return report.provenance("cuda") | {
+        "command": "python -m benchmarks.step_tuner " + " ".join(sys.argv[1:]),
+        "config": report.settings(config), **figures, "changed": changed, "measured": log,
+        "best": best, "in_use": in_use,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="one of benchmarks/configs")
+    parser.add_argument("--rows", type=int, required=True, help="sequences of the step")
+    parser.add_argument("--seconds", type=float, default=50, help="no candidate is begun after them")
+    parser.add_argument("--settings", default="{}", help="JSON of further engine settings")
+    parser.add_argument("--share", type=int, default=1, metavar="RANKS", help="one rank's share of the model")
+    parser.add_argument("--install", action="store_true")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(share_of(args.model, args.share, Path(folder)))
+        found = tune(model, args.rows, args.seconds, json.loads(args.settings))
+    best, in_use = found.pop("best"), found.pop("in_use")
+    if args.install:
+        install(best, in_use, args.rows)
+    args.json.write_text(json.dumps(found | {"model": args.model, "share_of_ranks": args.share}, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
