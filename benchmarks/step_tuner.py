@@ -6,7 +6,8 @@ What is fastest behind a norm is not always fastest in a step, where kernels sta
 products are found by running a step: linear layers in bf16 and FP8, and experts. All candidates are compiled first, in
 parallel. Then each product's are captured and replayed, its best ones again in turn with the step in use, and the
 fastest is taken if that gains more than ``LEAST_GAIN``; a second pass does so beside the other products' new choices.
-``--install`` writes the linear layers' choices into the table beside the kernels.
+``--install`` writes the linear layers' choices into the table beside the kernels. Without a GPU the model, a small one,
+is given by its folder, and all takes the same time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor
 from benchmarks.decode_profile import decode_orders, fill_caches, share_of
 from benchmarks.kernels import fp8, linear
 from benchmarks.kernels.fp8_experts import expert_candidates
+from benchmarks.kernels.measure import DEVICE, ON_GPU
 from weft import report
 from weft.config import resolve
 from weft.graph.graph import make_pool
@@ -65,7 +67,8 @@ class Choices:
             key = key_of(*args, **kwargs)
             if key in self.forced:
                 return self.forced[key]
-            return self.in_use.setdefault(key, choose(*args, **kwargs))
+            self.in_use[key] = choose(*args, **kwargs)
+            return self.in_use[key]
 
         return chosen
 
@@ -162,8 +165,10 @@ class StepTimer:
         self.runner, self.choices, self.rows, self.until = runner, choices, rows, until
         self._options = CaptureOptions(runner.device, show_progress=False)
         self._pool = make_pool(runner.device)
-        self._orders = decode_orders(runner, rows, CONTEXT)
+        self.context = CONTEXT if ON_GPU else 8
+        self._orders = decode_orders(runner, rows, self.context)
         fill_caches(runner)
+        self._first = self.step({})  # holds the pool, which ends with its last graph
 
     @torch.inference_mode()
     def step(self, choices: Mapping[Key, Choice]) -> GraphSet[Any]:
@@ -175,7 +180,11 @@ class StepTimer:
         self.runner.run(self._orders)  # the rows have their contexts again
         return graphs
 
+    @torch.inference_mode()
     def ms(self, graphs: GraphSet[Any], count: int) -> float:
+        if not ON_GPU:
+            graphs.replay(self.rows, self.rows)
+            return 1.0
         pairs = []
         for _ in range(count):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -218,8 +227,9 @@ class StepTimer:
                             functions.decode(self.rows)
 
         try:
-            with compiled_meanwhile(walk, self.runner.device):
-                pass
+            if ON_GPU:
+                with compiled_meanwhile(walk, self.runner.device):
+                    pass
         except Exception as problem:  # fails again, and visibly, when it is captured
             print(f"{type(problem).__name__} {str(problem)[:100]}", flush=True)
 
@@ -253,13 +263,13 @@ def tune(model: str, rows: int, seconds: float, settings: Mapping[str, Any]) -> 
         for module, name, key_of in CHOOSERS:
             patched.enter_context(mock.patch.object(module, name, choices.wrap(getattr(module, name), key_of)))
         config = resolve(
-            model=model, load_format="dummy", skip_tokenizer_init=True, max_model_len=2304, max_num_seqs=rows,
-            cuda_graph_bs=[rows], cuda_graph_mode="FULL_DECODE_ONLY", max_num_batched_tokens=2048,
-            enable_prefix_caching=False, device="cuda", **settings,
+            model=model, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=rows, cuda_graph_bs=[rows],
+            cuda_graph_mode="FULL_DECODE_ONLY", enable_prefix_caching=False, device=DEVICE,
+            **{"max_model_len": 2304, "max_num_batched_tokens": 2048, **settings},
         )  # fmt: skip
-        timer = StepTimer(ModelRunner(config), choices, rows, began + seconds)
+        runner = ModelRunner(config)
         choices.in_use.clear()  # of the steps of a start
-        timer.step({})
+        timer = StepTimer(runner, choices, rows, began + seconds)
         in_use = dict(choices.in_use)
         found = {key: candidates(key, rows) for key in in_use}
         print(f"{sum(map(len, found.values()))} candidates of {len(in_use)} products", flush=True)
@@ -270,8 +280,8 @@ def tune(model: str, rows: int, seconds: float, settings: Mapping[str, Any]) -> 
     before, after = (median(column) for column in zip(*turns, strict=True))
     changed = {str(key): [in_use[key], best[key]] for key in best if best[key] != in_use[key]}
     print(f"{model} {rows}: {before:.4f} ms, now {after:.4f} ms", *changed.items(), sep="\n  ", flush=True)
-    figures = {"rows": rows, "context": CONTEXT, "before_ms": before, "after_ms": after, "turns_ms": turns}
-    return report.provenance("cuda") | {
+    figures = {"rows": rows, "context": timer.context, "before_ms": before, "after_ms": after, "turns_ms": turns}
+    return report.provenance(DEVICE) | {
         "command": "python -m benchmarks.step_tuner " + " ".join(sys.argv[1:]),
         "config": report.settings(config), **figures, "changed": changed, "measured": log,
         "best": best, "in_use": in_use,
