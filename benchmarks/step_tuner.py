@@ -6,8 +6,8 @@ What is fastest behind a norm is not always fastest in a step, where kernels sta
 products are found by running a step: linear layers in bf16 and FP8, and experts. All candidates are compiled first, in
 parallel. Then each product's are captured and replayed, its best ones again in turn with the step in use, and the
 fastest is taken if that gains more than ``LEAST_GAIN``; a second pass does so beside the other products' new choices.
-``--install`` writes the linear layers' choices into the table beside the kernels. Without a GPU the model, a small one,
-is given by its folder, and all takes the same time.
+``--install`` writes the choices into the tables beside the kernels (experts in bf16 have tiles by rule instead).
+Without a GPU the model, a small one, is given by its folder, and all takes the same time.
 """
 
 from __future__ import annotations
@@ -195,6 +195,17 @@ class StepTimer:
         torch.cuda.synchronize()
         return median([start.elapsed_time(end) for start, end in pairs][2:])
 
+    @torch.inference_mode()
+    def error(self, before: GraphSet[Any], after: GraphSet[Any]) -> float:
+        """How far the logits are apart: sums in another order, which also choose a few other experts."""
+        logits = []
+        for graphs in (before, after):
+            torch.manual_seed(0)
+            fill_caches(self.runner)  # a step changes recurrent states
+            self.runner.run(self._orders)
+            logits.append(graphs.replay(self.rows, self.rows).logits.double())
+        return float((logits[1] - logits[0]).norm() / logits[0].norm())
+
     def shares(
         self, reference: Mapping[Key, Choice], variants: list[Mapping[Key, Choice]], carefully: bool
     ) -> list[float]:
@@ -234,26 +245,32 @@ class StepTimer:
             print(f"{type(problem).__name__} {str(problem)[:100]}", flush=True)
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["rows"], row["inner"], row["silu_mul"], row["tokens"], row.get("leaves_sums", False)
-
-
-def install(best: Mapping[Key, Choice], in_use: Mapping[Key, Choice], rows: int) -> None:
-    """Write what changed into the table of linear layers in bf16."""
-    path = skinny_linear.TABLE_PATH
-    table = json.loads(path.read_text())
+def _table_row(key: Key, choice: Choice, rows: int) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The table beside the kernels that a choice belongs into, what its row is for, and what it says."""
+    kind, *shape = key
     padded = 1 << (rows - 1).bit_length()
-    for (kind, *shape), choice in best.items():
-        if kind != "linear" or choice == in_use[kind, *shape]:
-            continue
-        height, inner, silu_mul, leaves_sums = shape
-        row = {"rows": height, "inner": inner, "silu_mul": silu_mul, "tokens": padded}
-        row["config"] = None if choice is None else list(choice)
-        if leaves_sums:
-            row["leaves_sums"] = True
-        table["rows"] = [*(old for old in table["rows"] if _place(old) != _place(row)), row]
-    head = json.dumps({name: value for name, value in table.items() if name != "rows"})[:-1]
-    path.write_text(head + ', "rows": [\n' + ",\n".join(map(json.dumps, table["rows"])) + "\n]}\n")
+    if kind == "linear":
+        place = dict(zip(("rows", "inner", "silu_mul", "tokens"), (*shape[:3], padded), strict=True))
+        place |= {"leaves_sums": True} if shape[3] else {}
+        return skinny_linear.TABLE_PATH, place, {"config": choice and list(choice)}
+    if kind == "fp8 linear":
+        place = dict(zip(("rows", "inner", "silu_mul", "block", "tokens"), (*shape, padded), strict=True))
+        name = next(name for name, kind in fp8_linear.KINDS.items() if type(choice) is kind)
+        return fp8_linear.TABLE_PATH, place, {"kind": name, "config": list(choice)}
+    assert kind == "fp8 experts" and isinstance(choice, Tiles), f"no table has a row for {key}: {choice}"
+    place = dict(zip(("experts", "hidden", "width", "block", "tokens"), (*shape, padded), strict=True))
+    return fp8_moe.TABLE_PATH, place, {"up": list(choice.up[:5]), "down": list(choice.down[:5])}
+
+
+def install(changed: Mapping[Key, Choice], rows: int) -> None:
+    """Write choices into the tables beside the kernels."""
+    for key, choice in changed.items():
+        path, place, says = _table_row(key, choice, rows)
+        table = json.loads(path.read_text())
+        names = {*place, "leaves_sums"}
+        kept = [row for row in table["rows"] if {k: v for k, v in row.items() if k in names} != place]
+        head = json.dumps({name: value for name, value in table.items() if name != "rows"})[:-1]
+        path.write_text(head + ', "rows": [\n' + ",\n".join(map(json.dumps, [*kept, place | says])) + "\n]}\n")
 
 
 def tune(model: str, rows: int, seconds: float, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,13 +295,14 @@ def tune(model: str, rows: int, seconds: float, settings: Mapping[str, Any]) -> 
         steps = [timer.step(chosen) for chosen in (in_use, best)]
         turns = [[timer.ms(step, 25) for step in steps] for _ in range(10)]
     before, after = (median(column) for column in zip(*turns, strict=True))
-    changed = {str(key): [in_use[key], best[key]] for key in best if best[key] != in_use[key]}
-    print(f"{model} {rows}: {before:.4f} ms, now {after:.4f} ms", *changed.items(), sep="\n  ", flush=True)
-    figures = {"rows": rows, "context": timer.context, "before_ms": before, "after_ms": after, "turns_ms": turns}
+    changed = {key: best[key] for key in best if best[key] != in_use[key]}
+    error = timer.error(*steps)
+    print(f"{model} {rows}: {before:.4f} ms, now {after:.4f} ms, error {error:.1e}", *changed.items(), sep="\n  ")
+    figures = {"before_ms": before, "after_ms": after, "turns_ms": turns, "error": error}
     return report.provenance(DEVICE) | {
         "command": "python -m benchmarks.step_tuner " + " ".join(sys.argv[1:]),
-        "config": report.settings(config), **figures, "changed": changed, "measured": log,
-        "best": best, "in_use": in_use,
+        "config": report.settings(config), "rows": rows, "context": timer.context, **figures, "changed": changed,
+        "measured": log,
     }  # fmt: skip
 
 
@@ -301,9 +319,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = str(share_of(args.model, args.share, Path(folder)))
         found = tune(model, args.rows, args.seconds, json.loads(args.settings))
-    best, in_use = found.pop("best"), found.pop("in_use")
+    changed = found.pop("changed")
     if args.install:
-        install(best, in_use, args.rows)
+        install(changed, args.rows)
+    found["changed"] = [[key, choice] for key, choice in changed.items()]
     args.json.write_text(json.dumps(found | {"model": args.model, "share_of_ranks": args.share}, indent=1, default=str))
 
 

@@ -13,10 +13,13 @@ import torch
 
 from benchmarks import step_tuner
 from benchmarks.step_tuner import Choices, candidates, descend, install
-from weft.ops.triton import skinny_linear
+from weft.ops.triton import fp8_linear, fp8_moe, skinny_linear
+from weft.ops.triton.fp8_few_rows import HopperRows
+from weft.ops.triton.moe_blocks import Tile, Tiles
 from weft.ops.triton.skinny_linear import Config
 
 A_QKV = ("linear", 4096, 1024, False, False)
+FP8_EXPERTS = ("fp8 experts", 513, 2048, 512, 128)
 
 
 def test_products_are_improved_together() -> None:
@@ -55,27 +58,28 @@ def test_a_product_runs_what_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [A_QKV, ("fp8 linear", 512, 256, False, 128), ("experts", 512, 512), ("fp8 experts", 513, 2048, 512, 128)],
+    [A_QKV, ("fp8 linear", 512, 256, False, 128), ("experts", 512, 512), FP8_EXPERTS],
 )
 def test_every_kind_of_product_has_candidates(key: tuple[Any, ...]) -> None:
     assert candidates(key, 8)
 
 
-def test_choices_are_written_into_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "table.json"
-    shutil.copy(skinny_linear.TABLE_PATH, path)
-    monkeypatch.setattr(skinny_linear, "TABLE_PATH", path)
-    count = len(json.loads(path.read_text())["rows"])
-    before, after = Config("sum", 2, 1024, 2), Config("held", 32, 128, 4)
-    leaves_sums, unchanged = ("linear", 6144, 1024, False, True), ("linear", 1024, 2048, False, False)
-    in_use = dict.fromkeys([A_QKV, leaves_sums, unchanged], before)
-    install(in_use | {A_QKV: after, leaves_sums: None}, in_use, 7)
-    skinny_linear.load_table.cache_clear()
-    try:
-        plain, with_sums = skinny_linear.load_table(False), skinny_linear.load_table(True)
-        assert plain[4096, 1024, False, 8] == with_sums[4096, 1024, False, 8] == after
-        assert with_sums[6144, 1024, False, 8] is None and plain[6144, 1024, False, 8] is not None
-        assert plain[1024, 2048, False, 8] != before
-        assert len(json.loads(path.read_text())["rows"]) == count + 1
-    finally:
-        skinny_linear.load_table.cache_clear()
+def test_choices_are_written_into_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (skinny_linear, fp8_linear, fp8_moe):
+        shutil.copy(module.TABLE_PATH, tmp_path)
+        monkeypatch.setattr(module, "TABLE_PATH", tmp_path / module.TABLE_PATH.name)
+        monkeypatch.setattr(module, "load_table", module.load_table.__wrapped__)  # nothing is remembered
+    before = fp8_linear.load_table()[12288, 2048, False, 128]
+    held, tiles = Config("held", 32, 128, 4), Tiles(Tile(16, 16, 128, 2, 2), Tile(16, 64, 128, 2, 2))
+    leaves_sums, of_fp8 = ("linear", 6144, 1024, False, True), ("fp8 linear", 12288, 2048, False, 128)
+    install({A_QKV: held, leaves_sums: None, of_fp8: HopperRows(32, 8, 96), FP8_EXPERTS: tiles}, 7)
+    plain, with_sums = skinny_linear.load_table(False), skinny_linear.load_table(True)
+    assert plain[4096, 1024, False, 8] == with_sums[4096, 1024, False, 8] == held
+    assert with_sums[6144, 1024, False, 8] is None and plain[6144, 1024, False, 8] is not None
+    assert fp8_linear.load_table()[12288, 2048, False, 128] == before | {8: HopperRows(32, 8, 96)}
+    assert fp8_moe.load_table()[513, 2048, 512, 128][8] == tiles
+    for module in (skinny_linear, fp8_linear, fp8_moe):
+        rows = json.loads(module.TABLE_PATH.read_text())["rows"]
+        said = {"config", "kind", "up", "down", "library_us", "kernel_us"}
+        places = [tuple((k, v) for k, v in sorted(row.items()) if k not in said) for row in rows]
+        assert len(set(places)) == len(places), "two rows for one place"

@@ -34,7 +34,7 @@ if GLUON_IS_KNOWN:
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
-_TABLE_PATH = Path(__file__).with_name("fp8_linear_h200.json")
+TABLE_PATH = Path(__file__).with_name("fp8_linear_h200.json")
 
 
 class ManyRows(NamedTuple):
@@ -113,7 +113,7 @@ def _many_rows_kernel(
 def load_table() -> dict[tuple[int, int, bool, int], dict[int, Config]]:
     """``(weight rows, inner size, gated, block)`` to what was fastest for up to so many tokens."""
     table: dict[tuple[int, int, bool, int], dict[int, Config]] = {}
-    for row in json.loads(_TABLE_PATH.read_text())["rows"]:
+    for row in json.loads(TABLE_PATH.read_text())["rows"]:
         if row["kind"] == "hopper" and not GLUON_IS_KNOWN:
             continue
         key = (row["rows"], row["inner"], row["silu_mul"], row["block"])

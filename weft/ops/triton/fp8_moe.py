@@ -37,7 +37,7 @@ from weft.ops.triton.tile_table import choose_tile, has_table
 if GLUON_IS_KNOWN:
     from weft.ops.triton import fp8_moe_pairs_hopper as hopper
 
-_TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
+TABLE_PATH = Path(__file__).with_name("fp8_moe_h200.json")
 
 
 class Fixed(NamedTuple):
@@ -217,7 +217,7 @@ def _fp8_down_kernel(
 def load_table() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
     """``(experts, hidden size, expert width, block)`` to what was fastest for up to so many tokens."""
     table: dict[tuple[int, int, int, int], dict[int, Tiles]] = {}
-    for row in json.loads(_TABLE_PATH.read_text())["rows"]:
+    for row in json.loads(TABLE_PATH.read_text())["rows"]:
         key = (row["experts"], row["hidden"], row["width"], row["block"])
         table.setdefault(key, {})[row["tokens"]] = Tiles(Tile(*row["up"]), Tile(*row["down"]))
     return table
