@@ -31,10 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.measure import COPY_BYTES_PER_S, DEVICE, MATRIX_FLOP_PER_S, ON_GPU, error, graph_ms, write_json
+from weft.ops.triton import early_launch
 from weft.ops.triton import skinny_linear as skinny
 from weft.ops.triton.activation import silu_and_mul_triton
+from weft.ops.triton.launch import Kernel, launches_handled
 from weft.ops.triton.norm import rms_norm_triton
-from weft.ops.triton.skinny_linear import Config, choose_config, launch_options, skinny_linear_triton
+from weft.ops.triton.skinny_linear import Config, choose_config, skinny_linear_triton
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 LIMIT = 5e-3 if ON_GPU else 1e-5
@@ -160,14 +162,15 @@ def _compile_offline() -> None:
 def _compile(job: tuple[Size, int, Config]) -> None:
     """Compile one kernel into Triton's cache; what does not compile fails again, and visibly, when it is launched."""
     size, tokens, config = job
-    options = launch_options(config, size.inner, min(tokens, config.tokens), DTYPE, silu_mul=size.silu_mul, bias=False)
-    options |= {"EARLY": True, "launch_pdl": True}
-    width = size.rows // 2 if size.silu_mul else size.rows
-    sums, count = (torch.float32, torch.int32) if config.splits > 1 else (DTYPE, DTYPE)
+    early_launch._can_launch_early = lambda device: True
+
+    def compile_only(kernel: Kernel, grid: Any, args: Any, options: dict[str, Any]) -> None:
+        kernel.run(*args, grid=grid, warmup=True, **options)
+
+    x, weight = torch.empty(tokens, size.inner, dtype=DTYPE), torch.empty(size.rows, size.inner, dtype=DTYPE)
     try:
-        skinny._skinny_linear_kernel.warmup(
-            DTYPE, DTYPE, DTYPE, DTYPE, sums, count, tokens, width, size.inner, width, 0, grid=(1,), **options
-        )
+        with launches_handled(compile_only):
+            skinny_linear_triton(x, weight, None, config, silu_mul=size.silu_mul)
     except Exception as problem:
         print(f"{size.name} {tokens} {tuple(config)}: {type(problem).__name__} {str(problem)[:80]}")
 
