@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +78,26 @@ def dequantize_weight(values: Tensor, scale: Tensor) -> Tensor:
     if scale.shape == (-(-rows // 128), -(-columns // 128)):
         scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     return values.float() * scale
+
+
+_orders: list[torch.Generator] = []
+
+
+@contextmanager
+def another_order_of_sums(seed: int) -> Iterator[None]:
+    """References see what they round moved by as much as float32 sums in another order move it. Numbers near a boundary
+    between two of e4m3 come to its other side, as on another processor."""
+    _orders.append(torch.Generator().manual_seed(seed))
+    try:
+        yield
+    finally:
+        _orders.pop()
+
+
+def _as_summed(x: Tensor) -> Tensor:
+    if not _orders:
+        return x
+    return x + torch.randn(x.shape, generator=_orders[-1]) * (1e-6 * x.square().mean(-1, keepdim=True).sqrt())
 
 
 def round_inputs(x: Tensor, scheme: str) -> Tensor:
@@ -194,7 +214,7 @@ class RoundedKeysAndValues:
             return self.model(*args, **kwargs)
 
     def _rounded(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        key, value = (x.clamp(-448, 448).to(torch.float8_e4m3fn).float() for x in (key, value))
+        key, value = (_as_summed(x).clamp(-448, 448).to(torch.float8_e4m3fn).float() for x in (key, value))
         return self._attend(module, query, key, value, *args, **kwargs)
 
 
@@ -205,5 +225,5 @@ class _RoundedInputs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and args[1].data_ptr() in self._weights:
-            args = (round_inputs(args[0], self._scheme), *args[1:])
+            args = (round_inputs(_as_summed(args[0]), self._scheme), *args[1:])
         return func(*args, **(kwargs or {}))

@@ -9,11 +9,15 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from weft.config import resolution, resolve
+from weft.ops.e4m3 import E4M3
+from weft.ops.triton import fp8_linear, hopper_tiles
+from weft.ops.triton.fp8_few_rows import HopperRows
 from weft.triton_version import is_known, kernel_choice, triton_version
 
 
@@ -25,7 +29,7 @@ def test_the_installed_version_is_the_one_that_is_imported() -> None:
     ("version", "said"),
     [
         ("3.6.0", "Triton 3.6.0: all kernels"),
-        ("3.9.0", "Triton 3.9.0: all kernels, .* not yet run"),
+        ("3.7.1", r"Triton 3.7.1: launched by Weft .* Gluon, tested .* Triton 3\.6\.x alone, give way"),
         ("4.0.0", r"Triton 4.0.0 is not 3\.6\.x or .*: kernels in Gluon give way .*, launches go through Triton"),
         (None, "not installed"),
     ],
@@ -40,6 +44,20 @@ def test_the_reason_for_the_backend_names_kernels(
     assert reason.endswith(kernel_choice(version)) and reason.startswith("given" if given else "the Triton kernels")
     assert re.search(said, reason)
     assert version is None or is_known(version) == (version != "4.0.0")
+
+
+@pytest.mark.parametrize(("version", "runs"), [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)])
+def test_kernels_in_gluon_run_under_a_triton_with_which_they_were_tested(
+    monkeypatch: pytest.MonkeyPatch, version: str, runs: bool
+) -> None:
+    monkeypatch.setattr(hopper_tiles.triton, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert hopper_tiles.runs_gluon.__wrapped__(torch.device("cuda", 0)) == runs
+    assert not hopper_tiles.runs_gluon.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(fp8_linear, "has_table", lambda device: True)
+    monkeypatch.setattr(fp8_linear, "runs_gluon", lambda device: runs)
+    weight = torch.empty(2048, 4096, dtype=E4M3, device="meta")
+    assert isinstance(fp8_linear.choose_config(weight, 4, False, 128), HopperRows) == runs
 
 
 REQUIRED = {"2.11.0": "==3.6.0", "2.12.1": "==3.7.1", "2.13.0": "==3.7.1", "2.14.1": "~=3.8.0", "2.15.0": "~=3.9.0"}

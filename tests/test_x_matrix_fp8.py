@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import fp8_checkpoints
-from tests.fp8_checkpoints import RoundedKeysAndValues, make_fp8_checkpoint
+from tests.fp8_checkpoints import RoundedKeysAndValues, another_order_of_sums, make_fp8_checkpoint
 from tests.ranks import fork_ranks
 from tests.tiny import make_model
 from tests.x_matrix import Poisoned, Reference, check, open_engine
@@ -38,16 +38,30 @@ COLUMNS = [
 CASES = [("cold", "mixed", 210), ("hit", "prefill", 129), ("branch hit", "decode", 65), ("preempted", "mixed", 63)]
 
 
+ORDERS = 6
+"""Of sums, beside the reference's own: how the reference rounds where sums are a little different."""
+
+
 class RoundedReference(Reference):
-    """Equal but for what rounding leaves undecided: the order of a float32 sum can bring a value to the other side of a
-    boundary between two e4m3 numbers. So where two tokens are nearly as good, the other one may come: one that is short
-    of the best by a tenth of the logits' standard deviation. A token of wrong logits is short by three, about."""
+    """Equal but for what rounding leaves undecided: the order of a float32 sum, which depends on the processor, can
+    bring a value to the other side of a boundary between two e4m3 numbers. So where two tokens are nearly as good, the
+    other one may come: one that is short of the best by a tenth of the logits' standard deviation, in some order of
+    sums. A token of wrong logits is short by three, about."""
 
     def check(self, prompt: list[int], output: list[int]) -> None:
-        logits = self._logits(prompt + output)[len(prompt) - 1 : -1]
-        short = logits.amax(-1) - logits[torch.arange(len(output)), output]
-        assert (short <= logits.std(-1) / 10).all(), short
+        short = self._short_of_the_best(prompt, output)
+        for seed in range(ORDERS):
+            if (short <= 0).all():
+                return
+            with another_order_of_sums(seed):
+                short = torch.minimum(short, self._short_of_the_best(prompt, output))
+        assert (short <= 0.1).all(), short
         assert (short > 0).sum() <= 1, "most tokens are the reference's"
+
+    def _short_of_the_best(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """Of each token, how much its logit is below the largest, in standard deviations of the logits."""
+        logits = self._logits(prompt + output)[len(prompt) - 1 : -1]
+        return (logits.amax(-1) - logits[torch.arange(len(output)), output]) / logits.std(-1)
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:
         with torch.no_grad():

@@ -18,9 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.triton_version import is_known
+
 triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the kernel is for Triton 3.6", allow_module_level=True)
+if not is_known(triton.__version__):
+    pytest.skip("the kernel is for versions of Triton that Weft knows", allow_module_level=True)
 
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.test_triton_attention import plain_attention
@@ -271,7 +273,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tensors: Case, *, branches: bool =
 
     if branches:
         monkeypatch.setattr(attention, "graph_branch", branch)
-    monkeypatch.setattr(attention_prefill_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_prefill_hopper, "runs_gluon", lambda device: True)
     monkeypatch.setattr(attention, "launch_prefill", lambda *args, **kwargs: names.append("triton"))
     monkeypatch.setattr(attention, "launch_decode", lambda *args, **kwargs: names.append("decode"))
     with launches_handled(lambda kernel, *launch: names.append("hopper")):
@@ -356,7 +358,7 @@ TAKEN = {"heads": (16, 8, 128), "page": 16, "dtype": torch.bfloat16, "hopper": T
 )  # fmt: skip
 def test_only_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], taken: bool) -> None:
     layout = TAKEN | change
-    monkeypatch.setattr(attention_prefill_hopper, "is_hopper", lambda device: layout["hopper"])
+    monkeypatch.setattr(attention_prefill_hopper, "runs_gluon", lambda device: layout["hopper"])
     num_heads, num_kv_heads, head_dim = layout["heads"]
     q = torch.empty(600, num_heads, head_dim, dtype=layout["dtype"])
     k_cache = torch.empty(2, layout["page"], num_kv_heads, head_dim, dtype=layout.get("cache", layout["dtype"]))

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.triton_version import is_known
+
 triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the kernel is for Triton 3.6", allow_module_level=True)
+if not is_known(triton.__version__):
+    pytest.skip("the kernel is for versions of Triton that Weft knows", allow_module_level=True)
 
 from tests.ops import test_gluon_attention
 from tests.ops.gluon_emulator import Emulator
@@ -31,9 +33,7 @@ class Fp8Case(Case):
     """A case whose cache holds e4m3, of values over a scale."""
 
     def __init__(self, layout: str, query_lens: list[int], contexts: list[int], padding: int = 2) -> None:
-        super().__init__(layout, query_lens, contexts, padding, padding_seqs=padding)
-        self.k, self.v, self.v_scale = self.k.to(E4M3), self.v.to(E4M3), torch.tensor([0.5], device=DEVICE)
-        self.tokens = [(k.to(E4M3).bfloat16(), v.to(E4M3).bfloat16() / 2) for k, v in self.tokens]
+        super().__init__(layout, query_lens, contexts, padding, padding_seqs=padding, cache=E4M3)
         self.batch = dataclasses.replace(self.batch, num_decodes=len(query_lens))
 
     def run(self, skip_decodes: bool = False) -> Tensor:
@@ -65,7 +65,7 @@ class Fp8Case(Case):
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """On such a GPU, where few sequences take no other way and few programs have no work."""
-    monkeypatch.setattr(attention_decode_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_decode_hopper, "runs_gluon", lambda device: True)
     monkeypatch.setitem(test_gluon_attention.LAYOUTS, "128 of 8", (8, 1, 128, 32))
     monkeypatch.setattr(attention_decode, "_HELD_WORK", 0)
     monkeypatch.setattr(attention_decode, "_MIXTURE_PROGRAMS", 4)
@@ -126,7 +126,7 @@ TAKEN = {"head_dim": 128, "page": 16, "rows": 8, "dtype": torch.bfloat16, "cache
 )  # fmt: skip
 def test_only_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], taken: bool) -> None:
     case = TAKEN | change
-    monkeypatch.setattr(attention_decode_hopper, "is_hopper", lambda device: case["hopper"])
+    monkeypatch.setattr(attention_decode_hopper, "runs_gluon", lambda device: case["hopper"])
     q = torch.empty(1, 2, case["head_dim"], dtype=case["dtype"])
     cache = torch.empty(2, case["page"], 1, case["head_dim"]).to(case["cache"])
     assert attention_decode_hopper.takes(q, cache, case["rows"]) == taken

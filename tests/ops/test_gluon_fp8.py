@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from weft.triton_version import is_known
+
 triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the kernels are for Triton 3.6", allow_module_level=True)
+if not is_known(triton.__version__):
+    pytest.skip("the kernels are for versions of Triton that Weft knows", allow_module_level=True)
 
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.interpreter import DEVICE
@@ -104,13 +106,13 @@ def test_plain_rows_are_of_the_same_launch(tokens: int, emulated: list[str], mon
     [(2, "block"), pytest.param(2, "static", marks=pytest.mark.gpu), pytest.param(2, "token", marks=pytest.mark.gpu)],
 )
 def test_experts(num_tokens: int, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_moe_pairs_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_moe_pairs_hopper, "runs_gluon", lambda device: True)
     check_moe((num_tokens, 3, 2, 1024, 512), scheme, torch.bfloat16 if ON_HOPPER else torch.float32, 1)
 
 
 def test_given_tiles_are_heard_where_the_kernel_for_hopper_would_be_chosen(emulated: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_moe_pairs_hopper, "is_hopper", lambda device: True)
+        patch.setattr(fp8_moe_pairs_hopper, "runs_gluon", lambda device: True)
         check_moe((1, 2, 1, 1024, 512), "block", torch.float32, 0, SINGLE)
         assert not emulated, "SINGLE is for the kernel in Triton"
 
@@ -130,7 +132,7 @@ def test_the_rule_keeps_to_what_the_kernel_can(inner: int) -> None:
 def test_experts_are_taken_pair_by_pair_where_registers_hold_their_weights(
     hidden: int, width: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_moe_pairs_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_moe_pairs_hopper, "runs_gluon", lambda device: True)
     down = torch.empty(1, hidden, width, dtype=E4M3, device="meta")
     assert fp8_moe_pairs_hopper.takes_pairs(down) == taken
 
@@ -139,8 +141,8 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of five rows takes what one of eight does, as the start compiles sizes by powers of two."""
     weight = torch.empty(11264, 2048, dtype=E4M3, device="meta")
     monkeypatch.setattr(fp8_linear_module, "has_table", lambda device: False)
-    monkeypatch.setattr(fp8_linear_module, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_linear_module, "runs_gluon", lambda device: True)
     chosen = [type(fp8_linear_module.choose_config(weight, tokens, False, 128)) for tokens in (1, 4, 5, 8)]
     assert chosen == [HopperRows, HopperRows, FewRows, FewRows]
-    monkeypatch.setattr(fp8_linear_module, "is_hopper", lambda device: False)
+    monkeypatch.setattr(fp8_linear_module, "runs_gluon", lambda device: False)
     assert isinstance(fp8_linear_module.choose_config(weight, 1, False, 128), FewRows)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.triton_version import is_known
+
 triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the kernel is for Triton 3.6", allow_module_level=True)
+if not is_known(triton.__version__):
+    pytest.skip("the kernel is for versions of Triton that Weft knows", allow_module_level=True)
 
 from tests.ops.gluon_emulator import Emulator
 from tests.ops.interpreter import DEVICE
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="emulated")
 
 def test_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and the states after each token; the second sequence is padding, the last keeps nothing of its end."""
-    monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gdn_verify_gluon, "runs_gluon", lambda device: True)
     geometry = GatedDeltaNetConfig(1, 2, 128, 128, 4)
     projected = torch.randn(9, geometry.conv_dim + geometry.value_dim + 4)
     projected[3:6] = torch.nan
@@ -67,7 +69,7 @@ def test_decode_step_of_states_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     reserved = state[0].clone()
     want = conv.clone(), state.clone()
     expected = gdn_verify(projected, *weights, *want, working, slots, geometry, backend=Backend.TORCH)
-    monkeypatch.setattr(gdn_decode_gluon, "is_hopper", lambda device: True)  # few rows are the other kernel's
+    monkeypatch.setattr(gdn_decode_gluon, "runs_gluon", lambda device: True)  # few rows are the other kernel's
     assert gdn_decode_gluon.takes(state, torch.bfloat16, 4)
     assert not gdn_decode_gluon.takes(state.float(), torch.bfloat16, 4)
     launched: list[str] = []
@@ -105,7 +107,7 @@ def test_decode_step_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     conv, state = torch.randn(6, geometry.conv_dim, 3), torch.randn(6, 2, 128, 128)
     want = conv.clone(), state.clone()
     expected = gdn_decode(projected, *weights, *want, slots, geometry, backend=Backend.TORCH)
-    monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gdn_verify_gluon, "runs_gluon", lambda device: True)
     launched: list[str] = []
     emulator = Emulator()
 
@@ -141,7 +143,7 @@ def test_decode_step_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch, f
     want = conv.clone(), state.clone()
     inputs, reserved = (projected, f, gate, *weights), state[0].clone()
     expected = kda_decode(*inputs, *want, slots, geometry, backend=Backend.TORCH)
-    monkeypatch.setattr(gdn_verify_gluon if few else gdn_decode_gluon, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gdn_verify_gluon if few else gdn_decode_gluon, "runs_gluon", lambda device: True)
     launched: list[str] = []
     emulator = Emulator()
 
@@ -163,7 +165,7 @@ def test_decode_step_with_a_decay_per_channel(monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_only_few_sequences_of_such_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gdn_verify_gluon, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gdn_verify_gluon, "runs_gluon", lambda device: True)
     few, state = MULTIPROCESSORS // 2, torch.empty(3, 2, 128, 128)
     assert gdn_verify_gluon.takes(state, few)
     assert not gdn_verify_gluon.takes(state, few + 1)
@@ -175,7 +177,7 @@ def test_which_launch_takes_states_through_tokens(monkeypatch: pytest.MonkeyPatc
     """With 32 heads: one token of up to 4 rows by the kernel for few sequences, of more by that of decode steps, but
     for 9 to 16, which fill the device once."""
     for gluon in (gdn_decode_gluon, gdn_verify_gluon):
-        monkeypatch.setattr(gluon, "is_hopper", lambda device: True)
+        monkeypatch.setattr(gluon, "runs_gluon", lambda device: True)
     half, full = (torch.empty(1, 32, 128, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     few, many = gdn_verify_gluon.launch_verify_states, gdn_decode_gluon.launch_decode_states
     wanted = [(half, 4, 1, few), (half, 5, 1, many), (half, 8, 1, many), (half, 9, 1, None), (half, 16, 1, None),

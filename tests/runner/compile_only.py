@@ -100,14 +100,14 @@ def main(folder: str, speculative_config: str = "", ranks: str = "1", kv_cache_d
     if attention.GLUON_IS_KNOWN:
         from weft.ops.triton import fp8_linear, fp8_moe_pairs_hopper, gated_linear_hopper
 
-        attention.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
-        attention.decode_hopper.is_hopper = lambda device: True  # type: ignore[assignment]
-        delta_scan.hopper.is_hopper = lambda device: True  # type: ignore[assignment]
-        gdn_verify.gdn_verify_gluon.is_hopper = lambda device: True  # type: ignore[assignment]
-        gdn_verify.gdn_decode_gluon.is_hopper = lambda device: True  # type: ignore[assignment]
-        selective_scan.gluon.is_hopper = lambda device: True  # type: ignore[assignment]
-        gated_linear_hopper.is_hopper = lambda device: True  # type: ignore[assignment]
-        fp8_linear.is_hopper = fp8_moe_pairs_hopper.is_hopper = lambda device: True  # type: ignore[assignment]
+        attention.hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
+        attention.decode_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
+        delta_scan.hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
+        gdn_verify.gdn_verify_gluon.runs_gluon = lambda device: True  # type: ignore[assignment]
+        gdn_verify.gdn_decode_gluon.runs_gluon = lambda device: True  # type: ignore[assignment]
+        selective_scan.gluon.runs_gluon = lambda device: True  # type: ignore[assignment]
+        gated_linear_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
+        fp8_linear.runs_gluon = fp8_moe_pairs_hopper.runs_gluon = lambda device: True  # type: ignore[assignment]
     model_runner.resolve_backend = lambda requested, device: Backend.TRITON  # type: ignore[assignment]
     # With graphs, whose kernels have variants of their own; but nothing is captured, because nothing can run.
     model_runner.ModelRunner._capture_graphs = lambda self: None  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from weft.cli.parser import add_verb
 from weft.preload import has_bytecode
-from weft.triton_version import is_measured, kernel_choice, triton_version
+from weft.triton_version import is_gluon_tested, kernel_choice, triton_version
 
 Verdict = Literal["ok", "note", "missing"]
 
@@ -129,10 +129,10 @@ def _device() -> Finding:
 def _kernels() -> Finding:
     """What the installed Triton means for speed."""
     version = triton_version()
-    tested = "constraints.txt has the torch and the Triton that are tested together"
+    tested = "torch 2.11 brings the Triton with which all kernels are tested on a GPU"
     if version is None:
         return Finding("kernels", "note", kernel_choice(None), "a GPU needs the Triton that its torch requires")
-    if not is_measured(version):
+    if not is_gluon_tested(version):
         return Finding("kernels", "note", kernel_choice(version), tested)
     return Finding("kernels", "ok", kernel_choice(version))
 

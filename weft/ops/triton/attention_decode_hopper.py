@@ -37,7 +37,7 @@ from weft.ops.triton.decode_tiles_hopper import (
 )
 from weft.ops.triton.early_launch import release, wait
 from weft.ops.triton.elementwise import LOG2_E
-from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
+from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
 
 _LOWEST = gl.constexpr(-1e30)
 """A maximum below all scores: finite, so that differences are numbers where a warp has no key of a split."""
@@ -48,7 +48,7 @@ def takes(q: Tensor, k_cache: Tensor, rows: int) -> bool:
     _, page_size, _, head_dim = k_cache.shape
     is_fp8 = k_cache.dtype == E4M3 and q.dtype == torch.bfloat16
     fits = rows <= ROWS.value and head_dim == HEAD_DIM.value and page_size % 16 == 0
-    return is_fp8 and fits and is_hopper(q.device)
+    return is_fp8 and fits and runs_gluon(q.device)
 
 
 TILE, MAX_REGISTERS = Tile(ROWS.value, keys=64, warps=2, stages=1), 168

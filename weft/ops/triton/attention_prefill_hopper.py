@@ -49,8 +49,8 @@ from weft.ops.triton.hopper_tiles import (
     BOX,
     GluonKernel,
     hold,
-    is_hopper,
     place_of_block,
+    runs_gluon,
     softmax,
     start_scores,
     start_values,
@@ -333,7 +333,7 @@ def takes(q: Tensor, k_cache: Tensor) -> bool:
     patterns (8 rows)."""
     (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     return (
-        is_hopper(q.device)
+        runs_gluon(q.device)
         and q.dtype == torch.bfloat16
         and k_cache.dtype in (torch.bfloat16, E4M3)
         and head_dim in (64, 128, 256)

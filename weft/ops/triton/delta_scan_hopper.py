@@ -36,7 +36,7 @@ from weft.forward_context import Batch, ChunkTable
 from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
-from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper
+from weft.ops.triton.hopper_tiles import BOX, GluonKernel, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _CHUNK = gl.constexpr(CHUNK_SIZE)
@@ -345,7 +345,7 @@ def _scan_hopper_kernel(
 def takes(*inputs: Tensor) -> bool:
     """Whether the kernel exists for these keys, queries and values ``[T, heads, 128]``: on compute capability 9, in
     bfloat16, with rows that the copy engine can address."""
-    return is_hopper(inputs[0].device) and all(
+    return runs_gluon(inputs[0].device) and all(
         x.dtype == torch.bfloat16 and x.shape[2] == _K.value and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         for x in inputs
     )

@@ -30,7 +30,7 @@ from weft.ops.triton.tile_table import has_table
 
 if GLUON_IS_KNOWN:
     from weft.ops.triton import fp8_few_rows_hopper as hopper
-    from weft.ops.triton.hopper_tiles import is_hopper
+    from weft.ops.triton.hopper_tiles import runs_gluon
 
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200."""
@@ -114,8 +114,6 @@ def load_table() -> dict[tuple[int, int, bool, int], dict[int, Config]]:
     """``(weight rows, inner size, gated, block)`` to what was fastest for up to so many tokens."""
     table: dict[tuple[int, int, bool, int], dict[int, Config]] = {}
     for row in json.loads(TABLE_PATH.read_text())["rows"]:
-        if row["kind"] == "hopper" and not GLUON_IS_KNOWN:
-            continue
         key = (row["rows"], row["inner"], row["silu_mul"], row["block"])
         table.setdefault(key, {})[row["tokens"]] = KINDS[row["kind"]](*row["config"])
     return table
@@ -126,12 +124,14 @@ def choose_config(weight: Tensor, tokens: int, silu_mul: bool, block: int) -> Co
     (rows, inner), few = weight.shape, tokens <= MAX_TOKENS
     if has_table(weight.device):
         tuned = load_table().get((rows, inner, silu_mul, block), {})
+        if not (GLUON_IS_KNOWN and runs_gluon(weight.device)):
+            tuned = {limit: config for limit, config in tuned.items() if not isinstance(config, HopperRows)}
         limits = [limit for limit in tuned if (limit <= MAX_TOKENS) == few]
         if limits:
             return tuned[min((limit for limit in limits if limit >= tokens), default=max(limits))]
     if few:
         tokens = next_power_of_2(tokens)
-        config = hopper.hopper_config(rows, inner, tokens) if GLUON_IS_KNOWN and is_hopper(weight.device) else None
+        config = hopper.hopper_config(rows, inner, tokens) if GLUON_IS_KNOWN and runs_gluon(weight.device) else None
         return config or few_rows_config(rows, inner, tokens)
     fits = inner % (512 if block else 16) == 0 and rows % 16 == 0
     return Library() if fits and has_table(weight.device) else many_rows_config(tokens, rows)

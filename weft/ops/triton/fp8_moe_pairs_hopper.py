@@ -26,7 +26,7 @@ from weft.ops.triton.fp8_few_rows_hopper import (
     registers_hold,
     store_outputs,
 )
-from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
+from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
 from weft.ops.triton.sizes import cdiv
 
 UP = HopperRows(16, 8, None)
@@ -67,7 +67,7 @@ def takes_pairs(down: Tensor) -> bool:
     """Whether the kernel exists for experts of ``down [E, H, I]``."""
     _num_experts, hidden_size, width = down.shape
     held = registers_hold(UP.rows, UP.warps, hidden_size) and registers_hold(DOWN.rows, DOWN.warps, width)
-    return held and is_hopper(down.device)
+    return held and runs_gluon(down.device)
 
 
 def pairs_hopper_product(inputs: Tensor, matrices: Fp8Matrix, out: Tensor, ids: Tensor) -> None:

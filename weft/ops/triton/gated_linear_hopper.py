@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import async_load
-from weft.ops.triton.hopper_tiles import BOX, GluonKernel, is_hopper, pack
+from weft.ops.triton.hopper_tiles import BOX, GluonKernel, pack, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS, cdiv
 
 _INNER = gl.constexpr(64)
@@ -241,7 +241,7 @@ def takes_gated(x: Tensor, weight: Tensor) -> bool:
     width, inner = weight.shape[0] // 2, weight.shape[1]
     aligned = x.stride(0) % 8 == x.storage_offset() % 8 == weight.storage_offset() % 8 == 0
     return (
-        is_hopper(x.device)
+        runs_gluon(x.device)
         and x.dtype == weight.dtype == torch.bfloat16
         and inner % _INNER.value == 0
         and inner >= _STAGES.value * _INNER.value

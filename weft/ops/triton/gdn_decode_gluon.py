@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from weft.ops.triton.delta_vectors import StatesFixed, Vectors
 from weft.ops.triton.early_launch import ALWAYS, early_launch, release, wait
-from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper, pack
+from weft.ops.triton.hopper_tiles import GluonKernel, pack, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _DIM = gl.constexpr(128)
@@ -144,7 +144,7 @@ def takes(state: Tensor, out_dtype: torch.dtype, num_rows: int) -> bool:
     where its programs fill an H200 just once, four to a multiprocessor."""
     is_known = state.dtype == out_dtype == torch.bfloat16 and tuple(state.shape[2:]) == (_DIM.value, _DIM.value)
     fills_once = 2 * MULTIPROCESSORS < num_rows * state.shape[1] <= 4 * MULTIPROCESSORS
-    return is_known and is_hopper(state.device) and not fills_once
+    return is_known and runs_gluon(state.device) and not fills_once
 
 
 def launch_decode_states(

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from weft.ops.triton.delta_vectors import StatesFixed, Vectors
 from weft.ops.triton.early_launch import early_launch, release, wait
 from weft.ops.triton.gluon import thread_barrier
-from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
+from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
 from weft.ops.triton.sizes import MULTIPROCESSORS
 
 _DIM = gl.constexpr(128)
@@ -119,7 +119,7 @@ def takes(state: Tensor, num_seqs: int) -> bool:
     """Whether the kernel exists for these states ``[slots, HV, K, V]``, and serves so few sequences faster (measured on
     an H200: up to 8 with 32 heads in bfloat16)."""
     few = num_seqs * state.shape[1] * state.element_size() <= 4 * MULTIPROCESSORS
-    return few and is_hopper(state.device) and tuple(state.shape[2:]) == (_DIM.value, _DIM.value)
+    return few and runs_gluon(state.device) and tuple(state.shape[2:]) == (_DIM.value, _DIM.value)
 
 
 def launch_verify_states(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from weft.ops.triton.attention_tiles import sequence_of_block
 from weft.ops.triton.gluon import async_load, reinterpret, thread_barrier
 from weft.ops.triton.launch import Kernel
+from weft.triton_version import is_gluon_tested
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
@@ -31,8 +33,10 @@ class GluonKernel(Kernel, GluonJITFunction):
 
 
 @functools.cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon do its work: a Hopper GPU, under a Triton with which they were tested on one."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper and is_gluon_tested(triton.__version__)
 
 
 @gluon.jit

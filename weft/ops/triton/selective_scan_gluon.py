@@ -27,7 +27,7 @@ from weft.ops.triton.chunk_scan import METADATA, metadata
 from weft.ops.triton.early_launch import early_launch, enter
 from weft.ops.triton.elementwise import LOG2_E
 from weft.ops.triton.gluon import reinterpret, thread_barrier
-from weft.ops.triton.hopper_tiles import GluonKernel, is_hopper
+from weft.ops.triton.hopper_tiles import GluonKernel, runs_gluon
 
 _N = gl.constexpr(16)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -223,7 +223,7 @@ def choose_shape(num_seqs: int) -> Shape:
 def takes(x: Tensor, b: Tensor) -> bool:
     """Whether the kernel exists for ``x [T, C]`` and ``b [T, N]``: on compute capability 9, for states of 16 and whole
     blocks of channels."""
-    return is_hopper(x.device) and b.shape[1] == _N.value and x.shape[1] % 32 == 0
+    return runs_gluon(x.device) and b.shape[1] == _N.value and x.shape[1] % 32 == 0
 
 
 def launch_selective_scan(
