@@ -179,7 +179,7 @@ def test_splits_that_a_norm_adds_are_not_those_of_plain_products(monkeypatch: py
     assert choose_config(x, weight, False) is None
     chosen = choose_config(x, weight, False, leaves_sums=True)
     assert chosen is not None and chosen.splits == 4
-    assert choose_config(x[:4], weight, False) == choose_config(x[:4], weight, False, leaves_sums=True)
+    assert choose_config(x[:32], weight, False) == choose_config(x[:32], weight, False, leaves_sums=True)
 
 
 @pytest.mark.gpu
